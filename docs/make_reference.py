@@ -17,8 +17,6 @@ from edgeinfer.apps.cli.parser import Parser
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
 
-__all__ = ["write_reference"]
-
 _WIDTH = "88"
 # What everybody uses stands before the rest.
 _FIRST = ("load", "plan", "Model", "Chat", "Result", "EdgeInferError")

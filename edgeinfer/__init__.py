@@ -12,7 +12,7 @@ from edgeinfer.version import VERSION as _VERSION
 if TYPE_CHECKING:
     from edgeinfer import tools
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, VerificationStream, aload, load, plan
+    from edgeinfer.api import Model, aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
@@ -45,12 +45,14 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
+    from edgeinfer.generation import TokenStream
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
     from edgeinfer.installed import LocalModel, list_models, pull, remove_model
     from edgeinfer.model_facts import ModelFacts, describe, verify
     from edgeinfer.option_types import GenerationOptions, LoadOptions
     from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
+    from edgeinfer.runtime.planning.plan import MemoryPlan
     from edgeinfer.searching import Search
 
     # Where they were before there was `edgeinfer.tools`.
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools import measure_device as measure_device
     from edgeinfer.tools import measure_kv as measure_kv
     from edgeinfer.tools import tune_device as tune_device
+    from edgeinfer.verification_round import VerificationStream
 
 __all__ = [
     "AdapterError",

@@ -10,8 +10,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.options import Range, option, require, require_few
 from edgeinfer.records import dataclass
 
-__all__ = ["LoadAdapters", "ReplyAdapter", "steering_in"]
-
 # Each pass has a look at what all of them change.
 _MOST = 64
 # Steering vectors of a reply, and how far each may be scaled.
@@ -86,11 +84,7 @@ class ReplyAdapter:
 
 
 def steering_in(text: str | None) -> dict[str, float]:
-    """The scales of the steering vectors that a text names, such as "story:1.5,terse"; without one it is 1.
-
-    Raises:
-        UsageError: a scale is no number or too large, or a name is missing or twice there.
-    """
+    """The scales of the steering vectors that a text names, such as "story:1.5,terse"; without one it is 1."""
     found: dict[str, float] = {}
     for part in [] if text is None else text.split(","):
         name, colon, scale = part.strip().partition(":")

@@ -12,19 +12,6 @@ from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "BASELINES",
-    "COMPUTES",
-    "SKIP_CACHES",
-    "ComputeMethod",
-    "ComputeOptions",
-    "ComputeSettings",
-    "ComputeUse",
-    "ReducedCompute",
-    "SkipCache",
-    "kept_layers",
-]
-
 # Methods of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
 ComputeMethod = Literal["full", "entropy", "unified", "calibrated", "importance", "routers", "exit", "steps"]
 COMPUTES: tuple[str, ...] = get_args(ComputeMethod)

@@ -47,7 +47,6 @@ from edgeinfer.verification_round import VerificationStream
 if TYPE_CHECKING:
     from edgeinfer.context_model import ContextModel
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "VerificationStream", "aload", "load", "plan"]
 
 StreamT = TypeVar("StreamT", bound=TokenStream)
 

@@ -11,8 +11,6 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.reply_thread import Production, ReplyThread
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["AsyncTokenStream"]
-
 
 class AsyncTokenStream:
     """Iterates over the chunks of one reply with `async for`; afterwards `result` has the whole.

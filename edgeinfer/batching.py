@@ -20,8 +20,6 @@ from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.turns import Turns
 
-__all__ = ["Outcome", "ReplyBatch", "Slot", "SlotThreads", "batch_backend"]
-
 T = TypeVar("T")
 
 # Tokens of a prompt that are worth waiting for while another reply evaluates them.
@@ -103,11 +101,7 @@ class Outcome(Generic[T]):
     error: Exception | None = None
 
     def result(self) -> T:
-        """What the reply gave.
-
-        Raises:
-            Exception: that ended it.
-        """
+        """What the reply gave."""
         if self.error is not None:
             raise self.error
         return cast(T, self.made)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 from edgeinfer.async_replies import AsyncTokenStream
-from edgeinfer.bundle import write_file
+from edgeinfer.bundle.writing import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.generation import TokenStream
@@ -26,8 +26,6 @@ from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 from edgeinfer.wording import shown
-
-__all__ = ["Chat", "ConversationModel"]
 
 _FORMAT = "edgeinfer-chat"
 _VERSION = 1

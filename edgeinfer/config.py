@@ -22,29 +22,6 @@ from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
 from edgeinfer.wording import Setting, one_of, shown
 
-__all__ = [
-    "BITS",
-    "CONVERTED_BITS",
-    "COUNTED",
-    "FLOAT_BITS",
-    "KV_TYPES",
-    "LOAD_GROUPS",
-    "MERGING",
-    "ONNX_KV_TYPES",
-    "OVERFLOWS",
-    "REPLY_GROUPS",
-    "WEIGHTS_MODES",
-    "Cache",
-    "CountedPages",
-    "GenerationConfig",
-    "KvType",
-    "LoadConfig",
-    "OverflowPolicy",
-    "WeightsMode",
-    "format_size",
-    "parse_size",
-]
-
 # Bits of a quantized weight, of a float, and what a checkpoint is converted to.
 BITS, FLOAT_BITS = (2, 3, 4, 8), 32
 CONVERTED_BITS = (*BITS, FLOAT_BITS)
@@ -70,11 +47,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes of a size such as ``600MB``, ``1.5GiB`` or ``400000000``.
-
-    Raises:
-        UsageError: the text is not a positive size.
-    """
+    """Bytes of a size such as ``600MB``, ``1.5GiB`` or ``400000000``."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise UsageError(f"{value!r} is not a size.", "Write it like 600MB or 1.5GiB.")
     # Python writes no integers of thousands of digits.
@@ -87,11 +60,7 @@ def parse_size(value: int | str) -> int:
 
 
 def format_size(size: int, *, up: bool = False) -> str:
-    """A size in bytes as people read it, in decimal units: ``412.3 MB``.
-
-    Args:
-        up: rounds up, for sizes that are to be given as a budget.
-    """
+    """A size in bytes as people read it, in decimal units: ``412.3 MB``."""
     for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
         if abs(size) >= factor:
             return f"{math.ceil(size * 10 / factor) / 10 if up else size / factor:.1f} {unit}"

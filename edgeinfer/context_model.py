@@ -32,7 +32,6 @@ from edgeinfer.runtime.kv_cache.session_file import SessionFile
 if TYPE_CHECKING:
     from edgeinfer.replying import Replying
 
-__all__ = ["ContextModel", "remembered"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -200,11 +199,7 @@ class ContextModel:
 
 
 def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel) -> ContextModel:
-    """One that was made before of the same, behind whose rows a conversation then goes on, or this new one.
-
-    Args:
-        known: those that the model remembers, the latest last.
-    """
+    """One that was made before of the same, behind whose rows a conversation then goes on, or this new one."""
     key = (made.contexts, made._placement, made._temperature)
     known[key] = made = known.pop(key, made)
     # No plan counts what is held in memory.
@@ -251,13 +246,7 @@ class _Reader:
                 self._engine.restart()
 
     def read(self, context: Context, tokens: tuple[int, ...]) -> ContextRows:
-        """Rows of a context.
-
-        Raises:
-            UsageError: the file that the context names for them is damaged, or keeps something else.
-            ModelError: it is another model's.
-            ContextLengthError: the context does not fit.
-        """
+        """Rows of a context."""
         path, kept = self._kept(context)
         if kept is not None and kept.tokens == tokens and (context.edits == "turn" or not kept.edits):
             return kept

@@ -14,8 +14,6 @@ from edgeinfer.options import require
 from edgeinfer.records import dataclass
 from edgeinfer.user_folders import user_cache
 
-__all__ = ["Context", "ContextUse", "Edits", "Placement", "UnreadContextError", "rows_folder"]
-
 Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
 # The longest contexts of models hold less text.
@@ -25,11 +23,7 @@ _ONE_TIME_S = 2.0
 
 
 def rows_folder() -> Path:
-    """Where this user's rows of contexts are kept; it need not exist.
-
-    Raises:
-        StorageError: this user has no home folder.
-    """
+    """Where this user's rows of contexts are kept; it need not exist."""
     return user_cache() / "edgeinfer" / "contexts"
 
 

@@ -11,8 +11,6 @@ from edgeinfer.options import LARGEST_COUNT, Range, option, require, suggestion
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
-__all__ = ["DEVICES", "DeviceOptions", "LoadReplies", "is_graphics"]
-
 # Where models run; runtime/devices has them, a test holds the two equal.
 DEVICES = (
     "cpu", "cuda", "directml", "webgpu", "qnn", "coreml", "openvino", "openvino:NPU", "openvino:GPU", "openvino:CPU",

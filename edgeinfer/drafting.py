@@ -10,21 +10,6 @@ from edgeinfer.options import option, suggestion
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
-__all__ = [
-    "DRAFTERS",
-    "DRAFTING_GROUP",
-    "MOST_DRAFTED",
-    "NO_DRAFT_MODEL",
-    "SPECULATION",
-    "VERIFICATIONS",
-    "LoadDrafting",
-    "ReplyDrafting",
-    "Speculation",
-    "VerificationRule",
-    "branching_in",
-    "drafters_in",
-]
-
 # Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
 DRAFTERS = (
     "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "bits-experts",
@@ -57,11 +42,7 @@ SPECULATION: dict[str, Any] = {
 
 
 def drafters_in(speculation: str) -> tuple[str, ...]:
-    """The drafters that an option such as "copy,ngram" names; none for "off", all that a model has for "auto".
-
-    Raises:
-        UsageError: an unknown name.
-    """
+    """The drafters that an option such as "copy,ngram" names; none for "off", all that a model has for "auto"."""
     if speculation == "off":
         return ()
     if speculation == "auto":
@@ -76,11 +57,7 @@ def drafters_in(speculation: str) -> tuple[str, ...]:
 
 
 def branching_in(draft_tree: str, verification: str) -> tuple[int, ...]:
-    """Siblings at each depth that an option such as "3,2,1" names; none for "adaptive" and "beam".
-
-    Raises:
-        UsageError: it is none of these, or the verification draws no siblings without replacement.
-    """
+    """Siblings at each depth that an option such as "3,2,1" names; none for "adaptive" and "beam"."""
     if draft_tree == "adaptive":
         return ()
     if verification != "rejection":

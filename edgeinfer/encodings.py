@@ -6,8 +6,6 @@ import codecs
 
 from edgeinfer.errors import PromptError
 
-__all__ = ["decode_text", "marked_encoding"]
-
 # UTF-32's first mark begins with UTF-16's. PowerShell 5 writes UTF-16 by default.
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -31,9 +29,6 @@ def decode_text(data: bytes, source: object) -> str:
 
     Args:
         source: where it was read, as messages name it.
-
-    Raises:
-        PromptError: it is in another encoding.
     """
     encoding = marked_encoding(data) or "utf-8"
     known = "UTF-8" if encoding.startswith("utf-8") else encoding.upper()

@@ -31,32 +31,6 @@ from typing import ClassVar
 
 from edgeinfer.wording import Setting, Wording, said
 
-__all__ = [
-    "AdapterError",
-    "BackendError",
-    "BudgetError",
-    "BundleError",
-    "CapabilityError",
-    "CheckpointError",
-    "ContextLengthError",
-    "DeviceError",
-    "EdgeInferError",
-    "GrammarError",
-    "HubError",
-    "InternalError",
-    "ModelError",
-    "NativeUnavailableError",
-    "PromptError",
-    "RemoteError",
-    "StorageError",
-    "TemplateError",
-    "TokenizerError",
-    "UnshareableError",
-    "UnsupportedArchitectureError",
-    "UsageError",
-    "UserError",
-]
-
 
 class EdgeInferError(Exception):
     """Base of every error edgeinfer raises on purpose.

@@ -27,13 +27,11 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summar
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.forks import keep_for_good
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
-from edgeinfer.runtime.text import ReplyText
+from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.turns import Turns
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
-
-__all__ = ["TokenStream"]
 
 
 class TokenStream:

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from edgeinfer import hub
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import EdgeInferError, ModelError, UsageError
 from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import Bundles
 from edgeinfer.records import dataclass
-
-__all__ = ["LocalModel", "list_models", "pull", "remove_model"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, EdgeInferError, StorageError, UsageError
 from edgeinfer.model_parts import ModelParts
@@ -31,11 +31,9 @@ from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, w
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.forks import finalize_here, keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import release_freed
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.user_folders import user_cache
 from edgeinfer.version import SAMPLING
-
-__all__ = ["Facts", "ModelLifecycle", "resume", "save"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -118,12 +116,7 @@ class ModelLifecycle:
         return self._parts is not None
 
     def parts(self) -> ModelParts:
-        """The parts, loaded if they were not. They stay for a moment; `acquire` and `take` make them stay.
-
-        Raises:
-            UsageError: the model was closed.
-            EdgeInferError: as `make`; the next request tries again.
-        """
+        """The parts, loaded if they were not. They stay for a moment; `acquire` and `take` make them stay."""
         with self._lock:
             if self._closed:
                 raise UsageError("The model is closed.", "Load it again.")
@@ -156,10 +149,6 @@ class ModelLifecycle:
 
         Args:
             verified: wait until all of their files are; what hands out nothing of the weights' need not.
-
-        Raises:
-            BundleError: a file is damaged.
-            EdgeInferError: as `parts`.
         """
         parts = self.take()
         try:
@@ -284,11 +273,7 @@ def _free(parts: ModelParts) -> None:
 
 
 def _place() -> Path:
-    """Where to put something aside; what processes that ended left there is removed.
-
-    Raises:
-        StorageError: there is no place.
-    """
+    """Where to put something aside; what processes that ended left there is removed."""
     import psutil  # only here: a megabyte of modules
 
     folder = user_cache() / "edgeinfer" / "aside"
@@ -311,10 +296,6 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
 
     Args:
         tokens: only as far as both begin alike; None writes all. Where layers keep states, to where one is.
-        text: kept with them.
-
-    Raises:
-        StorageError: the place cannot be written, or the disk is full.
     """
     engine = parts.engine
     shared = len(engine.cached_tokens) if tokens is None else engine.shared(tokens)

@@ -19,8 +19,6 @@ from edgeinfer.tokenizing import Tokenizing
 if TYPE_CHECKING:
     from edgeinfer.runtime.tuning.measure import TokenScores
 
-__all__ = ["LoadedModel"]
-
 
 class LoadedModel(Tokenizing):
     """A model whose facts can be asked for."""
@@ -31,11 +29,7 @@ class LoadedModel(Tokenizing):
         return f"<{type(self).__name__} {info.name}: {kept}>"
 
     def _require_idle(self) -> None:
-        """Ends a reply that was left unfinished.
-
-        Raises:
-            UsageError: another thread may be reading it.
-        """
+        """Ends a reply that was left unfinished."""
         raise NotImplementedError
 
     def _alone(self) -> AbstractContextManager[None]:

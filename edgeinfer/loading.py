@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import read_heads
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import NO_DRAFT_MODEL
@@ -59,7 +60,6 @@ from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer, rec
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
-__all__ = ["Bundles", "LoadRequest", "digest_of", "fingerprint_for", "make_parts"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -97,9 +97,6 @@ class Bundles:
         """Opens both, chooses what runs them, and takes from the profile what the caller left open.
 
         A bad profile is warned of. Errors as `choose_backend`.
-
-        Raises:
-            ModelError: one is missing or damaged, or their tokens are not the same.
         """
         target = open_bundle(_located(model, config, progress))
         if config.remember:
@@ -228,11 +225,7 @@ class LoadRequest:
 
 @allocating("The model")
 def make_parts(request: LoadRequest) -> ModelParts:
-    """Loads what was opened, while its files are compared with their digests; of large ones replies await the verdict.
-
-    Raises:
-        EdgeInferError: as `edgeinfer.load`.
-    """
+    """Loads the bundle while its files are compared with their digests; replies wait for the verdict on large ones."""
     target, drafter = request.bundles.target, request.bundles.drafter
     verification = Verification([target] if drafter is None else [target, drafter], keeps=request.config.remember)
     try:
@@ -269,11 +262,7 @@ def _make_somewhere(request: LoadRequest, verification: Verification) -> ModelPa
 
 
 def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verification) -> ModelParts:
-    """As `make_parts`, on the subject's device or not at all.
-
-    Raises:
-        DeviceError: the device fails.
-    """
+    """As `make_parts`, on the subject's device or not at all."""
     bundles, config = request.bundles, request.config
     profiles = profiles_of(subject, config)
     speed = speed_model(subject, profiles)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import HubError, UsageError
 from edgeinfer.hub import local, resolve
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.weights.verification import Outcome, accept_file, check_file, files_of
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 from edgeinfer.tokenizing import recommended_sampling
-
-__all__ = ["ModelFacts", "describe", "verify"]
 
 
 @dataclass(frozen=True)

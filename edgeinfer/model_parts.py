@@ -7,7 +7,8 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
@@ -19,15 +20,14 @@ from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling.choice_trie import ChoiceLists
 from edgeinfer.runtime.speculation.company import SequenceDrafting
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token, vocabulary_digest
+from edgeinfer.runtime.text.contract import TokenizerLike, longest_token, vocabulary_digest
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.weights.verification import Verification
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
     from edgeinfer.runtime.remote.deciding import RemoteDeciding
     from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
-
-__all__ = ["ModelParts"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ class ModelParts:
     remote: RemoteDeciding | None = None
 
     def beside(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:
-        """The same model with the engine of another sequence, for a reply beside others.
-
-        Args:
-            replies: tells how many are made side by side now.
-        """
+        """The same model with the engine of another sequence, for a reply beside others."""
         drafting = SequenceDrafting(engine.backend, replies)
         return replace(self, engine=engine, watched=None, main=self, drafting=drafting)
 
@@ -100,11 +96,7 @@ class ModelParts:
 
     @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary as replies by a grammar need it, with memory planned for it.
-
-        Raises:
-            BudgetError: as `Ledger.plan_grammars`.
-        """
+        """The vocabulary as replies by a grammar need it, with memory planned for it."""
         if self.main is not None:
             return self.main.grammar_vocabulary
         from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary  # of few replies

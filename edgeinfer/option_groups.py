@@ -9,8 +9,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.options import check_options, options_of, suggestion
 from edgeinfer.wording import shown
 
-__all__ = ["OptionGroup", "flat_options", "require_known"]
-
 
 class OptionGroup:
     """Base of frozen dataclasses that hold the options of one subject.
@@ -53,15 +51,7 @@ class OptionGroup:
 
 
 def flat_options(given: Mapping[str, Any], groups: Mapping[str, type[OptionGroup]]) -> dict[str, Any]:
-    """Options with those of groups in place of the groups; an option that is also given by itself stays as it is.
-
-    Args:
-        groups: by the name under which a group is given. Where the name is an option's too, the group is its choice
-            and what belongs to it, and a text is the choice alone.
-
-    Raises:
-        UsageError: as `OptionGroup.of`.
-    """
+    """Options with those of groups in place of the groups; an option that is also given by itself stays as it is."""
     alone = dict(given)
     flat: dict[str, Any] = {}
     for name, group in groups.items():
@@ -80,10 +70,6 @@ def require_known(
 
     Args:
         kind: what they are in messages, such as "load option".
-        elsewhere: what to do with names that are options of something else.
-
-    Raises:
-        UsageError: a name is unknown.
     """
     names = sorted(known)
     for name in given:

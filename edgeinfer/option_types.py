@@ -18,23 +18,6 @@ from edgeinfer.reply_options import Sampling
 from edgeinfer.schema_classes import SchemaClass
 from edgeinfer.searching import Answer, Search, SearchMethod
 
-__all__ = [
-    "CacheOption",
-    "ComputeOption",
-    "GenerationOptions",
-    "JsonSchema",
-    "LoadOptions",
-    "LoadOptionsButContext",
-    "Prompt",
-    "RareGenerationOptions",
-    "RareLoadOptions",
-    "RareReplyOptions",
-    "SamplingOption",
-    "SearchOption",
-    "SpeculationOption",
-    "given_by",
-]
-
 Prompt: TypeAlias = str | Sequence[int]
 JsonSchema: TypeAlias = Mapping[str, Any] | str | type[SchemaClass]
 

@@ -12,22 +12,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting, joined, shown
 
-__all__ = [
-    "LARGEST_COUNT",
-    "ConfigOption",
-    "Range",
-    "check_options",
-    "is_integer",
-    "is_number",
-    "nearest",
-    "option",
-    "options_of",
-    "require",
-    "require_alone",
-    "require_few",
-    "suggestion",
-]
-
 # The largest count where nothing sets a lower limit: what the counters of all systems hold.
 LARGEST_COUNT = 2**31 - 1
 _SHOWN = 80
@@ -109,11 +93,7 @@ class ConfigOption:
     goes_with: tuple[str, str] | None = None
 
     def check(self, value: object) -> None:
-        """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration.
-
-        Raises:
-            UsageError: the value has another type or is out of range.
-        """
+        """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration."""
         if value is None and self.optional:
             return
         if self.range is not None:
@@ -151,11 +131,7 @@ def option(
     """Declares a field of a configuration; `options_of` gives what was declared.
 
     Args:
-        low, high: the ends of its range, for numbers.
         above: the range does not include `low`.
-        cli: its flags on the command line.
-        formerly: its flags of before.
-        wire: whether the field of its own name in a request gives it; names are further such fields.
         factory: makes the default where that is mutable.
 
     See `ConfigOption` for the rest.
@@ -210,11 +186,7 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
 
 
 def check_options(configuration: Any) -> None:
-    """Refuses values of another type or out of range.
-
-    Raises:
-        UsageError: an option has one.
-    """
+    """Refuses values of another type or out of range."""
     for name, declared in options_of(type(configuration)).items():
         declared.check(getattr(configuration, name))
 
@@ -230,11 +202,7 @@ def is_number(value: object) -> bool:
 
 
 def require(condition: bool, name: str, value: object, rule: str) -> None:
-    """Refuses a value that breaks a rule.
-
-    Raises:
-        UsageError: the condition is false.
-    """
+    """Refuses a value that breaks a rule."""
     if not condition:
         raise UsageError(Setting(name, value) + " is out of range.", Setting(name) + f" must be {rule}.")
 
@@ -259,20 +227,12 @@ def nearest(name: object, known: Iterable[str], alike: float = 0.6) -> str | Non
 
 
 def require_few(name: str, values: Sized, most: int) -> None:
-    """Refuses more values than any request needs, before anything is made of them.
-
-    Raises:
-        UsageError: there are more.
-    """
+    """Refuses more values than any request needs, before anything is made of them."""
     if len(values) > most:
         raise UsageError(Setting(name) + f" has {len(values)} entries.", Setting(name) + f" can have at most {most}.")
 
 
 def require_alone(names: Sequence[str]) -> None:
-    """Refuses options that exclude each other.
-
-    Raises:
-        UsageError: there is more than one.
-    """
+    """Refuses options that exclude each other."""
     if len(names) > 1:
         raise UsageError(joined(map(Setting, names), "and") + " cannot be combined.", "Leave out all but one.")

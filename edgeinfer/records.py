@@ -13,8 +13,6 @@ from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["dataclass", "listed"]
-
 
 def _dataclass(cls: type | None = None, /, *, frozen: bool = False, eq: bool = True, **options: bool) -> Any:
     """As `dataclasses.dataclass`."""
@@ -124,7 +122,7 @@ def _frozen(cls: Any) -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass
+    from dataclasses import dataclass as dataclass
 else:
     dataclass = _dataclass
 

@@ -11,8 +11,6 @@ from edgeinfer.options import option, options_of
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
-__all__ = ["VERIFIED_OPTIONS", "RemoteApi", "RemoteLoss", "RemoteOptions", "RemoteUse"]
-
 RemoteLoss = Literal["stop", "local"]
 RemoteApi = Literal["edgeinfer", "sglang", "vllm", "openai"]
 
@@ -165,11 +163,7 @@ class RemoteOptions:
 
 
 def _server_address(url: str) -> tuple[str, str] | None:
-    """Scheme and host of a server's URL; None where it is none.
-
-    Raises:
-        UsageError: the host has letters of which two standards make names of different servers.
-    """
+    """Scheme and host of a server's URL; None where it is none."""
     try:
         parts = urlsplit(url)
         named = parts.netloc.rpartition("@")[2]

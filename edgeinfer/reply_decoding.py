@@ -17,23 +17,15 @@ from edgeinfer.reply_options import MOST_BIASES
 from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
-from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler, TextCheck
-from edgeinfer.runtime.text import CallMark
+from edgeinfer.runtime.sampling.checked import TextCheck
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.text.stopping import CallMark
 from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
-
-__all__ = [
-    "GenerationRequest",
-    "is_shareable",
-    "make_constraint",
-    "make_sampler",
-    "make_strategy",
-    "require_plain",
-    "require_shareable",
-    "steered",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +64,7 @@ def make_sampler(
     constraint: Constraint | None,
     stop_ids: frozenset[int],
 ) -> Sampler:
-    """Makes the sampler of a reply's tokens, by a seed of the time where none is given.
-
-    Raises:
-        UsageError: drafts are to be verified by probabilities, which a checker leaves unknown.
-    """
+    """Makes the sampler of a reply's tokens, by a seed of the time where none is given."""
     if config.checker is not None and config.verification != "keyed":
         message = Setting("verification", config.verification) + " does not go with a checker."
         raise UsageError(message, "Leave it out: drafts are verified by what is drawn.")
@@ -87,12 +75,7 @@ def make_sampler(
 
 
 def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
-    """The same request, with the vectors that steer it among the biases of its logits.
-
-    Raises:
-        UsageError: the bundle has no vector of such a name, or too many tokens would be changed.
-        BundleError: the vector is damaged.
-    """
+    """The same request, with the vectors that steer it among the biases of its logits."""
     config, bundle = request.config, parts.speculator.parts.bundle
     if config.steering is None:
         return request
@@ -111,12 +94,7 @@ def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
 def make_constraint(
     parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, stop_ids: frozenset[int]
 ) -> tuple[Constraint | None, GrammarCosts | None]:
-    """Makes what a reply must follow, if anything, and what counts its costs where that is a grammar.
-
-    Raises:
-        UsageError: a choice cannot be made of the model's tokens.
-        GrammarError: the grammar is wrong, unsupported or takes too much.
-    """
+    """Makes what a reply must follow, if anything, and what counts its costs where that is a grammar."""
     vocabulary = parts.engine.backend.geometry.vocab_size
     end_ids = [token for token in stop_ids if 0 <= token < vocabulary]
     if config.follows_grammar:
@@ -141,16 +119,7 @@ def make_constraint(
 def make_strategy(
     parts: ModelParts, sampler: Sampler, request: GenerationRequest, stop_ids: frozenset[int]
 ) -> DecodingStrategy:
-    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
-
-    Args:
-        sampler: of the reply's tokens.
-        stop_ids: that end it.
-
-    Raises:
-        UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
-        CapabilityError: the backend cannot do it.
-    """
+    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass."""
     engine, config = parts.engine, request.config
     if parts.remote is not None:
         require_plain(config, computes=("full", "entropy"))
@@ -193,11 +162,7 @@ def is_shareable(config: GenerationConfig) -> bool:
 
 
 def require_shareable(config: GenerationConfig) -> None:
-    """Refuses options by which a reply cannot be made beside others.
-
-    Raises:
-        UnshareableError: they take another model, or less than the whole one.
-    """
+    """Refuses options by which a reply cannot be made beside others."""
     if config.compute != "full":
         message = "Replies side by side cannot take less than the whole model."
         raise UnshareableError(message, 'Leave out "compute", or use generate().')
@@ -207,14 +172,7 @@ def require_shareable(config: GenerationConfig) -> None:
 
 
 def require_plain(config: GenerationConfig, *, computes: Sequence[str] = ("full",)) -> None:
-    """Refuses options by which a reply is not decided token by token.
-
-    Args:
-        computes: ways of computing less that two machines can share.
-
-    Raises:
-        UsageError: it is searched for, takes less than the whole model, tells log-probabilities or has a checker.
-    """
+    """Refuses options by which a reply is not decided token by token."""
     plain: dict[str, Sequence[object]] = {"search": ("off",), "compute": computes, "logprobs": (None,)}
     plain |= {"verification": ("keyed",), "quality_floor": (None,), "checker": (None,)}
     for name, usual in plain.items():

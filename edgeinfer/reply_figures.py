@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.results import Timings, TokenLogprob
-from edgeinfer.runtime.sampling import TokenLogprobs
-from edgeinfer.runtime.text import TokenizerLike, bytes_of
-
-__all__ = ["ShownLogprobs", "timings_of"]
+from edgeinfer.runtime.sampling.distributions import TokenLogprobs
+from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 
 
 class ShownLogprobs:
@@ -66,9 +64,6 @@ def timings_of(step_ms: Sequence[float], load_ms: float, prompt_ms: float, cache
     """The figures.
 
     Args:
-        step_ms: of each token, the first one's from the request on.
-        load_ms: of the model.
-        prompt_ms: of prefilling the prompt.
         cached: tokens of the prompt that were not evaluated again.
     """
     later = np.array(step_ms[1:])

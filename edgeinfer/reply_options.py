@@ -13,8 +13,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.schema_classes import ClassSchema
 from edgeinfer.wording import Setting
 
-__all__ = ["FORMS", "ReplyOptions", "Sampling", "SamplingOptions"]
-
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
 # Each choice is tokenized before a reply begins; characters are of all together.

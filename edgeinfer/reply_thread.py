@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["Production", "ReplyThread"]
-
 
 class Production:
     """A reply as the thread makes it. It does not know who reads it, so that a reader who is gone is noticed.
@@ -60,11 +58,7 @@ class Production:
                 self.stream.cancel()
 
     def make(self, gives_way: Callable[[], bool]) -> bool:
-        """Makes the reply to its end, or until it pauses to make room for others; returns whether it paused.
-
-        Args:
-            gives_way: whether others wait.
-        """
+        """Makes the reply to its end, or until it pauses to make room for others; returns whether it paused."""
         try:
             if self.stream is None and not self._cancelled:
                 self._begin()

@@ -29,14 +29,12 @@ from edgeinfer.option_types import (
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
-from edgeinfer.runtime.text import CallMark
+from edgeinfer.runtime.text.stopping import CallMark
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import token_ids
 
 if TYPE_CHECKING:
     from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
-
-__all__ = ["Replying"]
 
 
 class Replying(LoadedModel):

@@ -16,26 +16,6 @@ from edgeinfer.schema_classes import SchemaClass, read_reply
 from edgeinfer.searching import SearchUse
 from edgeinfer.version import SAMPLING
 
-__all__ = [
-    "Chunk",
-    "DeviceFacts",
-    "DeviceLimits",
-    "DrafterUse",
-    "ExpertUse",
-    "FinishReason",
-    "LoadCosts",
-    "MemoryUse",
-    "ModelInfo",
-    "Overflow",
-    "PassWork",
-    "Progress",
-    "Result",
-    "SpeculationUse",
-    "Timings",
-    "TokenLogprob",
-    "Usage",
-]
-
 FinishReason = Literal["stop", "length", "cancelled"]
 # Called with what is being done, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["ClassSchema", "SchemaClass", "read_reply"]
-
 
 class SchemaClass(Protocol):
     """A class as pydantic's models are."""
@@ -38,11 +36,7 @@ class ClassSchema(dict[str, Any]):
 
 
 def read_reply(text: str, finish_reason: str, schema_class: type[SchemaClass] | None) -> Any:
-    """What a reply says: values of JSON, or an instance of a class.
-
-    Raises:
-        UsageError: the reply ended before its JSON did, is none, or is refused by the class.
-    """
+    """What a reply says: values of JSON, or an instance of a class."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -10,19 +10,6 @@ from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import Range, option, options_of, require, require_few
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "ANSWERS",
-    "MOST_BRANCHES",
-    "SEARCHES",
-    "Answer",
-    "Search",
-    "SearchMethod",
-    "SearchOptions",
-    "SearchSettings",
-    "SearchUse",
-    "SearchedText",
-]
-
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
     "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",

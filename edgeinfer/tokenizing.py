@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, PromptError, TemplateError
 from edgeinfer.lifecycle import ModelLifecycle
@@ -17,33 +17,16 @@ from edgeinfer.option_types import Prompt
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
-from edgeinfer.runtime.text import (
-    MappedTokenizer,
-    Tokenizer,
-    TokenizerLike,
-    TransientTokenizer,
-    bytes_of,
-    surely_longer,
-)
+from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, surely_longer
+from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.text.guarded_template import GuardedTemplate
 
-__all__ = [
-    "TOKENIZERS",
-    "ParsedTokenizer",
-    "Tokenizing",
-    "boundary_ids",
-    "chat_template",
-    "parsed_tokenizer",
-    "recommended_sampling",
-    "require_fitting_messages",
-    "require_fitting_text",
-    "several",
-    "token_ids",
-]
 
 TOOL_TEMPLATE = "chat_template.tool_use.jinja"  # as transformers names the template of conversations with tools
 # By what a plan says of the tokenizer; that of a model's own file is the backend's.
@@ -274,9 +257,6 @@ def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> 
 
     Args:
         what: the text is called in the refusal.
-
-    Raises:
-        ContextLengthError: it has far more tokens than the model takes.
     """
     most = _most_tokens(parts)
     if len(text) > most and surely_longer(parts.tokenizer, text, most, lambda: parts.longest_token):
@@ -304,11 +284,7 @@ def _too_long(size: int, most: int, what: str = "prompt") -> ContextLengthError:
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:
-    """The prompt as a list, which is no text.
-
-    Raises:
-        PromptError: it holds something else.
-    """
+    """The prompt as a list, which is no text."""
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
         raise PromptError("The prompt is a list of messages, not a string.", hint)
@@ -331,11 +307,7 @@ def _integers(ids: object) -> list[int] | None:
 
 
 def several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Prompts as they were given, which are not one text: that would be a prompt for each character.
-
-    Raises:
-        PromptError: they are.
-    """
+    """Prompts as they were given, which are not one text: that would be a prompt for each character."""
     if isinstance(prompts, str | bytes):
         raise PromptError(f"The prompts are one text, {shown(prompts)}.", "Pass a list, or call generate().")
     return prompts

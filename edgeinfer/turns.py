@@ -10,8 +10,6 @@ from typing import Protocol
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.system.forks import renewed_in_children
 
-__all__ = ["Turn", "Turns"]
-
 
 class Turn(Protocol):
     """A reply that runs, or waits for its turn."""
@@ -52,11 +50,7 @@ class Turns:
         return bool(self._paused)
 
     def claim(self, turn: Turn) -> None:
-        """Gives the turn to this reply.
-
-        Raises:
-            UsageError: another runs, or another thread works with the model.
-        """
+        """Gives the turn to this reply."""
         with self._lock:
             if self._running is turn:
                 return
@@ -89,11 +83,7 @@ class Turns:
                 act()
 
     def require_idle(self) -> None:
-        """Ends a running reply that was left unfinished; one that another thread may be reading is not touched.
-
-        Raises:
-            UsageError: another thread runs a reply, or works with the model.
-        """
+        """Ends a running reply that was left unfinished; one that another thread may be reading is not touched."""
         with self._lock:
             self._require_own()
             running = self._running
@@ -105,11 +95,7 @@ class Turns:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Reserves the model for work that is no user's reply: other threads start nothing before the block ends.
-
-        Raises:
-            UsageError: as `require_idle`.
-        """
+        """Reserves the model for work that is no user's reply: other threads start nothing before the block ends."""
         self.require_idle()
         with self._lock:
             self._require_own()

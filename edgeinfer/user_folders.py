@@ -9,35 +9,20 @@ from pathlib import Path
 
 from edgeinfer.errors import StorageError
 
-__all__ = ["make_private", "user_cache", "user_data", "written"]
-
 
 def user_cache() -> Path:
-    """The folder of what programs can make again, by the custom of the operating system; it need not exist.
-
-    Raises:
-        StorageError: this user has no home folder.
-    """
+    """The folder of what programs can make again, by the custom of the operating system; it need not exist."""
     return _folder("XDG_CACHE_HOME", Path(".cache"), "Caches", "Set HOME to one that can be written.")
 
 
 def user_data() -> Path:
-    """The folder of what is the user's own, by the custom of the operating system; it need not exist.
-
-    Raises:
-        StorageError: this user has no home folder.
-    """
+    """The folder of what is the user's own, by the custom of the operating system; it need not exist."""
     hint = "Set HOME, or name a folder with --data."
     return _folder("XDG_DATA_HOME", Path(".local", "share"), "Application Support", hint)
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder this user's own; one that is not is refused.
-
-    Raises:
-        StorageError: it is no folder, or another user's.
-        OSError: it cannot be made.
-    """
+    """Makes a folder this user's own; one that is not is refused."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

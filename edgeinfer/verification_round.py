@@ -18,8 +18,6 @@ from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, worth_in_c
 from edgeinfer.runtime.decoding.strategy import Step
 from edgeinfer.turns import Turns
 
-__all__ = ["VerificationStream"]
-
 
 class VerificationStream(TokenStream):
     """The tokens of a round: those of the draft with which plain decoding agrees, one more, and further ones.
@@ -131,10 +129,6 @@ class VerificationStream(TokenStream):
 
         Where a pass of several rows rounds otherwise than passes of one row, and where the draft could reach the border
         behind which a text is rotated otherwise, the draft is not looked at.
-
-        Args:
-            engine: whose cache keeps what is sure of the text afterwards, and which has checked both.
-            draft: token ids, possibly none, for which the context has room.
 
         Returns:
             One to `1 + len(draft)` tokens; none where the round was cancelled.

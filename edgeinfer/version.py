@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SAMPLING", "VERSION"]
-
 VERSION = "0.1.0"
 # Of how a seed makes text: 1 drew by one number of a position and the cumulative distribution, 2 draws by Gumbel noise.
 SAMPLING = 2

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from edgeinfer.records import dataclass
 
-__all__ = ["Setting", "Wording", "joined", "one_of", "said", "shown"]
-
 _SHOWN = 80  # characters
 
 

@@ -8,8 +8,3 @@ from edgeinfer.errors import UsageError
 
 if find_spec("onnx") is None:
     raise UsageError("Converting a checkpoint needs the onnx package, which is not there.", "pip install onnx")
-
-from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
-
-__all__ = ["ExportConfig", "export_checkpoint"]

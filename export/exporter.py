@@ -7,20 +7,11 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from edgeinfer.bundle import (
-    PORTABLE,
-    WEIGHTS,
-    Capabilities,
-    Layout,
-    Manifest,
-    TensorEntry,
-    seal,
-    write_bundle,
-)
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS
-from edgeinfer.bundle.manifest import capabilities_in
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.manifest import Capabilities, Manifest, TensorEntry, capabilities_in
 from edgeinfer.bundle.nesting import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
+from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
@@ -41,8 +32,6 @@ from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.results import Progress
 
-__all__ = ["export_checkpoint", "export_native"]
-
 
 def export_checkpoint(
     source: Path, out: Path, config: ExportConfig | None = None, progress: Progress | None = None
@@ -51,12 +40,6 @@ def export_checkpoint(
 
     Args:
         progress: called with what is being written, how many steps are done and how many there are.
-
-    Raises:
-        CheckpointError: files, tensors or configuration of the checkpoint.
-        UnsupportedArchitectureError: no builder exists for it.
-        StorageError: `out` exists, or cannot be written.
-        UsageError: what is asked for needs a package that is not installed.
     """
     config = config or ExportConfig()
     if source.suffix.lower() == ".gguf":
@@ -135,11 +118,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
 def _table(
     described: Described, quant: QuantPlan, requested: Layout, *, native: bool
 ) -> tuple[tuple[TensorEntry, ...], Layout]:
-    """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written.
-
-    Args:
-        native: it counts as native nevertheless, as it has a drafter that runs beside that graph alone.
-    """
+    """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written."""
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
     native = native or any(o.quantized for o in outlines) or described.spec.native_only
     layout = requested if native else PORTABLE

@@ -20,16 +20,19 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_graph, seal, write_bundle
+from edgeinfer.bundle import concat_graph
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.layouts import MODEL
+from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
-from edgeinfer.quant import QuantPolicy, QuantScheme, quantize
+from edgeinfer.quant.methods import quantize
+from edgeinfer.quant.policy import QuantPolicy, QuantScheme
 from edgeinfer.results import Progress
-
-__all__ = ["export_optimum", "quantize_graph"]
 
 _CONTRIB = "com.microsoft"
 # int8 activations: the fast path of MatMulNBits on every CPU.
@@ -148,12 +151,6 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
     """Exports through optimum-onnx; as `edgeinfer.export.export_checkpoint` otherwise.
 
     The checkpoint is read from disk only, and none of its code is run.
-
-    Raises:
-        UsageError: optimum-onnx is not installed.
-        CheckpointError: files, tensors or configuration of the checkpoint.
-        UnsupportedArchitectureError: Optimum cannot export it, or to a graph that edgeinfer cannot drive.
-        StorageError: `out` exists, or cannot be written.
     """
     main_export = _main_export()
     report = progress or (lambda *_: None)
@@ -312,12 +309,7 @@ def _parameters(model: onnx.ModelProto) -> int:
 
 
 def _check_continues(path: Path, geometry: Geometry) -> None:
-    """Tracing can freeze a branch or a length into the graph: a text in two passes must give what one pass gives.
-
-    Raises:
-        UnsupportedArchitectureError: it does not, or the graph does not run.
-        CheckpointError: the weights give logits that are not finite.
-    """
+    """Tracing can freeze a branch or a length into the graph: a text in two passes must give what one pass gives."""
     size = min(6, geometry.max_positions)
     tokens = np.arange(1, size + 1) % geometry.vocab_size  # (S,)
     shape = (1, geometry.num_kv_heads, 0, geometry.head_dim)

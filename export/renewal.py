@@ -6,26 +6,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from edgeinfer.bundle import NATIVE, Bundle, Manifest, open_bundle, seal, write_bundle
-from edgeinfer.bundle.layouts import STATIC
+from edgeinfer.bundle.layouts import NATIVE, STATIC
+from edgeinfer.bundle.manifest import Manifest
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export.graph.decoder import decoder_graphs
-
-__all__ = ["renew_bundle"]
 
 
 def renew_bundle(bundle: Bundle, out: Path, *, replace_existing: bool = False) -> None:
     """Writes a bundle of the same weights with the graphs that an export would write today, drafters inside included.
 
     What nothing reads any more (`Bundle.superseded`) is left out.
-
-    Args:
-        out: the bundle to make; the same one only with `replace_existing`, and then it is whole at every moment.
-
-    Raises:
-        UsageError: it has the graphs of today.
-        BundleError: the bundle is damaged.
-        StorageError: `out` exists, or cannot be written.
     """
     parts = {"": bundle} | {name: open_bundle(bundle.path / name) for name in bundle.manifest.drafters}
     renewed = {name: _graphs_of_today(part) for name, part in parts.items()}

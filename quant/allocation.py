@@ -14,8 +14,6 @@ import numpy as np
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 
-__all__ = ["Allocation", "Choice", "PricedOption", "allocate", "allocate_exactly"]
-
 # A plan this close to the best is the best for all that predictions are worth, and found in a second.
 _GAP = 1e-4
 _SECONDS = 20.0
@@ -56,11 +54,7 @@ class Allocation:
 
 
 def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
-    """Chooses the options of least total cost within `budget` bytes; a larger budget never costs more.
-
-    Raises:
-        BudgetError: not even the smallest options fit.
-    """
+    """Chooses the options of least total cost within `budget` bytes; a larger budget never costs more."""
     least = sum(choice.least for choice in choices)
     if least > budget:
         raise _too_small(least, budget)
@@ -86,9 +80,6 @@ def allocate_exactly(
 
     Returns:
         The allocation and its measured bytes, at most `budget`.
-
-    Raises:
-        BudgetError: nothing fits.
     """
     least = sum(choice.least for choice in choices)
     allowed, best = budget, None

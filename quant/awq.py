@@ -16,8 +16,6 @@ from edgeinfer.quant.blocks import Codes, Grid, Solver, padded, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics, output_error
 
-__all__ = ["scale_search", "solver"]
-
 Floats = NDArray[np.float32]
 # Shares of a block's range that are tried: the published search goes down to a half in steps of 5%; ranges slightly
 # too wide pay where rounding the extremes inwards costs more than coarser steps.
@@ -35,9 +33,6 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Sol
     """The quantizer of matrices of K columns by the search of clipped ranges.
 
     A block's error counts by the part of the Hessian that belongs to it where there is one, else by mean squares.
-
-    Raises:
-        UsageError: there are no statistics.
     """
     if statistics is None:
         raise UsageError("AWQ needs statistics of a layer's inputs.", "Gather them, or choose the method rtn.")
@@ -112,10 +107,6 @@ def scale_search(weights: Sequence[Floats], statistics: InputStatistics, scheme:
 
     The error of x W^T is least when W * s is quantized and x / s goes in, among s = (root mean square of x) ^ a with a
     from 0 to 1, of geometric mean one. Zero power gives ones, so the error is never worse than without scales.
-
-    Raises:
-        UsageError: there are no matrices, or the statistics do not fit them.
-        CheckpointError: a weight is NaN or infinite.
     """
     if not weights:
         raise UsageError("There are no matrices to find scales for.", "Pass those that read the same inputs.")

@@ -14,8 +14,6 @@ from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 from edgeinfer.errors import CheckpointError
 from edgeinfer.quant.policy import QuantScheme
 
-__all__ = ["Codes", "Grid", "Solver", "check_finite", "dequantized", "packed", "padded", "restored"]
-
 Floats = NDArray[np.float32]
 
 
@@ -70,11 +68,7 @@ class Solver:
 
 
 def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)
-    """Quantizes a matrix in portions of rows.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite.
-    """
+    """Quantizes a matrix in portions of rows."""
     n, blocks = len(weight), blocks_per_row(weight.shape[1], scheme.block_size)
     data = np.empty((n, blocks, scheme.block_size * scheme.bits // 8), np.uint8)
     scales = np.empty((n, blocks), np.float32)
@@ -91,11 +85,7 @@ def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatr
 
 
 def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) -> (N, K)
-    """The float matrix that the solver's codes stand for, whatever the width.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite.
-    """
+    """The float matrix that the solver's codes stand for, whatever the width."""
     n, k = weight.shape
     out = np.empty((n, k), np.float32)
     for start in range(0, n, solver.rows):
@@ -125,11 +115,7 @@ def padded(rows: Floats, size: int) -> Floats:  # (..., K) -> (..., blocks * siz
 
 
 def check_finite(weight: Floats) -> None:
-    """Refuses weights that no scale can stand for.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite.
-    """
+    """Refuses weights that no scale can stand for."""
     if not np.isfinite(weight).all():
         bad = int(np.count_nonzero(~np.isfinite(weight)))
         raise CheckpointError(

@@ -26,8 +26,6 @@ from edgeinfer.quant.policy import (
     make_scheme,
 )
 
-__all__ = ["Candidate", "Draw", "Limits", "candidate_schemes", "plan_within"]
-
 # What a tensor of a name is stored as when it has a scheme.
 Draw = Callable[[str, QuantScheme | None], Outline]
 
@@ -65,11 +63,7 @@ def candidate_schemes(
     """Every scheme that each matrix that can be quantized may get.
 
     Args:
-        shapes: of every tensor by its canonical name.
         layout: they are stored in. Matrices that share a scheme there get blocks that divide the columns of each.
-
-    Raises:
-        UsageError: a pattern matches no matrix that can be quantized.
     """
     limits = limits or Limits()
     names = [name for name, shape in shapes.items() if is_quantizable(name, shape)]
@@ -110,12 +104,6 @@ def plan_within(
     Args:
         candidates: what each matrix may be.
         names: of every tensor with bytes of its own, in the order of the file; those without candidates stay float32.
-        outline: what a tensor of a name is stored as.
-        layout: it is stored in. Experts of one layer share a scheme in the portable one, which holds no other.
-
-    Raises:
-        BudgetError: not even the smallest candidates fit.
-        UsageError: experts that share a scheme have none in common among their candidates.
     """
     names = list(names)
     options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)

@@ -17,17 +17,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.quant.calibration_layers import ExpertTokens, LayerWalk, Visit
 from edgeinfer.quant.statistics import InputStatistics
 
-__all__ = [
-    "STREAMS",
-    "Calibration",
-    "CalibrationOptions",
-    "ModelReader",
-    "Visitor",
-    "calibrate",
-    "default_streams",
-    "default_tokens",
-]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -142,9 +131,6 @@ def calibrate(
 
     Args:
         texts: token ids of each; texts do not see each other, and all begin at position 0.
-
-    Raises:
-        UsageError: there is no text, one is empty, a token is not of the vocabulary, or activations are not finite.
     """
     options = options or CalibrationOptions()
     texts = [np.asarray(text, np.int64) for text in texts]

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import recurrent
 from edgeinfer.bundle.arithmetic import attend, logistic, normed, query_factors, rms_norm, rope_tables, rotate, route
 from edgeinfer.bundle.experts import expert_biases
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import LatentSpec
 from edgeinfer.bundle.recurrence import Mixer
-from edgeinfer.bundle.spec import DecoderSpec, LatentSpec, MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.products import activate, multiply
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
-
-__all__ = ["ExpertTokens", "LayerWalk", "Signal", "Tensors", "Visit", "mix_experts"]
 
 Floats = NDArray[np.float32]
 # The same tokens in every stream, (N, width) each.
@@ -117,11 +117,7 @@ class LayerWalk:
         return tuple(normed(x, weight, bias, kind=self.spec.norm, eps=self.spec.norm_eps) for x in states)
 
     def statistics(self, inputs: Signal) -> InputStatistics | None:
-        """Statistics of what enters a matrix; None where nothing does.
-
-        Raises:
-            UsageError: it is not finite.
-        """
+        """Statistics of what enters a matrix; None where nothing does."""
         if not len(inputs[-1]):
             return None
         *float_inputs, x = inputs

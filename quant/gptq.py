@@ -20,8 +20,6 @@ from edgeinfer.quant.blocks import Codes, Grid, Solver, padded
 from edgeinfer.quant.refine import LAZY, Refiner, State, row_errors
 from edgeinfer.quant.statistics import InputStatistics
 
-__all__ = ["GptqOptions", "damped", "divide_by", "padded_square", "solver", "upper_factor"]
-
 Floats = NDArray[np.float32]
 # Rows at once: what one block of them needs stays in a core's second-level cache, twice or half as many are slower.
 _ROWS = 512

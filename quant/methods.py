@@ -16,8 +16,6 @@ from edgeinfer.quant.blocks import Grid, Solver, packed, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics
 
-__all__ = ["METHODS", "Method", "Needs", "approximate", "method_for", "quantize", "solver_for"]
-
 Floats = NDArray[np.float32]
 Needs = Literal["nothing", "diagonal", "hessian"]
 
@@ -64,11 +62,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_for(name: str, statistics: InputStatistics | None) -> Method:
-    """The method that runs where one is asked for: `rtn` where what it needs of the inputs is not known.
-
-    Raises:
-        UsageError: there is no such method.
-    """
+    """The method that runs where one is asked for: `rtn` where what it needs of the inputs is not known."""
     method = METHODS.get(name)
     if method is None:
         raise UsageError(f"No quantizer is called {name!r}.", f"Choose one of {', '.join(METHODS)}.")
@@ -78,11 +72,7 @@ def method_for(name: str, statistics: InputStatistics | None) -> Method:
 
 
 def solver_for(method: str, grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
-    """The method that `method_for` names, set up for matrices of K columns with these inputs.
-
-    Raises:
-        UsageError: there is no such method, or the statistics are not finite or of another matrix.
-    """
+    """The method that `method_for` names, set up for matrices of K columns with these inputs."""
     if statistics is not None:
         statistics.check(k)
     return method_for(method, statistics).set_up(grid, k, _known(statistics))
@@ -94,12 +84,7 @@ def quantize(
     statistics: InputStatistics | None = None,
     method: str = "rtn",
 ) -> QuantizedMatrix:
-    """Quantizes a matrix in the portable layout; `method_for` says which method that is.
-
-    Raises:
-        UsageError: there is no such method, or the statistics are not finite or of another matrix.
-        CheckpointError: a weight is NaN or infinite.
-    """
+    """Quantizes a matrix in the portable layout; `method_for` says which method that is."""
     return packed(solver_for(method, Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
 
 
@@ -109,12 +94,7 @@ def approximate(
     statistics: InputStatistics | None = None,
     method: str = "rtn",
 ) -> Floats:  # (N, K)
-    """The values of a matrix that is quantized at any width, also ones that no backend runs; for comparisons.
-
-    Raises:
-        UsageError: there is no such method, or the statistics are not finite or of another matrix.
-        CheckpointError: a weight is NaN or infinite.
-    """
+    """The values of a matrix that is quantized at any width, also ones that no backend runs; for comparisons."""
     return restored(solver_for(method, grid, weight.shape[1], statistics), weight, grid)
 
 

@@ -12,20 +12,11 @@ from edgeinfer.config import FLOAT_BITS
 from edgeinfer.errors import UsageError
 from edgeinfer.quant.policy import QuantPolicy, QuantScheme, is_quantizable, make_scheme
 
-__all__ = ["QuantPlan", "match_patterns"]
-
 Value = TypeVar("Value")
 
 
 def match_patterns(patterns: Sequence[tuple[str, Value]], names: Iterable[str]) -> dict[str, Value]:
-    """The value of the last pattern that matches each name; names that none matches are left out.
-
-    Args:
-        patterns: glob patterns (`*`, `?`, `[...]`) of whole names, case-sensitive, each with its value.
-
-    Raises:
-        UsageError: a pattern matches no name.
-    """
+    """The value of the last pattern that matches each name; names that none matches are left out."""
     names = list(names)
     found: dict[str, Value] = {}
     for pattern, value in patterns:
@@ -65,15 +56,7 @@ class QuantPlan:
         method: str = "rtn",
         kept: Mapping[str, QuantScheme] | None = None,
     ) -> QuantPlan:
-        """The plan of a policy, with the bits of some matrices given by ordered patterns of which the last match wins.
-
-        Args:
-            shapes: of every tensor of the model by its canonical name.
-            kept: schemes that a checkpoint's own values have, which no pattern says otherwise of.
-
-        Raises:
-            UsageError: a pattern matches no matrix that can be quantized.
-        """
+        """The plan of a policy, with the bits of some matrices given by patterns; the last match wins."""
         given = match_patterns(bits_for, [name for name, shape in shapes.items() if is_quantizable(name, shape)])
         schemes = {name: policy.scheme(name, shape) for name, shape in shapes.items() if len(shape) == 2}
         own = {name: scheme for name, scheme in (kept or {}).items() if name not in given}

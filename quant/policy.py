@@ -9,18 +9,6 @@ from edgeinfer.bundle.packing import BLOCK_SIZES
 from edgeinfer.config import BITS, FLOAT_BITS
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "PROTECTED_BITS",
-    "QuantPolicy",
-    "QuantScheme",
-    "default_group_size",
-    "default_head_bits",
-    "effective_block",
-    "is_protected",
-    "is_quantizable",
-    "make_scheme",
-]
-
 # The fewest bits of a shared expert.
 PROTECTED_BITS = 8
 # A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which

@@ -20,8 +20,6 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
 from edgeinfer.results import Progress
 
-__all__ = ["Look", "Probe", "expert_group", "probe_decoder", "probe_tokens", "rounded"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # Called for every matrix with its name, its values and its inputs (T, K); inputs of experts are already multiplied by
@@ -84,12 +82,8 @@ def probe_decoder(
     """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`).
 
     Args:
-        tensors: gives a whole weight by its canonical name.
         texts: token ids; texts do not see each other.
         look: called for every matrix once.
-
-    Raises:
-        UsageError: activations are not finite.
     """
     walk = _ProbeWalk(spec, tensors, [len(text) for text in texts], look)
     tokens = np.concatenate(list(texts))

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.spec import Activation
 
-__all__ = ["activate", "multiply"]
-
 Floats = NDArray[np.float32]
 
 # Tokens that go through gate and up at a time, whose product is the widest: it stays at some tens of MB.

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import bfloat16
 from edgeinfer.quant.blocks import Codes, Grid
 
-__all__ = ["LAZY", "Refiner", "State", "row_errors"]
-
 Floats = NDArray[np.float32]
 # Columns whose changes wait for one matrix product.
 LAZY = 128

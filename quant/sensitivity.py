@@ -21,8 +21,6 @@ from edgeinfer.quant.probing import Probe, expert_group, probe_decoder, rounded
 from edgeinfer.quant.statistics import StatisticsAccumulator
 from edgeinfer.results import Progress
 
-__all__ = ["choose_texts", "measure_costs", "share_of", "spread_rows"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -43,13 +41,8 @@ def measure_costs(
     """Predicts the cost of each candidate of each matrix, from one run of all probes through the model.
 
     Args:
-        tensors: gives a whole weight by its canonical name.
         texts: token ids; texts do not see each other.
         candidates: schemes by canonical name, of every matrix that may be quantized.
-
-    Raises:
-        UsageError: activations are not finite.
-        CheckpointError: weights are not.
     """
     shared = _sizes(candidates)
     ratios: dict[str, list[float]] = {}

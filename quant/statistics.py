@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["InputStatistics", "StatisticsAccumulator", "output_error"]
-
 Floats = NDArray[np.float32]
 # Tokens per product: short enough that float32 sums stay exact to 1e-6, long enough for matrix kernels.
 _TOKENS = 1024
@@ -38,11 +36,7 @@ class InputStatistics:
     cross: Floats | None = None  # (K, K)
 
     def check(self, k: int) -> None:
-        """Refuses moments that do not fit a matrix of K columns or are not finite.
-
-        Raises:
-            UsageError: they are not of that shape, NaN, infinite, or negative where that is impossible.
-        """
+        """Refuses moments that do not fit a matrix of K columns or are not finite."""
         vectors, squares = (self.mean_square, self.mean), (self.hessian, self.cross)
         if any(v.shape != (k,) for v in vectors) or any(m is not None and m.shape != (k, k) for m in squares):
             raise UsageError(
@@ -72,11 +66,7 @@ class StatisticsAccumulator:
         self._cross = np.zeros((k, k)) if cross else None
 
     def add(self, x: Floats, x_float: Floats | None = None) -> None:  # (T, K), (T, K)
-        """Counts inputs in; `x_float` are those of the float model, equal to x where left out.
-
-        Raises:
-            UsageError: an input is NaN or infinite.
-        """
+        """Counts inputs in; `x_float` are those of the float model, equal to x where left out."""
         x = np.asarray(x, np.float32)
         other = x if x_float is None else np.asarray(x_float, np.float32)
         if not (np.isfinite(x).all() and np.isfinite(other).all()):
@@ -111,9 +101,6 @@ def output_error(weight: Floats, approximation: Floats, statistics: InputStatist
     """Mean over tokens of |(W - What) x|^2: exact with a Hessian, for uncorrelated inputs without one.
 
     Without statistics every input has a mean square of one, so it is |W - What|^2.
-
-    Raises:
-        UsageError: the statistics do not fit the matrix.
     """
     if statistics is not None:
         statistics.check(weight.shape[1])

@@ -22,8 +22,6 @@ from edgeinfer.quant.refine import LAZY, row_errors
 from edgeinfer.quant.rtn import column_weights
 from edgeinfer.quant.statistics import InputStatistics
 
-__all__ = ["solver"]
-
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Number = TypeVar("Number", np.float32, np.intp)

@@ -5,7 +5,5 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Ints"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -12,8 +12,6 @@ from typing import Any
 
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["bounds", "facts", "near", "told"]
-
 
 def near(value: Any) -> list[Any]:
     """Values of the same kind that lie beside one, and those at which kinds change their meaning."""

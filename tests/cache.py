@@ -19,10 +19,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from edgeinfer.export import ExportConfig
-from edgeinfer.export import export_checkpoint as export_anew
-
-__all__ = ["export_checkpoint", "made", "place_of"]
+from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.options.config import ExportConfig
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FOLDER = _ROOT / ".pytest_cache" / "models"

@@ -18,21 +18,6 @@ import pytest
 
 from edgeinfer.apps.cli.main import main
 
-__all__ = [
-    "TIME_LIMIT",
-    "Child",
-    "command",
-    "contents",
-    "edgeinfer",
-    "edgeinfer_process",
-    "environment",
-    "hanging_up",
-    "interruptible",
-    "interruptible_environment",
-    "refuses",
-    "start",
-]
-
 # Seconds after which a process that does not end has failed: far more than any needs, on however busy a machine.
 TIME_LIMIT = 100
 _ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,6 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip import reduced_compute
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
-__all__ = ["even_costs"]
-
 
 @contextlib.contextmanager
 def even_costs() -> Iterator[None]:

@@ -16,8 +16,6 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.devices import registry, selection
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
 
-__all__ = ["STANDIN", "TOKENS", "feed", "install", "lacking", "talk"]
-
 TOKENS = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
 
 # What WebGPU can do: a cache updated in place, and nothing else that the CPU alone has.

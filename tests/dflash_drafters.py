@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM
 
-__all__ = ["ReferenceDrafter", "make_drafter"]
-
 # What a drafter has as its target has it.
 _OWN = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _COPIED = ("hidden_size", "vocab_size", "hidden_act", "rms_norm_eps", "rope_theta", "max_position_embeddings")

@@ -16,29 +16,12 @@ from safetensors.torch import load_file, save_file
 
 import edgeinfer
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export import ExportConfig
-from edgeinfer.export import export_checkpoint as export_anew
+from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from tests.factories import make_checkpoint
 from tests.speculation import load_eager, same
-
-__all__ = [
-    "PROMPT",
-    "WAYS",
-    "Damage",
-    "change_config",
-    "change_tensors",
-    "drafted_logits",
-    "drafter_of",
-    "export_with_module",
-    "read_texts",
-    "require_logits",
-    "require_other_verifications",
-    "require_planned",
-    "require_refused",
-    "require_same_near_the_end",
-]
 
 PROMPT = [5 + i % 7 for i in range(90)]
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM
 
-__all__ = ["ReferenceHead", "make_head"]
-
 
 def make_head(folder: Path, target: Path, form: str, *, seed: int = 0, drafted: int = 0, **settings: Any) -> Path:
     """A checkpoint of a random head for a Llama checkpoint.

@@ -16,20 +16,11 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_graph, seal
-
-__all__ = [
-    "ARCHITECTURES",
-    "COMMON",
-    "MIXTURES",
-    "VARIANTS",
-    "make_bigram_bundle",
-    "make_block_ffn_checkpoint",
-    "make_checkpoint",
-    "make_config",
-    "make_tokenizer",
-    "randomise",
-]
+from edgeinfer.bundle import concat_graph
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.layouts import MODEL
+from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.bundle.writing import seal
 
 _VOCABULARY = 320
 _SENTENCES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]

@@ -9,8 +9,6 @@ from typing import Self
 
 from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 
-__all__ = ["FakeStream"]
-
 
 class FakeStream:
     """Streams words; after `interrupt_after` of them the user presses Ctrl-C."""

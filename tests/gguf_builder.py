@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARRAY", "BOOL", "FLOAT32", "INT32", "STRING", "UINT32", "Builder", "Raw", "Tensor", "small_model"]
-
 UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
 _LAYOUTS = {
     UINT8: "<B",

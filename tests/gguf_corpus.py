@@ -8,8 +8,6 @@ from typing import Any
 
 from tests.gguf_builder import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Builder, Raw, Tensor, small_model
 
-__all__ = ["CASES", "GIB", "Case", "u64"]
-
 Case = Callable[[], Builder | bytes]
 
 _UINT8, _UINT64, _FLOAT64 = 0, 10, 12

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.errors import BackendError
 
-__all__ = ["GgufModel"]
-
 _ROWS = 128
 
 

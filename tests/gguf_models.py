@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgeinfer.bundle import MANIFEST, Bundle, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.speculation import BUILTIN
-
-__all__ = ["builtin_checkpoint", "builtin_gguf", "random_gguf"]
 
 _WRITTEN = ("F32", "F16", "BF16", "Q8_0")  # by the exporter itself; other types are made by llama.cpp
 _TEXTS = ("tokenizer.json", "chat_template.jinja", "generation_config.json")

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads
-
-__all__ = ["DRAFTING", "random_heads", "with_heads"]
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 
 # Kinds that draft.
 DRAFTING = ("medusa", "hydra", "prompt")

@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import Capabilities, Geometry, Manifest, seal
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.bundle.writing import seal
 from tests.cli import TIME_LIMIT
-
-__all__ = ["COMMIT", "Hub", "bundle_files", "hub_environment", "serving"]
 
 COMMIT = "c" * 40
 _CHUNK = 1 << 16

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 
-__all__ = ["ReferenceHydra", "make_hydra"]
-
 _COPIED = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "head_dim"),
     *("rms_norm_eps", "hidden_act", "max_position_embeddings"),

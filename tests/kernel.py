@@ -8,8 +8,6 @@ from edgeinfer.runtime.native import library
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel, native_kernel
 
-__all__ = ["require_kernel"]
-
 
 def require_kernel() -> NativeKernel:
     """The kernel; anything but its absence is a failure."""

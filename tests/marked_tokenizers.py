@@ -9,11 +9,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.text import Tokenizer
 from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.runtime.text.test_template import CHATML, LLAMA2, MACROS, TOKENS, TOOLS
-
-__all__ = ["KINDS", "MARKS", "TEMPLATES", "template", "tokenizer"]
 
 MARKS = (
     *("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),

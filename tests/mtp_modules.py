@@ -14,8 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.factories import randomise
 
-__all__ = ["NextLayerReference", "ReferenceModule", "add_module", "add_next_layer"]
-
 
 def _layer_model(config: Any) -> Any:
     """A model of the module's layer alone, whose final norm is the module's."""

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TOKENS", "old_bundle", "old_logits"]
-
 _FILE = Path(__file__).with_suffix(".zip")
 # What the logits follow; each further token is the one of the largest logit.
 TOKENS = np.arange(2, 14) * 7 % 320

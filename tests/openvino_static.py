@@ -15,7 +15,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.devices.contract import CPU, Device

@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["OTHER", "other_device"]
-
 OTHER = torch.device("meta")
 # A copy from one device to another is what these are for.
 _COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})

@@ -6,8 +6,6 @@ import random
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["rare_texts"]
-
 _PLANES = (
     (0, 0xD800),
     (0xE000, 0x10000),

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from tests.kernel import require_kernel
 
-__all__ = ["check_recorded", "sums"]
-
 FOLDER = Path(__file__).with_name("recorded")
 # Floats are kept with so many digits.
 _DIGITS = 6

@@ -14,8 +14,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.drafting import DRAFTERS
-from edgeinfer.export import ExportConfig
-from edgeinfer.export import export_checkpoint as export_anew
+from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -25,20 +25,6 @@ from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING
-
-__all__ = [
-    "BUILTIN",
-    "DENSE",
-    "PROMPT",
-    "check_figures",
-    "known_costs",
-    "load_eager",
-    "make_eager",
-    "needs_builtin",
-    "plain",
-    "random_bundle",
-    "same",
-]
 
 BUILTIN = Path(edgeinfer.__file__).parent / "builtin" / "tales"
 needs_builtin = pytest.mark.skipif(

@@ -15,7 +15,8 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.synthetic import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts

@@ -21,8 +21,6 @@ from itertools import combinations
 
 import pytest
 
-__all__ = ["FAST_CASES", "cover", "divide", "longest_first"]
-
 # Cases that the fast tier takes of a test outside the matrices.
 FAST_CASES = 2
 # A table of so many rows has one of them in the fast tier: a second one of many alike says little more.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["MadeUpTimer", "Timers"]
-
 
 class MadeUpTimer:
     """As threading.Timer, but that only `elapse` makes it go off."""

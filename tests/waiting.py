@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["TIME_LIMIT", "wait_until"]
-
 # Seconds after which what is waited for has failed to come: far more than it takes on however busy a machine.
 TIME_LIMIT = 60.0
 _BETWEEN_LOOKS = 0.01

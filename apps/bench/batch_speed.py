@@ -29,8 +29,6 @@ from edgeinfer.apps.bench.timing import Spread, percentile
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.errors import BackendError
 
-__all__ = ["main", "measure_document", "measure_drafts", "measure_gaps", "measure_order", "measure_pace"]
-
 Prompts = list[list[int]]
 _GREEDY: dict[str, Any] = {"ignore_eos": True, "speculation": "off"}
 # Ids below are control tokens of most vocabularies.

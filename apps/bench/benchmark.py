@@ -18,20 +18,6 @@ from edgeinfer.apps.bench.render import Section
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = [
-    "BenchContext",
-    "BenchResult",
-    "Benchmark",
-    "Declared",
-    "Progress",
-    "StageProgress",
-    "add_declared",
-    "declared",
-    "names",
-    "numbers",
-    "option",
-    "options_from",
-]
 
 Progress = Callable[[str, int, int], None]
 StageProgress = Callable[[int, int], None]
@@ -66,10 +52,6 @@ def option(*flags: str, default: Any = MISSING, help: str, group: str = "", rare
     Args:
         flags: names, the last perhaps with a placeholder for the value: "--out FILE"; none for a positional argument.
         default: of field and option; without one the option is required.
-        help: what it decides; a default that says something is appended.
-        group: title of the group in --help of this field and of those after it.
-        rare: only --help-all shows it.
-        settings: further arguments of `ArgumentParser.add_argument`.
     """
     return field(default=default, metadata={_KEY: Declared(flags, help, group, settings, rare)})
 

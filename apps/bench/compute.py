@@ -16,8 +16,6 @@ from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run
 from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories
 from edgeinfer.errors import UsageError
 
-__all__ = ["COMPUTE", "ComputeBenchOptions", "compute_chart", "compute_section", "dominates", "point_rows"]
-
 _TEXT = "tinystories/tinystories_train_part0.txt"
 _READ, _EXPANDED = "texts and questions (default: a few that are built in)", "cost-expanded models"
 _DESCRIPTION = """\
@@ -77,11 +75,7 @@ class ComputeBenchOptions:
         return str(expanded_bundle(checkpoint.resolve(), self.expand, self.work or default_folder()))
 
     def material(self) -> ComputeMaterial:
-        """What models read and answer.
-
-        Raises:
-            UsageError: the text has too few stories.
-        """
+        """What models read and answer."""
         part = 3 if self.quick else 1
         stories, questions = max(2, self.stories // part), max(1, self.questions // part)
         asked = tuple(exact_prompts(self.data, questions))

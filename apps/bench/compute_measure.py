@@ -19,9 +19,6 @@ from edgeinfer.apps.bench.prompts import Prompt
 from edgeinfer.apps.bench.texts import story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["LEVELS", "QUICK", "ComputeMaterial", "ComputeResults", "Floored", "Levels", "Point", "measure_compute"]
-
-
 # Tokens of a story that stand for a prompt, and of it that are read at most after them.
 _PROMPT, _READ = 32, 96
 # Tokens of a continuation, by a model that answers no questions, and beyond the answer to a question.
@@ -273,12 +270,7 @@ def measure_compute(
     Args:
         drafter: name of the draft model that the model was loaded with; None where there is none.
         granularity: consecutive layers that are skipped together; above 1 sets of single layers are left out.
-        evaluations: most sets of blocks to score.
-        repeats: of each reply whose speed counts.
         progress: called with a stage, steps done and to do; how many there will be is not known before.
-
-    Raises:
-        EdgeInferError: the whole model fails, or there is nothing to read.
     """
     steps = itertools.count(1)
     bench = _Bench(model, material, lambda stage: None if progress is None else _tell(progress, stage, next(steps)))

@@ -37,16 +37,6 @@ from edgeinfer.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from edgeinfer.export.source.checkpoint import Checkpoint
 
-__all__ = [
-    "COST_EXPANDED",
-    "EMBEDDING",
-    "FINAL_NORM",
-    "TrainedCheckpoint",
-    "expand_checkpoint",
-    "expanded_shape",
-    "final_norms",
-    "grown",
-]
 
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 _HINT = "Give a Llama checkpoint with tied embeddings and without biases, in one safetensors file."
@@ -177,11 +167,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def expanded_shape(source: Shape, shape: Shape) -> Shape:
-    """The sizes of `shape` with all that is the small model's: rotary embedding, context, tokens, scaled epsilon.
-
-    Raises:
-        UsageError: the small model does not fit into `shape`.
-    """
+    """The sizes of `shape` with all that is the small model's: rotary embedding, context, tokens, scaled epsilon."""
     grouped = shape.heads // shape.kv_heads
     _require(source.head_dim == shape.head_dim, f"head_dim is {shape.head_dim}, not {source.head_dim}.")
     _require(shape.layers % source.layers == 0, f"{shape.layers} layers are no multiple of {source.layers}.")
@@ -215,11 +201,6 @@ def expand_checkpoint(source: Path, target: Path, shape: Shape) -> None:
     Args:
         source: a Llama checkpoint with tied embeddings and without biases.
         target: a folder, made if it is missing.
-        shape: sizes to grow to; of `SHAPES`.
-
-    Raises:
-        CheckpointError: the source is of another kind, or its numbers leave no room for the added vocabulary.
-        UsageError: it does not fit into the shape.
     """
     checkpoint = TrainedCheckpoint(source)
     expansion = _Expansion(checkpoint, expanded_shape(checkpoint.shape, shape))
@@ -264,11 +245,7 @@ class _Vocabulary:
 
     @classmethod
     def of(cls, checkpoint: TrainedCheckpoint, grown: Shape) -> _Vocabulary:
-        """Chosen so that logits of added tokens lie low enough and real ones shift little enough, with room to spare.
-
-        Raises:
-            CheckpointError: the states of the model vary too much for one choice.
-        """
+        """Chosen so that logits of added tokens lie low enough while real ones shift little enough, with a margin."""
         source = checkpoint.shape
         if grown.vocab_size == source.vocab_size:
             return cls(0.0, 0.0, 0.0)
@@ -377,11 +354,7 @@ class _Expansion:
 
 
 def grown(shape: Shape, factor: int) -> Shape:
-    """So many times the width, heads and feed-forward columns, and twice the layers; the same vocabulary.
-
-    Raises:
-        UsageError: a factor below 2.
-    """
+    """So many times the width, heads and feed-forward columns, and twice the layers; the same vocabulary."""
     if factor < 2:
         raise UsageError(f"A model cannot be expanded by {factor}.", "Give a factor from 2 on.")
     return replace(

@@ -22,7 +22,6 @@ from edgeinfer.results import DeviceLimits
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["CURVE", "Curve", "CurveConfig", "CurvePoint", "PromptPoint", "curve_chart", "curve_section", "run_curve"]
 
 _DESCRIPTION = """\
 Measure c(m): the time of a pass over m new tokens, which is what verifying a draft of m - 1 costs, beside the least
@@ -162,17 +161,7 @@ def run_curve(
     command: str = "",
     peers: Sequence[Contender] = (),
 ) -> Curve:
-    """Measures prompts, then all sizes at each depth, everybody in turns.
-
-    Args:
-        models: the same one with each type of cache and number of threads.
-        command: kept with the figures, to have them again.
-        progress: visits done and to do.
-        peers: other engines, each with a number of threads.
-
-    Raises:
-        UsageError: the context of a model is too small.
-    """
+    """Measures prompts, then all sizes at each depth, everybody in turns."""
     contenders: list[Contender] = [*(Ours(model) for model in models), *peers]
     limits: dict[int, list[DeviceLimits]] = {}
     passes: dict[tuple[int, int], list[dict[int, float]]] = {}

@@ -16,7 +16,6 @@ from edgeinfer.results import DeviceLimits
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["Contender", "LlamaCpp", "Ours"]
 
 # Passes over each size at one visit, whose median counts.
 _BURST = 3

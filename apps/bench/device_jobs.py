@@ -17,8 +17,6 @@ import edgeinfer
 from edgeinfer.apps.bench.memory_jobs import fill_context
 from edgeinfer.apps.bench.texts import BUILTIN_STORIES
 
-__all__ = ["JOBS", "compare", "fill"]
-
 _CONTEXT = 256
 _PROMPT_TOKENS, _REPLY_TOKENS = 24, 24
 _TIMED_PROMPT, _TIMED_REPLY = 128, 64
@@ -30,10 +28,7 @@ def compare(model: str, reference: str | None, device: str, repeats: int, **opti
     """Predictions and greedy replies on a device beside those of the numpy reference, and the device's speed.
 
     Args:
-        model: a bundle's folder, or a GGUF file.
         reference: a bundle with the same weights, which the reference backend can run; None is the built-in model.
-        repeats: timed visits to prompt and reply; one more warms up.
-        options: of `edgeinfer.load`, besides the device.
     """
     plain: dict[str, Any] = {"context": _CONTEXT, "speculation": "off"}
     with edgeinfer.load(reference, backend="reference", **plain) as oracle:

@@ -20,12 +20,10 @@ from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.peers_engines import write_bundle_checkpoint
 from edgeinfer.apps.bench.render import Section, Table, commands, machine_facts, markdown_table
 from edgeinfer.apps.bench.watch import watch
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.wording import Setting
-
-__all__ = ["DEVICES", "DeviceRun", "DeviceTarget", "DevicesConfig", "devices_section", "devices_table", "find_targets"]
 
 _DESCRIPTION = """\
 Run the built-in model on every device of this machine, and compare what it says with the numpy reference: its
@@ -136,9 +134,6 @@ def find_targets(wanted: Sequence[str] = ()) -> list[DeviceTarget]:
 
     Args:
         wanted: their names; empty for all.
-
-    Raises:
-        UsageError: one of them is not here.
     """
     found = list(_targets())
     known = [target.name for target in found]
@@ -168,11 +163,7 @@ class _Files:
         self._bundle, self._folder = bundle, folder
 
     def path(self, files: str) -> Path:
-        """Where it lies.
-
-        Raises:
-            EdgeInferError: it cannot be made.
-        """
+        """Where it lies."""
         if files == "bundle":
             return self._bundle
         out = self._folder / files
@@ -181,8 +172,8 @@ class _Files:
         return next(out.glob("*.gguf")) if files == "gguf" else out
 
     def _export(self, files: str, out: Path) -> None:
-        from edgeinfer.export import ExportConfig, export_checkpoint
-        from edgeinfer.export.options.config import StaticOptions
+        from edgeinfer.export.exporter import export_checkpoint
+        from edgeinfer.export.options.config import ExportConfig, StaticOptions
 
         checkpoint = self._folder / "checkpoint"
         if not checkpoint.exists():

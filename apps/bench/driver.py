@@ -19,8 +19,6 @@ import edgeinfer
 from edgeinfer.apps.bench.watch import mapped_files, peak_bytes
 from edgeinfer.errors import BackendError
 
-__all__ = ["WORKER_SCRIPT", "Worker", "child_environment", "engine_environment", "token_ids"]
-
 WORKER_SCRIPT = Path(__file__).with_name("worker.py")
 # Any ids do, as time does not depend on them; these lie inside every vocabulary and avoid its special tokens.
 _FIRST_TOKEN, _TOKEN_SPAN = 3, 200

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Enclosure", "drop_cached", "enclosure", "forget_files", "set_limit"]
-
 # Where groups are, by the controllers that /proc/self/cgroup names: cgroup 1, and cgroup 2, which names none.
 _MOUNTS = {"memory": Path("/sys/fs/cgroup/memory"), "": Path("/sys/fs/cgroup")}
 # Of cgroup 1 and 2: the limit, and the largest that was counted.
@@ -90,7 +88,6 @@ def set_limit(limit: Mapping[str, str], size: int, mapped: int = 0) -> None:
     """Limits this process to so many bytes.
 
     Args:
-        limit: an Enclosure's.
         mapped: bytes of files that will be mapped private and writable, which RLIMIT_DATA counts and which the pages
             that count may not: it is raised by them.
     """

@@ -17,16 +17,6 @@ import psutil
 
 import edgeinfer
 
-__all__ = [
-    "Environment",
-    "current_environment",
-    "machine_name",
-    "run_header",
-    "script_json",
-    "system_name",
-    "timestamp",
-]
-
 # What takes part in computing, here or in a peer.
 _LIBRARIES = (
     "numpy",
@@ -85,7 +75,6 @@ def run_header(benchmark: str, command: str) -> dict[str, Any]:
     """What every result file begins with.
 
     Args:
-        benchmark: its name.
         command: that gives such figures again; empty where there is none.
     """
     return {
@@ -98,11 +87,7 @@ def run_header(benchmark: str, command: str) -> dict[str, Any]:
 
 
 def script_json(name: str, data: Mapping[str, Any]) -> str:
-    """Figures of the running script as a result file.
-
-    Args:
-        name: of its module among the benchmarks.
-    """
+    """Figures of the running script as a result file."""
     command = shlex.join(["python", "-m", f"edgeinfer.apps.bench.{name}", *sys.argv[1:]])
     return json.dumps({**run_header(name, command), **data}, indent=1) + "\n"
 

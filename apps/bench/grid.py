@@ -8,8 +8,6 @@ from dataclasses import replace
 from edgeinfer.apps.bench.prompts import TokenizedPrompt
 from edgeinfer.errors import PromptError
 
-__all__ = ["ENTROPIES", "grid_prompts"]
-
 # Categories, or sources of such, by how much their prompts leave open about the reply: SPEED-Bench counts code and
 # mathematics as low, writing and role play as high. What is named in neither is mixed.
 ENTROPIES = {
@@ -34,14 +32,6 @@ def grid_prompts(items: Sequence[TokenizedPrompt], lengths: Sequence[int], per_c
 
     A prompt is made longer by other prompts of its entropy before it, and cut at the front where it is too long: what
     is timed is real text throughout, as random tokens are accepted otherwise and use other experts.
-
-    Args:
-        items: of which each cell gets the first of its entropy; the others only go before them.
-        lengths: in tokens.
-        per_cell: prompts of each length and entropy at most.
-
-    Raises:
-        PromptError: the prompts of an entropy have fewer tokens together than a length.
     """
     by_entropy: dict[str, list[TokenizedPrompt]] = {name: [] for name in ENTROPIES}
     for item in items:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Link"]
-
 _READ = 65_536
 
 

@@ -23,8 +23,6 @@ from edgeinfer.apps.bench.texts import read_stories
 from edgeinfer.config import parse_size
 from edgeinfer.errors import UsageError
 
-__all__ = ["GROUP", "MEMORY"]
-
 # Help and description of `edgeinfer bench memory` itself.
 GROUP = (
     "memory: plans against what is measured, and what budgets cost",

@@ -26,20 +26,6 @@ from edgeinfer.apps.bench.synthetic import pseudo_text
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "BEST_SHARE",
-    "DEFAULT",
-    "KEPT_SHARE",
-    "UNCONSTRAINED",
-    "BudgetPeer",
-    "BudgetPeerFigures",
-    "SmallestResults",
-    "SpecMemoResults",
-    "measure_peer",
-    "measure_smallest",
-    "measure_spec_memory",
-]
-
 # Of the best speed, what counts as chatting as fast.
 BEST_SHARE = 0.95
 # A short chat, and one that has nearly filled the context: tokens of their prompts, and of each reply.
@@ -121,15 +107,7 @@ def measure_smallest(
     """Two chats under every budget, each in a process of its own.
 
     Args:
-        model: a bundle's folder.
-        options: of `edgeinfer.load`, less the budget.
-        steps: budgets, evenly spaced.
-        rounds: processes for each.
-        halvings: further budgets, nearer and nearer to the smallest that keeps the speed.
         progress: called with the processes done and their number.
-
-    Raises:
-        UsageError: the context has no room for two chats of different length.
     """
     with edgeinfer.load(model, **options) as loaded:
         context, name = loaded.context, loaded.info.name
@@ -273,15 +251,8 @@ def measure_spec_memory(
     Budgets are planned for the context that the prompts need, as SpecMemo reserves no more than is used.
 
     Args:
-        model: a bundle's folder.
-        options: of `edgeinfer.load`, less context and budget.
-        steps, rounds: budgets, evenly spaced, and processes for each setup.
-        halvings: further budgets, nearer and nearer to the smallest that keeps the speed.
         budgets: bytes of each in place of evenly spaced ones; none spaces them.
         progress: called with the processes done and their number.
-
-    Raises:
-        UsageError: there are no prompts.
     """
     if not prompts:
         raise UsageError("There are no prompts.", "Name other categories.")

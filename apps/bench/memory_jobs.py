@@ -22,8 +22,6 @@ from edgeinfer.apps.bench.watch import Growth, resident_bytes
 from edgeinfer.errors import BudgetError
 from edgeinfer.results import Result
 
-__all__ = ["JOBS", "FilledContext", "chat_loop", "fill_context", "plan_sizes", "run_planned", "time_replies"]
-
 # A form whose reply goes on for as long as it may.
 _FORM = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 900}
 # Words of a text, said again and again, so that drafts are made and some are right.
@@ -58,10 +56,6 @@ def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: in
     """Prefills half a context, replies, prefills more, replies with sampled tokens, and replies until all is full.
 
     Where replies by grammars are planned for, the sampled one is such a reply.
-
-    Args:
-        seed: of the text and the sampling.
-        beyond: go on a quarter of a context further, which shifts the context.
     """
     context = model.context
     words = f"{pseudo_text(_REPEATED_WORDS, seed)} "
@@ -91,12 +85,7 @@ def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: in
 def run_planned(
     model: str | None, slack: float, limit: Mapping[str, str], seed: int, draft_width: int, **options: Any
 ) -> dict[str, Any]:
-    """Loads with `slack` times the smallest budget, under an enforced limit, and fills the context.
-
-    Args:
-        limit: an Enclosure's.
-        options: of `edgeinfer.load`, less the budget.
-    """
+    """Loads with `slack` times the smallest budget, under an enforced limit, and fills the context."""
     least = edgeinfer.plan(model, **options)
     budget = round(least.minimum_bytes * slack)
     # Where pages of files are not counted, the system still counts those that this process is the first to touch.
@@ -125,11 +114,7 @@ def time_replies(
     ignore_eos: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Replies to every prompt: how long they take, and what plan and process take; under a limit where there is one.
-
-    Args:
-        model: a bundle's folder.
-    """
+    """Replies to every prompt: how long they take, and what plan and process take; under a limit where there is one."""
     plan = edgeinfer.plan(model, **options)
     if limit is not None and plan.budget_bytes is not None:
         set_limit(limit, plan.budget_bytes, mapped=sum(plan.footprint.file.values()))

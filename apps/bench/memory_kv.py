@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 import edgeinfer
 from edgeinfer.config import ONNX_KV_TYPES, KvType
 
-__all__ = ["KVQuality", "compare_caches"]
-
 _PLAIN: KvType = "float32"
 # Tokens of a repeated passage that are given before the model has to foresee the rest of it.
 _HINT = 8
@@ -67,11 +65,7 @@ class _Reading:
 
 
 def compare_caches(model: str | None, stories: Sequence[str]) -> list[KVQuality]:
-    """Reads the stories with every type of cache, float32 first.
-
-    Raises:
-        UsageError, ModelError: the model has float32 caches alone, or cannot be loaded.
-    """
+    """Reads the stories with every type of cache, float32 first."""
     errors = {error.kv: error for error in edgeinfer.tools.measure_kv(model, stories)}
     readings = {kv: _read(model, kv, stories) for kv in ONNX_KV_TYPES if kv == _PLAIN or kv in errors}
     name = "tales" if model is None else Path(model).name

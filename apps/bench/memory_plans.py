@@ -21,18 +21,6 @@ from edgeinfer.apps.bench.watch import watch
 from edgeinfer.config import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "SIZES",
-    "PlanCase",
-    "PlanOutcome",
-    "PlanRun",
-    "PlannedModel",
-    "PlansResults",
-    "draw_cases",
-    "find_subjects",
-    "run_cases",
-]
-
 SIZES = ("tiny", "15m", "60m", "qwen2.5-0.5b")
 # A draft model as large as its target is slow; beyond this it is not worth a benchmark's time.
 _LARGEST_DRAFTER = 70e6
@@ -63,13 +51,8 @@ def find_subjects(
     """The built-in model, and a native and a portable bundle of each shape, which are made where they are missing.
 
     Args:
-        built_in: the folder of the built-in bundle.
         work: where the others are kept.
         progress: called with the bundles done and their number.
-
-    Raises:
-        UsageError: an unknown shape.
-        BackendError: a bundle could not be made.
     """
     manifest = json.loads((built_in / "edgeinfer.json").read_text("utf-8"))
     longest = int(manifest["geometry"]["max_positions"])
@@ -217,11 +200,7 @@ class PlansResults:
 
 
 def draw_cases(subjects: Sequence[PlannedModel], count: int, seed: int) -> Iterator[PlanCase]:
-    """So many requests that a plan can be made for; what a bundle does not have is drawn again.
-
-    Raises:
-        UsageError: nothing that is drawn can be had.
-    """
+    """So many requests that a plan can be made for; what a bundle does not have is drawn again."""
     drawing = random.Random(seed)
     weights = [1 / (1 + subject.parameters / _HALF_PARAMETERS) for subject in subjects]
     number = refused = 0

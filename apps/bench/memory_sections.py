@@ -13,8 +13,6 @@ from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, command
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.config import format_size
 
-__all__ = ["budget_rows", "chat_section", "kv_section", "plans_section", "smallest_section", "spec_memory_section"]
-
 _MB = 1e6
 
 

@@ -17,22 +17,6 @@ from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.apps.bench.watch import run_watched, watch
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "FLAT_SHARE",
-    "WARM_TURNS",
-    "ChatResults",
-    "LoadSetup",
-    "ReplyRequest",
-    "Timed",
-    "TimedRun",
-    "budgets_between",
-    "in_child",
-    "measure_chat",
-    "narrow",
-    "run_job",
-    "time_setups",
-]
-
 # Of a process that generates nothing: what any model costs once it is loaded, and the reserve.
 _AROUND = frozenset({"interpreter", "libraries", "objects", "reserve", "loading", "session", "code"})
 _AROUND |= {"tokenizer", "tokenizer_mapped"}
@@ -90,13 +74,7 @@ class TimedRun:
         return sum(later) / ms * 1e3 if ms else 0.0
 
     def generation_bytes(self, *, planned: bool, alone: bool) -> int:
-        """Everything beyond the weights.
-
-        Args:
-            planned: what is reserved, rather than what was measured.
-            alone: cache, passes and drafts; measured, what the process grew by from loaded to its largest, pages of
-                files aside.
-        """
+        """Everything beyond the weights."""
         if alone and not planned:
             return int(self.found["generation"])
         terms = self.found["terms"]
@@ -152,7 +130,6 @@ def time_setups(
     """Every setup once per round, in another order each time.
 
     Args:
-        model: a bundle's folder.
         progress: called with the processes done and their number.
     """
     runs: dict[str, list[TimedRun]] = {setup.name: [] for setup in setups}
@@ -176,12 +153,7 @@ def narrow(
     *,
     enforce: bool = True,
 ) -> list[Timed]:
-    """The same with budgets between the smallest that keeps something and the next below it, by halving.
-
-    Args:
-        timed: the first is what the others are compared with, and takes turns with every new one.
-        keeps: whether a budget keeps it.
-    """
+    """The same with budgets between the smallest that keeps something and the next below it, by halving."""
     reference, found = timed[0], list(timed)
     for _ in range(halvings):
         kept = min((each for each in found if each.setup.budget and keeps(each)), key=_budget, default=None)
@@ -206,11 +178,7 @@ def in_child(job: str, arguments: dict[str, Any]) -> list[str]:
 
 
 def run_job(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a job of memory_jobs finds in a process of its own.
-
-    Raises:
-        BackendError: it failed.
-    """
+    """What a job of memory_jobs finds in a process of its own."""
     found: dict[str, Any] = json.loads(run_watched(in_child(name, arguments), child_environment()).stdout)
     return found
 
@@ -275,15 +243,7 @@ class ChatResults:
 
 
 def measure_chat(model: str | None, options: Mapping[str, Any], turns: int, reply_tokens: int) -> ChatResults:
-    """Chats in a process of its own: two conversations in turns, started again whenever the context is nearly full.
-
-    Args:
-        options: of `edgeinfer.load`.
-
-    Raises:
-        UsageError: there are too few turns to tell.
-        BackendError: the process failed.
-    """
+    """Chats in a process of its own: two conversations in turns, started again whenever the context is nearly full."""
     if turns <= WARM_TURNS:
         raise UsageError(f"{turns} turns tell nothing: the first {WARM_TURNS} are a warm-up.", "Ask for more.")
     found = run_job("chat", {"model": model, "turns": turns, "reply_tokens": reply_tokens, **options})

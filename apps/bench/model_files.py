@@ -23,21 +23,6 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BackendError
 
-__all__ = [
-    "LAYOUTS",
-    "Artifacts",
-    "BundleKind",
-    "Layout",
-    "ModelFiles",
-    "TrainedArtifacts",
-    "default_folder",
-    "expanded_bundle",
-    "export_command",
-    "run_builder",
-    "tree_bytes",
-    "write_q4_0",
-]
-
 GENAI_BLOCK = 32
 Layout = Literal["native", "portable"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -98,11 +83,7 @@ class ModelFiles:
         return self._make("bfloat16", lambda path: convert_checkpoint(self.checkpoint(), path, "bfloat16"))
 
     def bundle(self, kind: BundleKind) -> Path:
-        """A bundle exported from the checkpoint.
-
-        Raises:
-            BackendError: the export failed.
-        """
+        """A bundle exported from the checkpoint."""
         target = self._folder / kind.name
         if target.exists() and not self._rebuild:
             return target
@@ -116,11 +97,7 @@ class ModelFiles:
         return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
 
     def exported_gguf(self, kind: str) -> Path:
-        """A GGUF file of one of llama.cpp's types, exported from the checkpoint.
-
-        Raises:
-            BackendError: the export failed.
-        """
+        """A GGUF file of one of llama.cpp's types, exported from the checkpoint."""
 
         def write(path: Path) -> None:
             options = ["--format", "gguf", "--type", kind, "--name", self._name]
@@ -129,20 +106,12 @@ class ModelFiles:
         return self._make(f"gguf-{kind.lower()}", write) / "model.gguf"
 
     def genai(self, python: str | None, bits: int = 4) -> Path:
-        """An onnxruntime-genai model made by its own builder, which needs torch and transformers.
-
-        Raises:
-            BackendError: the builder failed.
-        """
+        """An onnxruntime-genai model made by its own builder, which needs torch and transformers."""
         name = f"genai-g{GENAI_BLOCK}" if bits == 4 else f"genai-b{bits}-g{GENAI_BLOCK}"
         return self._make(name, lambda path: self._build_genai(python, path, bits))
 
     def openvino_genai(self, python: str | None, kind: str) -> Path:
-        """The folder that OpenVINO GenAI's pipeline makes of a GGUF file.
-
-        Raises:
-            BackendError: it could not.
-        """
+        """The folder that OpenVINO GenAI's pipeline makes of a GGUF file."""
         source, script = self.exported_gguf(kind), Path(__file__).with_name("engines") / "pipelines.py"
 
         def write(path: Path) -> None:
@@ -224,12 +193,7 @@ class TrainedArtifacts(Artifacts):
 
 
 def write_q4_0(checkpoint: Path, path: Path) -> None:
-    """Writes a GGUF file with every matrix and the embedding in Q4_0, and no vocabulary: it is fed token ids.
-
-    Raises:
-        CheckpointError, UnsupportedArchitectureError: as `edgeinfer.export.gguf.writer.write_gguf`.
-        UsageError: the gguf package or llama-cpp-python is not installed.
-    """
+    """Writes a GGUF file with every matrix and the embedding in Q4_0, and no vocabulary: it is fed token ids."""
     # Not at the top of the file: they need the extra.
     from edgeinfer.export.gguf.quantize import quantize_gguf
     from edgeinfer.export.gguf.writer import write_gguf
@@ -246,12 +210,7 @@ def write_q4_0(checkpoint: Path, path: Path) -> None:
 
 
 def expanded_bundle(checkpoint: Path, factor: int, folder: Path) -> Path:
-    """A bundle in 8 bits of the cost-expanded checkpoint, made once and kept.
-
-    Raises:
-        CheckpointError, UsageError: it cannot be expanded.
-        BackendError: it cannot be exported.
-    """
+    """A bundle in 8 bits of the cost-expanded checkpoint, made once and kept."""
     digest = _digest(checkpoint)
     place = folder / f"{checkpoint.name}-{digest}-{COST_EXPANDED}-x{factor}"
     bundle = place / "bundle"
@@ -281,11 +240,7 @@ def export_command(source: Path, out: Path, options: Sequence[str]) -> list[str]
 
 
 def run_builder(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-    """Runs a program that makes a model.
-
-    Raises:
-        BackendError: it failed; with the last line it wrote.
-    """
+    """Runs a program that makes a model."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")

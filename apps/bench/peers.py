@@ -16,8 +16,6 @@ from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.config import parse_size
 from edgeinfer.errors import UsageError
 
-__all__ = ["PEERS", "PeersOptions"]
-
 _DESCRIPTION = """\
 The same work on edgeinfer, llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers, each in a process of its own
 and, where it needs one, an environment of its own: loading, prompts (pp512), replies (tg128), passes over 1 and 4
@@ -126,11 +124,7 @@ class PeersOptions:
         )
 
     def peer_models(self, context: BenchContext) -> list[PeerModel]:
-        """What engines are compared on.
-
-        Raises:
-            UsageError: there is nothing, or an unknown shape.
-        """
+        """What engines are compared on."""
         work = self.work or default_folder()
         wanted = self.models if self.models is not None else () if self.checkpoint else _MODELS
         models = [

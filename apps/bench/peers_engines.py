@@ -23,23 +23,10 @@ from edgeinfer.apps.bench.driver import token_ids
 from edgeinfer.apps.bench.model_files import Artifacts, BundleKind, ModelFiles
 from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
 from edgeinfer.apps.bench.synthetic import SHAPES, write_header
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BackendError, CheckpointError, UsageError
-
-__all__ = [
-    "BUILTIN",
-    "PEERS",
-    "REFERENCE",
-    "PeerEngine",
-    "PeerModel",
-    "builtin_model",
-    "checkpoint_model",
-    "missing",
-    "shape_model",
-    "text_of",
-    "write_bundle_checkpoint",
-]
 
 BUILTIN = "tales"
 # llama.cpp's types with as many bits as our bundles and groups of the same size, by bits.
@@ -131,11 +118,7 @@ def builtin_model(folder: Path, bundle: Path) -> PeerModel:
 
 
 def shape_model(folder: Path, name: str) -> PeerModel:
-    """Random weights of a shape.
-
-    Raises:
-        UsageError: there is no such shape.
-    """
+    """Random weights of a shape."""
     if name not in SHAPES:
         raise UsageError(f"Unknown model {name!r}.", f"Known models: {', '.join((BUILTIN, *SHAPES))}.")
     shape = SHAPES[name]
@@ -144,11 +127,7 @@ def shape_model(folder: Path, name: str) -> PeerModel:
 
 
 def checkpoint_model(folder: Path, source: Path) -> PeerModel:
-    """A trained checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """A trained checkpoint."""
     if not (source / "config.json").is_file() or not (source / "model.safetensors").is_file():
         hint = "Give a folder with config.json and model.safetensors."
         raise CheckpointError(f"{source} is no checkpoint in one file.", hint)
@@ -165,17 +144,13 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
 
 
 def _default_group(parameters: int) -> int:
-    from edgeinfer.quant import default_group_size  # needs scipy, which takes a while to import
+    from edgeinfer.quant.policy import default_group_size
 
     return default_group_size(parameters)
 
 
 def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
-    """Writes a checkpoint in float32 whose weights are the bundle's, multiplied out.
-
-    Raises:
-        UsageError: it is neither Llama, Qwen2 nor Qwen3 of the plain kind.
-    """
+    """Writes a checkpoint in float32 whose weights are the bundle's, multiplied out."""
     from edgeinfer.export.source.bundle_checkpoint import (  # needs the export extra
         checkpoint_config,
         checkpoint_tensors,

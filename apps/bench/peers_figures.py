@@ -14,8 +14,6 @@ from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.wording import Setting
 
-__all__ = ["BUDGETS", "BudgetFigures", "EngineFigures", "ModelFigures", "PeersConfig", "peers_json", "peers_section"]
-
 MB = 10**6
 Row = Mapping[str, Any]
 BUDGETS = tuple(size * MB for size in (250, 350, 500, 700, 1000))

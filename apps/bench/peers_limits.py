@@ -15,8 +15,6 @@ from edgeinfer.apps.bench.enforced import enclosure, forget_files, set_limit
 from edgeinfer.apps.bench.peers_figures import BudgetFigures
 from edgeinfer.apps.bench.watch import watch
 
-__all__ = ["LimitedRun", "can_enforce", "run_limited", "summary"]
-
 _NO_GROUPS = "no control group can be made here, which takes Linux and the right to make one below one's own"
 
 
@@ -54,9 +52,7 @@ def run_limited(
     """Loads an engine and has it reply, all inside a control group of so many bytes.
 
     Args:
-        kind: of worker.ENGINES.
         patience: seconds after which the process is ended.
-        files: of the engine and its model; the system forgets them first, so that their pages count.
     """
     requests = [{"kind": kind, **options}, {"kind": "reply", "prompt": list(prompt), "tokens": tokens}]
     stdin = "".join(json.dumps(request) + "\n" for request in requests)

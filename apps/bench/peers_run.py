@@ -16,8 +16,6 @@ from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limit
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Spread, Task, VisitTimes, rotated, visits
 from edgeinfer.errors import BackendError, UsageError
 
-__all__ = ["PeersRun"]
-
 StageProgress = Callable[[str, int, int], None]
 # Steps and passes of a visit to c(m).
 _BURST = 3
@@ -68,11 +66,7 @@ class Judge:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreement] = {}
 
     def verdicts(self, replies: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Agreement]:
-        """The agreement of each pair of a prompt and a reply to it.
-
-        Raises:
-            BackendError: the reference failed.
-        """
+        """The agreement of each pair of a prompt and a reply to it."""
         asked = [(tuple(prompt), tuple(reply)) for prompt, reply in replies]
         new = [each for each in dict.fromkeys(asked) if each not in self._known]
         if new:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-__all__ = ["Chart", "Line", "chart_svg", "decades", "ticks"]
-
 Point = tuple[float, float]
 # Left, top, right, bottom.
 _Box = tuple[float, float, float, float]
@@ -132,11 +130,7 @@ def _line(places: Sequence[Point], line: Line, colour: str) -> list[str]:
 
 
 def _marks(places: Sequence[Point], marks: Sequence[str], taken: list[_Box]) -> list[str]:
-    """Words beside points, where nothing is written yet; those that have no room are left out.
-
-    Args:
-        taken: what is written on already; grows.
-    """
+    """Words beside points, where nothing is written yet; those that have no room are left out."""
     parts = []
     for (x, y), mark in zip(places, marks, strict=False):
         width = _LETTER * len(mark)

@@ -12,17 +12,6 @@ from typing import Any, Protocol
 from edgeinfer.apps.bench.texts import BUILTIN_DIALOGUES, EXACT_DIALOGUES
 from edgeinfer.errors import PromptError, TemplateError
 
-__all__ = [
-    "RETELLING",
-    "STORIES",
-    "Prompt",
-    "TokenizedPrompt",
-    "builtin_prompts",
-    "exact_prompts",
-    "load_prompts",
-    "tokenize_prompts",
-]
-
 # Categories that the built-in story model was trained for, and those of them whose replies repeat the conversation.
 STORIES = ("tales/write", "tales/retell", "tales/again")
 RETELLING = ("tales/retell", "tales/again")
@@ -83,9 +72,6 @@ def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | No
         folder: with tales_dialogues/, mtbench/, specbench/, gsm8k/ and summarization/, or some of them.
         per_category: at most, drawn at random where there are more, always the same ones.
         categories: take only these, or those of these sources; None is all.
-
-    Raises:
-        PromptError: the folder has none of them, a category is not there, or a file is damaged.
     """
     found: dict[str, list[Prompt]] = {}
     for name, read in _SOURCES.items():
@@ -100,11 +86,7 @@ def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | No
 
 
 def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
-    """A dozen dialogues in the style of the built-in story model.
-
-    Raises:
-        PromptError: a category is not there.
-    """
+    """A dozen dialogues in the style of the built-in story model."""
     found: dict[str, list[Prompt]] = {}
     for number, (kind, messages) in enumerate(BUILTIN_DIALOGUES):
         category = f"tales/{kind}"
@@ -113,11 +95,7 @@ def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) 
 
 
 def exact_prompts(folder: Path | None, per_category: int) -> list[Prompt]:
-    """Prompts that have one right reply, by category: of a folder of data sets, or built in where it is None.
-
-    Raises:
-        PromptError: the folder has none.
-    """
+    """Prompts that have one right reply, by category: of a folder of data sets, or built in where it is None."""
     if folder is not None:
         found = load_prompts(folder, per_category, categories=[f"tales/{kind}" for kind in _EXACT])
         return [prompt for prompt in found if prompt.answer is not None]
@@ -132,9 +110,6 @@ def tokenize_prompts(model: Tokenizes, prompts: Sequence[Prompt], max_tokens: in
     """The prompts' tokens, cut at the front where they would leave no room for a reply of `max_tokens`.
 
     Models without a chat template are given the messages' texts, one after the other.
-
-    Raises:
-        PromptError: the context has no room for such a reply and anything before it.
     """
     room = model.context - max_tokens
     if room < 1:

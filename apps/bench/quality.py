@@ -23,8 +23,6 @@ from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories, read_storie
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 
-__all__ = ["QUALITY", "QualityOptions", "quality_chart", "quality_section"]
-
 _TEXT = "tinystories/tinystories_train_part0.txt"
 _MODELS = "models (default: the built-in one with quantized caches)"
 _READ = "texts and questions (default: a few that are built in)"
@@ -163,11 +161,7 @@ class QualityOptions:
         return families or [builtin_family(*([self.kv] if self.kv else []))]
 
     def material(self) -> tuple[Material, str]:
-        """What is read and asked, and the name of what is read.
-
-        Raises:
-            UsageError: the text is too short, or missing where something is calibrated by it.
-        """
+        """What is read and asked, and the name of what is read."""
         questions = tuple(exact_prompts(self.data, self.questions)) if self.questions else ()
         path = self.text or (self.data / _TEXT if self.data else None)
         if path is None:

@@ -29,18 +29,6 @@ from edgeinfer.bundle.store import GGUF_MODEL, GGUF_SUFFIX
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.results import Result
 
-__all__ = [
-    "Difference",
-    "Material",
-    "Quality",
-    "QualityResults",
-    "Skipped",
-    "TaskScore",
-    "layout_differences",
-    "measure_family",
-    "score_tasks",
-]
-
 StageProgress = Callable[[str, int, int], None]
 # A reply that says more than the answer is wrong: these many tokens show that it does.
 _BEYOND = 4
@@ -253,9 +241,6 @@ def measure_family(family: Family, material: Material, told: StageProgress | Non
 
     Args:
         told: called with the name of what is measured, and with readings and replies done and to do.
-
-    Raises:
-        EdgeInferError: the reference cannot be made, loaded or read with.
     """
     total = (1 + len(family.variants)) * (1 + len(material.questions))
     steps = itertools.count(1)
@@ -336,7 +321,6 @@ def score_tasks(model: AnsweringModel, prompts: Sequence[Prompt], told: Callable
     A question that the context has no room for, answer included, counts as answered wrongly.
 
     Args:
-        prompts: with answers.
         told: called with every reply.
     """
     scores: dict[str, TaskScore] = {}

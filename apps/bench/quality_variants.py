@@ -12,17 +12,6 @@ from edgeinfer.apps.bench.model_files import LAYOUTS
 from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "CALIBRATION",
-    "DATA_FREE",
-    "WIDTHS",
-    "Family",
-    "Variant",
-    "builtin_family",
-    "checkpoint_family",
-    "given_family",
-]
-
 # Names for people and options of the export command.
 WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "32": ("32 bits", ("--bits", "32")),
@@ -96,11 +85,7 @@ def builtin_family(caches: Sequence[str] = _BUILTIN_CACHES) -> Family:
 
 
 def given_family(models: Sequence[str], reference: str | None, caches: Sequence[str]) -> Family:
-    """Models as they are, compared with a reference, which is the first of them if none is given.
-
-    Args:
-        caches: each of them, in each model, too.
-    """
+    """Models as they are, compared with a reference, which is the first of them if none is given."""
     named = {model: Path(model).name or model for model in [*models, *([reference] if reference else [])]}
     if len(set(named.values())) < len(named):
         named = {model: model for model in named}
@@ -124,15 +109,8 @@ def checkpoint_family(
     """A checkpoint in float32, which the others are compared with, and in fewer bits.
 
     Args:
-        widths: keys of WIDTHS.
         budgets: mean bits per weight, which an integer programme spends by a calibration text.
         methods: of quantizing each width; None is the exporter's choice.
-        types: of llama.cpp's, each with an importance matrix of the calibration text.
-        caches: each of them, with the first width.
-        layouts: of all widths and budgets.
-
-    Raises:
-        UsageError: an unknown width, layout or cache.
     """
     for name, chosen, known in (("width", widths, [*WIDTHS]), ("layout", layouts, [*LAYOUTS, None])):
         for unknown in [each for each in chosen if each not in known]:

@@ -12,8 +12,6 @@ from edgeinfer.apps.bench.quality import QUALITY
 from edgeinfer.apps.bench.spec import SPEC
 from edgeinfer.apps.bench.speed import SPEED
 
-__all__ = ["BENCHMARKS", "GROUPS"]
-
 BENCHMARKS: tuple[Benchmark, ...] = (SPEC, *MEMORY, SPEED, CURVE, QUALITY, COMPUTE, PEERS, DEVICES)
 # Help and description of the first word of names of two.
 GROUPS: dict[str, tuple[str, str]] = {"memory": GROUP}

@@ -35,8 +35,6 @@ from edgeinfer.apps.bench.synthetic import find_shape
 from edgeinfer.remote_options import RemoteApi
 from edgeinfer.results import Result
 
-__all__ = ["company_table", "links_table", "main", "measure_devices", "measure_speed", "measure_texts"]
-
 PROMPTS = (
     "Once upon a time there was a little dog named Spot.",
     "Lily and Tom went to the park.",
@@ -66,12 +64,7 @@ def measure_speed(
     tokens: int,
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
-    """The pace of each way over each link, and what the link without delay foretells of it.
-
-    Args:
-        server: its URL.
-        large: the server's model in this process.
-    """
+    """The pace of each way over each link, and what the link without delay foretells of it."""
     before: dict[str, Any] | None = None
     for rtt, rate in links:
         with ExitStack() as stack:
@@ -132,12 +125,7 @@ def _predicted(near: dict[str, Any], cell: dict[str, Any]) -> float:
 def measure_devices(
     server: str, process: int, drafter: str | None, *, counts: Sequence[int], tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """What so many devices together get, each with a prompt of its own, and what a token costs the server.
-
-    Args:
-        server: its URL.
-        process: its id.
-    """
+    """What so many devices together get, each with a prompt of its own, and what a token costs the server."""
     context, watched = multiprocessing.get_context("spawn"), psutil.Process(process)
     ways: tuple[tuple[str, RemoteApi], ...] = (("drafts", "edgeinfer"), ("streams", "openai"))
     for way, api in ways:
@@ -173,9 +161,6 @@ def _device(server: str, api: RemoteApi, drafter: str | None, number: int, token
 def measure_texts(server: str, drafter: str | None, own: edgeinfer.Model, *, count: int, seed: int) -> dict[str, Any]:
     """Of so many replies, greedy and drawn in turns, over links that delay and cut at random, those that are the
     server's own.
-
-    Args:
-        own: the server's model in this process.
     """
     draw, same, retries, rounds, streamed = random.Random(seed), 0, 0, 0, 0
     words = [word.strip(".") for prompt in PROMPTS for word in prompt.split()]

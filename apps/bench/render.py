@@ -13,25 +13,6 @@ from edgeinfer.apps.bench.environment import current_environment, run_header
 from edgeinfer.apps.bench.plots import Chart, chart_svg
 from edgeinfer.config import format_size
 
-__all__ = [
-    "Facts",
-    "Paragraph",
-    "Part",
-    "Section",
-    "Table",
-    "commands",
-    "common",
-    "machine_facts",
-    "markdown",
-    "markdown_table",
-    "page_html",
-    "print_section",
-    "print_table",
-    "result_json",
-    "run_facts",
-    "section_markdown",
-]
-
 Facts = tuple[tuple[str, str], ...]
 
 _STYLE = """
@@ -107,11 +88,7 @@ class Section:
 
 
 def page_html(title: str, lead: str, sections: Sequence[Section], facts: Facts = ()) -> str:
-    """The page.
-
-    Args:
-        facts: that all sections have in common; they stand once, at the top.
-    """
+    """The page."""
     numbered = [(f"s{number}", section) for number, section in zip(itertools.count(1), sections, strict=False)]
     body = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(lead)}</p>']
     body += [f'<div class="panel">{_facts(facts)}</div>'] if facts else []

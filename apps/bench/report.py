@@ -22,17 +22,11 @@ from edgeinfer.apps.bench.render import (
 )
 from edgeinfer.errors import UsageError
 
-__all__ = ["read_section", "report_html", "tune_section"]
-
 _MOST_BYTES = 256 * 1024**2
 
 
 def read_section(path: Path) -> tuple[Section, Facts]:
-    """The section of a file that a benchmark wrote, and the facts of its machine.
-
-    Raises:
-        UsageError: it cannot be read, or is no such file.
-    """
+    """The section of a file that a benchmark wrote, and the facts of its machine."""
     hint = "Give JSON files that edgeinfer bench and edgeinfer tune wrote."
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -39,8 +39,6 @@ from edgeinfer.apps.bench.reproduce_files import (
 )
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
-__all__ = ["Reproduced", "main", "reproduce"]
-
 # Pages with tables of results.
 _PAGES = (Path("README.md"), Path("docs", "figures.md"), Path("docs", "REMOTE.md"))
 _KEPT, _MADE, _SKIPPED, _FAILED = "kept", "made", "skipped", "failed"
@@ -87,11 +85,7 @@ def reproduce(run: ReproducibleRun, places: Places, out: Path, *, again: bool) -
 
 
 def _result(run: ReproducibleRun, arguments: Sequence[str], folder: Path) -> tuple[object, str]:
-    """The JSON of a process, and what it complained of although it gave one.
-
-    Raises:
-        BackendError: it gave none; with the last line it wrote.
-    """
+    """The JSON of a process, and what it complained of although it gave one."""
     file = folder / f"{run.name}.json"
     command = [sys.executable, "-m", "edgeinfer.apps.cli.main", *arguments]
     command += [*run.output, str(file)] if run.output else []

@@ -18,22 +18,6 @@ from edgeinfer.apps.bench.report import read_section, report_html
 from edgeinfer.apps.bench.synthetic import find_shape
 from edgeinfer.config import format_size
 
-__all__ = [
-    "RUNS",
-    "Places",
-    "ReproducibleRun",
-    "block",
-    "fill",
-    "find_runs",
-    "finished",
-    "keep",
-    "names",
-    "read_result",
-    "redact",
-    "write_index",
-    "write_page",
-]
-
 SHAPE = "qwen2.5-0.5b"
 _LEAD = "Every published figure, and what it was made from. Medians, unless said otherwise."
 _TEXT = "tinystories/tinystories_train_part0.txt"
@@ -68,11 +52,7 @@ class Places:
     quick: bool = False
 
     def bundle(self) -> Path:
-        """A bundle of random weights at the sizes of a 0.5B, made where it is missing.
-
-        Raises:
-            BackendError: it could not be made.
-        """
+        """A bundle of random weights at the sizes of a 0.5B, made where it is missing."""
         return Artifacts(self.work, find_shape(SHAPE)).bundle(BundleKind())
 
     def text(self) -> Path:
@@ -176,11 +156,7 @@ RUNS = (
 
 
 def find_runs(names: Sequence[str] | None) -> list[ReproducibleRun]:
-    """Runs of these names, or all, in their own order.
-
-    Raises:
-        KeyError: with an unknown name.
-    """
+    """Runs of these names, or all, in their own order."""
     known = {run.name: run for run in RUNS}
     for name in names or ():
         known[name]  # so that an unknown one is named
@@ -208,14 +184,7 @@ def head(data: Any) -> Mapping[str, Any]:
 def keep(
     folder: Path, name: str, data: Any, *, command: str, words: Mapping[str, str], facts: Mapping[str, Any]
 ) -> None:
-    """Writes a result, whole or not at all.
-
-    Args:
-        data: as the command wrote it.
-        command: that gives it again, in words.
-        words: what stands for paths of this machine, by path.
-        facts: that the file shall say besides.
-    """
+    """Writes a result, whole or not at all."""
     data = redact(data, words)
     if isinstance(data, list):
         kept: Any = [row | {"command": command} | facts for row in data]
@@ -251,11 +220,7 @@ def write_page(folder: Path) -> Path | None:
 
 
 def write_index(folder: Path, again: str) -> None:
-    """README.md: which files there are, on which machine, when and how they were made.
-
-    Args:
-        again: the command that makes all of them.
-    """
+    """README.md: which files there are, on which machine, when and how they were made."""
     found = {run: data for run in RUNS if (data := read_result(folder, run.name)) is not None}
     shared = common([machine_facts(data) for data in found.values()])
     lines = ["# Results", "", "Made by", "", "```", again, "```", ""]

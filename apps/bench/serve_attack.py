@@ -33,7 +33,6 @@ try:
 except ImportError as error:
     raise CapabilityError("This script asks servers with httpx.", "Install it: pip install httpx") from error
 
-__all__ = ["Phase", "attack", "main", "measure"]
 
 _BODY = {"messages": [{"role": "user", "content": "Tell me about a little dog."}], "max_tokens": 8, "stream": True}
 _SAMPLE_S = 0.1
@@ -105,11 +104,7 @@ async def _ask(client: httpx.AsyncClient, url: str, phase: Phase) -> None:
 
 
 async def attack(url: str, *, seconds: float, unfinished: int) -> dict[str, int]:
-    """Attacks a server for a while; how many hostile requests got which answer.
-
-    Args:
-        unfinished: bodies that are kept unfinished at once.
-    """
+    """Attacks a server for a while; how many hostile requests got which answer."""
     address, answers = urlsplit(url), dict[str, int]()
     stops = {"stop": [letter * 950_000 for letter in "abcd"], **_BODY, "stream": False, "max_tokens": 4}
     prompt = {**_BODY, "messages": [{"role": "user", "content": "once upon a time " * 211_000}], "stream": False}

@@ -36,7 +36,6 @@ try:
 except ImportError as error:
     raise CapabilityError("This script asks servers with httpx.", "Install it: pip install httpx") from error
 
-__all__ = ["LoadOutcome", "Question", "ask", "load_server", "main", "make_questions", "running_server", "watch_memory"]
 
 _NAMES = ("Tom", "Lily", "a little dog", "the old tree", "a red ball", "Sam and Ben", "the moon", "a brave mouse")
 _PLACES = ("in the park", "at the sea", "in a big forest", "at school", "on a farm", "in the snow")
@@ -167,12 +166,7 @@ def _judge(question: Question, text: str, ended: bool, left: bool, into: LoadOut
 async def load_server(
     url: str, pid: int, questions: Sequence[Question], *, clients: int, seconds: float, leaving: float, seed: int
 ) -> LoadOutcome:
-    """Lets clients ask for some time.
-
-    Args:
-        pid: of the server.
-        leaving: share of requests whose client hangs up in the middle.
-    """
+    """Lets clients ask for some time."""
     outcome = LoadOutcome()
     started = time.perf_counter()
 
@@ -200,11 +194,7 @@ async def watch_memory(pid: int, sizes: list[tuple[float, int]], pause: float) -
 
 @contextlib.contextmanager
 def running_server(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """URL and process id of a server, which is ended afterwards.
-
-    Raises:
-        UsageError: it did not start.
-    """
+    """URL and process id of a server, which is ended afterwards."""
     command = [sys.executable, "-m", "edgeinfer.apps.cli.main", "serve", "--port", "0", "--json", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:

@@ -37,8 +37,6 @@ from edgeinfer.apps.bench.synthetic import find_shape
 from edgeinfer.drafting import VERIFICATIONS, branching_in
 from edgeinfer.errors import CheckpointError, UsageError
 
-__all__ = ["SPEC", "SpecOptions", "run_spec"]
-
 # llama.cpp rounds contexts up to multiples of this.
 _LLAMACPP_CONTEXT = 256
 _WIDTHS = tuple(map(str, range(1, 9)))
@@ -229,12 +227,7 @@ def _items(options: SpecOptions, model: Tokenizes, prompts: list[Prompt]) -> lis
 
 
 def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, bool]:
-    """Measures; an interrupt ends it early with the prompts that are done. Whether it came to its end is returned too.
-
-    Raises:
-        EdgeInferError: files cannot be made, the model cannot be loaded, or it failed.
-        KeyboardInterrupt: before the first prompt was done.
-    """
+    """Measures; an interrupt ends it early with the prompts done so far. Also returns whether it finished."""
     if options.expand and context.model:
         raise UsageError("A bundle cannot be expanded.", "Give a checkpoint with --checkpoint, and no -m.")
     config, skipped = options.config, dict[str, str]()
@@ -278,11 +271,7 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
 
 
 def _stop_ids(checkpoint: Path) -> list[int]:
-    """Tokens that end a reply, as the checkpoint's generation_config.json has them.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Tokens that end a reply, as the checkpoint's generation_config.json has them."""
     path = checkpoint / "generation_config.json"
     try:
         ends = json.loads(path.read_text("utf-8")).get("eos_token_id", [])

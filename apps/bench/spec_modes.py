@@ -20,21 +20,6 @@ from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import Result
 
-__all__ = [
-    "DraftForm",
-    "EdgeInferMode",
-    "Generates",
-    "LearningModel",
-    "Learns",
-    "LlamaCppMode",
-    "Mode",
-    "ReplySettings",
-    "SpecConfig",
-    "edgeinfer_modes",
-    "llamacpp_modes",
-    "measure",
-]
-
 _KEYED = "keyed"  # by which text is that of plain decoding
 _ADAPTIVE = "adaptive"  # the shape of drafts that every verification takes
 
@@ -281,11 +266,7 @@ class SpecConfig:
 
 
 def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str]) -> list[Mode]:
-    """The modes of a model, each tried once; those that it cannot run are put in `skipped` with the reason.
-
-    Raises:
-        EdgeInferError: plain decoding failed.
-    """
+    """The modes of a model, each tried once; those that it cannot run are put in `skipped` with the reason."""
     runnable: list[Mode] = []
     # All are made before any is tried: each starts from what drafters know now.
     made: list[Mode] = []
@@ -307,11 +288,7 @@ def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str
 
 
 def llamacpp_modes(worker: Worker, config: SpecConfig, stop_ids: Sequence[int]) -> list[Mode]:
-    """llama.cpp plainly and with its prompt lookup.
-
-    Raises:
-        UsageError: replies are to be drawn at random, which would compare different texts.
-    """
+    """llama.cpp plainly and with its prompt lookup."""
     if config.replies.temperature > 0:
         raise UsageError("llama.cpp is compared at temperature 0 only.", "Leave out --temp or --llamacpp.")
     return [LlamaCppMode(worker, config.replies, stop_ids, lookup) for lookup in (0, *LOOKUPS)]
@@ -326,7 +303,6 @@ def measure(
     """Replies of every mode to each prompt in turn.
 
     Args:
-        modes: in the order of the tables.
         progress: called with the replies done and their number.
     """
     plain = {mode.name: mode.plain for mode in modes}

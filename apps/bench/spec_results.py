@@ -13,20 +13,6 @@ from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED
 from edgeinfer.apps.bench.prompts import RETELLING, STORIES, TokenizedPrompt
 from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
 
-__all__ = [
-    "CONTROL",
-    "GROUPS",
-    "PLAIN",
-    "CategorySummary",
-    "PromptTimes",
-    "SpecReply",
-    "SpecResults",
-    "SpecSetup",
-    "mode_name",
-    "plain_of",
-    "spec_section",
-]
-
 PLAIN = "off"
 # Plain decoding measured a second time: how far it is from itself is the noise of the machine.
 CONTROL = "off again"

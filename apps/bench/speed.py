@@ -28,19 +28,6 @@ from edgeinfer.wording import Setting
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = [
-    "FORMATS",
-    "SPEED",
-    "SpeedConfig",
-    "SpeedResult",
-    "SpeedTest",
-    "describe_run",
-    "device_limits",
-    "floor_ns",
-    "median_limits",
-    "run_speed",
-    "speed_section",
-]
 
 _S = 1e9
 
@@ -201,14 +188,6 @@ def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, comman
     """Times all tests in turns, each visit beginning with another one.
 
     A test whose greedy tokens are not the same at every visit is no test: a fast wrong answer never counts.
-
-    Args:
-        progress: visits done and to do.
-        command: kept with the figures, to have them again.
-
-    Raises:
-        UsageError: the model's context is too small.
-        BackendError: the tokens differ.
     """
     tests = config.tests
     samples: dict[SpeedTest, list[int]] = {test: [] for test in tests}

@@ -17,22 +17,6 @@ import numpy.typing as npt
 from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "CHAT_TEMPLATE",
-    "SHAPES",
-    "SPECIAL_TOKENS",
-    "Dtype",
-    "Shape",
-    "convert_checkpoint",
-    "encode",
-    "find_shape",
-    "pseudo_text",
-    "synthesize_vocabulary",
-    "write_header",
-    "write_random_checkpoint",
-    "write_tokenizer",
-]
-
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -63,11 +47,7 @@ def _words(seed: int) -> Iterator[str]:
 
 
 def synthesize_vocabulary(entries: int, seed: int = 0) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A vocabulary of `entries` tokens without the special ones, and the merges that reach every one of them.
-
-    Raises:
-        UsageError: fewer entries than bytes.
-    """
+    """A vocabulary of `entries` tokens without the special ones, and the merges that reach every one of them."""
     if entries < 256:
         raise UsageError(f"A byte-level vocabulary of {entries} entries is too small.", "It needs at least 256.")
     alphabet = _byte_alphabet()
@@ -235,11 +215,7 @@ SHAPES = {
 
 
 def find_shape(name: str) -> Shape:
-    """The shape of that name.
-
-    Raises:
-        UsageError: no such shape.
-    """
+    """The shape of that name."""
     if name not in SHAPES:
         raise UsageError(f"Unknown shape {name!r}.", f"Known shapes: {', '.join(SHAPES)}.")
     return SHAPES[name]
@@ -249,9 +225,6 @@ def write_random_checkpoint(folder: Path, shape: Shape, dtype: Dtype = "float32"
     """Write a Hugging Face checkpoint of normal(0, 0.02) weights, norms of one, and a tokenizer of realistic size.
 
     Streams slabs of 16 MB, so memory does not depend on the model.
-
-    Raises:
-        UsageError: an unknown dtype.
     """
     if dtype not in get_args(Dtype):
         raise UsageError(f"Unknown dtype {dtype!r}.", f"Known dtypes: {', '.join(get_args(Dtype))}.")
@@ -306,11 +279,7 @@ def encode(values: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:
 
 
 def convert_checkpoint(source: Path, target: Path, dtype: Dtype) -> None:
-    """Writes a checkpoint again in another type, in one file, with whatever else its folder holds.
-
-    Raises:
-        CheckpointError: there is no such file, or it holds something else than floating point.
-    """
+    """Writes a checkpoint again in another type, in one file, with whatever else its folder holds."""
     from edgeinfer.export.source.checkpoint import Checkpoint  # needs the export extra
 
     target.mkdir(parents=True, exist_ok=True)

@@ -9,27 +9,12 @@ from pathlib import Path
 import edgeinfer
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "BUILTIN_DIALOGUES",
-    "BUILTIN_STORIES",
-    "EXACT_DIALOGUES",
-    "SEPARATOR",
-    "all_stories",
-    "calibration_text",
-    "read_stories",
-    "story_ids",
-]
-
 SEPARATOR = "<|endoftext|>"
 Dialogue = tuple[dict[str, str], ...]
 
 
 def all_stories(path: Path) -> list[str]:
-    """Every story of a text file.
-
-    Raises:
-        UsageError: it cannot be read, or has none.
-    """
+    """Every story of a text file."""
     hint = f"Give UTF-8 text with stories separated by {SEPARATOR}."
     try:
         text = path.read_text("utf-8")
@@ -42,11 +27,7 @@ def all_stories(path: Path) -> list[str]:
 
 
 def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
-    """The last `count` stories of a text file, without the `skip` that come after them.
-
-    Raises:
-        UsageError: the file has none, or none is asked for.
-    """
+    """The last `count` stories of a text file, without the `skip` that come after them."""
     if count < 1 or skip < 0:
         raise UsageError("There must be at least one story.", "Give --stories 1 or more, --skip 0 or more.")
     stories = all_stories(path)

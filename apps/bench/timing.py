@@ -8,8 +8,6 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-__all__ = ["DECODE", "PREFILL", "Spread", "Task", "VisitTimes", "percentile", "rotated", "visits"]
-
 T = TypeVar("T")
 # What is timed in one visit: a pass over so many tokens, plain decoding, or taking in a whole prompt.
 Task = int | Literal["decode", "prefill"]

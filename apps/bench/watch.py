@@ -18,17 +18,6 @@ import psutil
 
 from edgeinfer.errors import BackendError
 
-__all__ = [
-    "Ended",
-    "Growth",
-    "Watched",
-    "mapped_files",
-    "peak_bytes",
-    "resident_bytes",
-    "run_watched",
-    "watch",
-]
-
 INTERVAL_SECONDS = 0.01
 
 
@@ -78,11 +67,7 @@ class _Sample:
 
 
 def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) -> Watched:
-    """Runs a command to its end and watches its memory; children of the command are not counted.
-
-    Raises:
-        BackendError: it ended with an exit code other than 0; the message carries the last line of its stderr.
-    """
+    """Runs a command to its end and watches its memory; children of the command are not counted."""
     ended = watch(command, env)
     if ended.returncode != 0:
         raise BackendError(f"The measured process failed: {ended.reason}", "Run its command alone to see more.")
@@ -94,11 +79,7 @@ def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) ->
 def watch(
     command: Sequence[str], env: Mapping[str, str] | None = None, stdin: str = "", seconds: float = math.inf
 ) -> Ended:
-    """Runs a command to its end, whatever that is, and watches its memory; its own children are not counted.
-
-    Args:
-        seconds: after which it is killed.
-    """
+    """Runs a command to its end, whatever that is, and watches its memory; its own children are not counted."""
     started = time.perf_counter()
     samples, late = [], False
     # Files, as a pipe that is not read until the end could fill up.

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Protocol
 
-__all__ = ["ENGINES", "TimedEngine", "serve"]
-
 _FOLDER = Path(__file__).resolve().parent
 _PACKAGE = "edgeinfer.apps.bench.engines"
 
@@ -70,11 +68,7 @@ ENGINES: dict[str, Callable[..., TimedEngine]] = {
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Loads the engine of the first line, then answers each request until the input ends.
-
-    Raises:
-        Exception: the engine failed; whoever asked was told.
-    """
+    """Loads the engine of the first line, then answers each request until the input ends."""
     engine: TimedEngine | None = None
     for line in requests:
         request: dict[str, Any] = json.loads(line)

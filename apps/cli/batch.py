@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.tools.batch_files import BatchInput
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Answer a file of requests, one JSON object a line, and write a line for each in the same order. A line is a request of

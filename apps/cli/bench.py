@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.bench.benchmark import Benchmark
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser"]
 
 _DESCRIPTION = """\
 Measure on this device.
@@ -121,21 +120,13 @@ def _execute_report(args: argparse.Namespace) -> int:
 
 
 def _require_place(*paths: Path | None) -> None:
-    """Refuses files in folders that are not there, before anything is measured in vain; None is no file.
-
-    Raises:
-        StorageError: there is no such folder.
-    """
+    """Refuses files in folders that are not there, before anything is measured in vain; None is no file."""
     for path in paths:
         if path and not path.absolute().parent.is_dir():
             raise StorageError(f"Cannot write {path}: there is no such folder.", "Choose another place.")
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Writes a file, whole or not at all."""
     with storage_errors(path):
         write_file(path, text.encode("utf-8"))

@@ -6,11 +6,9 @@ import re
 from collections import Counter
 from typing import Any
 
-from edgeinfer.bundle import Manifest
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.plan_record import PlannedTensor
 from edgeinfer.config import format_size
-
-__all__ = ["PLAN_HEADER", "plan_facts", "plan_rows"]
 
 PLAN_HEADER = ("matrices", "bits", "size", "predicted divergence")
 _NUMBER = re.compile(r"\.\d+(?=\.)")

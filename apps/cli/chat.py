@@ -27,7 +27,6 @@ from edgeinfer.errors import EdgeInferError, UsageError
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Talk to a model, in a window of its own or in the browser. Conversations stay on this machine, and no network is needed.

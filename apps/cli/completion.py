@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from edgeinfer.apps.cli.parser import Parser, Subparsers
 
-__all__ = ["add_parser", "complete", "execute"]
 
 _DESCRIPTION = """\
 Print the script that makes a shell complete edgeinfer's commands, options and models.
@@ -50,9 +49,6 @@ def complete(build_parser: Callable[..., Parser]) -> None:
     """Tells a shell how the line that it asks about can go on, and ends the process.
 
     argcomplete reads the line from the environment and writes to a file descriptor that the shell opened.
-
-    Args:
-        build_parser: makes the parser of one command, the others by name.
     """
     import argcomplete
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer import hub
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
-from edgeinfer.bundle import LAYOUTS, open_bundle
 from edgeinfer.bundle.conversion import convert_bundle
+from edgeinfer.bundle.layouts import LAYOUTS
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import format_size
 from edgeinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Store a bundle's weights in the layout of the native kernel (native) or of ONNX Runtime's operators (portable). The

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.results import DeviceFacts
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = (
     "List the devices that models can run on, whether they are available here, and whether a small "

@@ -25,7 +25,6 @@ from edgeinfer.errors import UsageError
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser"]
 
 _DESCRIPTION = (
     "Train what makes a model faster: a tiny drafter, early exits, and more.\nNeeds an extra: pip "
@@ -99,11 +98,7 @@ def _execute_exits(args: argparse.Namespace) -> int:
 
 
 def _speedups(text: str) -> tuple[float, ...]:
-    """Reads numbers between commas.
-
-    Raises:
-        UsageError: they are none.
-    """
+    """Reads numbers between commas."""
     try:
         return tuple(map(float, text.split(",")))
     except ValueError as error:

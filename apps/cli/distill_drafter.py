@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from edgeinfer.export.training.sizing import StudentSize
     from edgeinfer.tools.distilling import ModelReplier
 
-__all__ = ["add_drafter_parser", "add_sorted_parser", "repliers", "speed_rows"]
 
 _DRAFTER = (
     "Train a tiny drafter for a model, in the size that pays off on this device, on your text and on "
@@ -128,7 +127,7 @@ def repliers(source: Path) -> Iterator[ModelReplier | None]:
 
 def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     """Returns the size that was asked for, or the one that pays here."""
-    from edgeinfer.bundle import open_bundle
+    from edgeinfer.bundle.opening import open_bundle
     from edgeinfer.export.source.hf_config import read_config
     from edgeinfer.export.training.sizing import StudentSize, TargetCosts, choose_size
 
@@ -161,9 +160,10 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
 
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
     """Exports what was trained, measures it on the engine and puts it into its target; returns the report."""
-    from edgeinfer.bundle import open_bundle
     from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
-    from edgeinfer.export import ExportConfig, export_checkpoint
+    from edgeinfer.bundle.opening import open_bundle
+    from edgeinfer.export.exporter import export_checkpoint
+    from edgeinfer.export.options.config import ExportConfig
     from edgeinfer.tools.distilling import measure_drafter
 
     # At 8 bits the small layers would stay float32, and all layers of a drafter are small.

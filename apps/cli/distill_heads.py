@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from edgeinfer.bundle.heads import Heads
     from edgeinfer.export.training.heads import HeadsTraining
 
-__all__ = ["add_heads_parsers"]
 
 _HEADS = (
     "Train small heads that predict further tokens from a model's hidden states: Medusa heads, one "

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     Train = Callable[[Target, TextSource, Path, Replier | None, Progress | None], ModuleTraining]
 
-__all__ = ["add_module_parsers"]
 
 _EAGLE = (
     "Train an EAGLE-3 head for a model: one layer that reads the model's hidden states and drafts from "
@@ -145,17 +144,12 @@ def _execute_hydra(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace, drafter: str, prepare: Callable[[], Train]) -> int:
-    """Trains a module, makes the bundle, measures and reports.
-
-    Args:
-        drafter: its name among the drafters.
-        prepare: checks the options and returns the training.
-    """
+    """Trains a module, makes the bundle, measures and reports."""
     source = hub.find(args.target)
     require_free(args.out)
     require_native()
     with torch_needed():
-        from edgeinfer.bundle import open_bundle
+        from edgeinfer.bundle.opening import open_bundle
         from edgeinfer.export.drafters.attaching import require_attachable
         from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
@@ -185,10 +179,11 @@ def _finish(
     args: argparse.Namespace, source: Path, drafter: str, trained: ModuleTraining, bar: Progress | None
 ) -> dict[str, Any]:
     """Makes the bundle, measures what the module brings on the engine, and returns the report."""
-    from edgeinfer.bundle import open_bundle
     from edgeinfer.bundle.nesting import NESTED
-    from edgeinfer.export import ExportConfig, export_checkpoint
+    from edgeinfer.bundle.opening import open_bundle
     from edgeinfer.export.drafters.attaching import attach_drafter
+    from edgeinfer.export.exporter import export_checkpoint
+    from edgeinfer.export.options.config import ExportConfig
     from edgeinfer.tools.distilling import measure_drafter
 
     if hub.is_bundle(source):

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.output import print_json, print_table
-from edgeinfer.bundle import write_file
+from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
 
-__all__ = ["add_training_options", "given", "report", "require_free", "torch_needed", "working_folder"]
 
 _TRAIN = ("torch", "transformers", "safetensors", "onnx", "scipy")
 # Fields of every training's options, by the names of the arguments.
@@ -65,11 +64,7 @@ def given(args: argparse.Namespace, own: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def require_free(out: Path) -> None:
-    """Refuses, before hours of work, a path that could not be written after them.
-
-    Raises:
-        StorageError: something is there.
-    """
+    """Refuses, before hours of work, a path that could not be written after them."""
     if out.exists():
         raise StorageError(f"{out} already exists.", "Choose another name, or remove it.")
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
     from edgeinfer.tools import Divergence, Evaluation
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = (
     "Measure how well a model predicts a text, and what quantization did to it.\n  ppl     "
@@ -105,18 +104,15 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _reference(source: str | None, progress: Progress | None) -> Iterator[Path | None]:
-    """Gives the bundle to compare with; a checkpoint is exported in float32 and removed afterwards.
-
-    Raises:
-        UsageError: a checkpoint cannot be exported, as the extra for it is not installed.
-    """
+    """Gives the bundle to compare with; a checkpoint is exported in float32 and removed afterwards."""
     found = None if source is None else hub.find(source)
     if found is None or hub.is_bundle(found):
         yield found
         return
     with tempfile.TemporaryDirectory(prefix="edgeinfer-eval-") as folder:
         try:
-            from edgeinfer.export import ExportConfig, export_checkpoint
+            from edgeinfer.export.exporter import export_checkpoint
+            from edgeinfer.export.options.config import ExportConfig
 
             bundle = export_checkpoint(found, Path(folder) / "reference", ExportConfig(bits=32), progress)
         except ModuleNotFoundError as error:

@@ -11,14 +11,14 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_facts, plan_rows
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
-from edgeinfer.bundle import PORTABLE, open_bundle
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import BITS, CONVERTED_BITS, FLOAT_BITS, format_size, parse_size
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
@@ -186,11 +186,7 @@ def _layers(text: str) -> dict[str, Any]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of ExportConfig that the user gave.
-
-    Raises:
-        UsageError: an option is of the other format.
-    """
+    """Returns the fields of ExportConfig that the user gave."""
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     given |= args.prune_layers | _static_options(args)
     if args.drafter is not None:
@@ -206,11 +202,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _static_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the field of ExportConfig for fixed shapes, if they are asked for.
-
-    Raises:
-        UsageError: an option of fixed shapes comes without --static, or is impossible.
-    """
+    """Returns the field of ExportConfig for fixed shapes, if they are asked for."""
     from edgeinfer.export.options.config import StaticOptions
 
     given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
@@ -224,7 +216,8 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     try:
-        from edgeinfer.export import ExportConfig, export_checkpoint
+        from edgeinfer.export.exporter import export_checkpoint
+        from edgeinfer.export.options.config import ExportConfig
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
     config = ExportConfig(**_options(args), force=args.force)

@@ -13,8 +13,6 @@ from edgeinfer.config import format_size
 if TYPE_CHECKING:
     from edgeinfer.hub import Offer
 
-__all__ = ["prepared", "show_notes", "type_question"]
-
 
 class _Notes(logging.Handler):
     """Shows what is fetched and converted as lines on stderr."""
@@ -36,14 +34,7 @@ def show_notes() -> None:
 
 
 def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Fetches and converts a model that is not here yet; what loads it, and the options but for those of converting.
-
-    Args:
-        options: of `edgeinfer.load`.
-
-    Raises:
-        EdgeInferError: as `edgeinfer.pull`.
-    """
+    """Fetches and converts a model that is not here yet; what loads it, and the options but for those of converting."""
     rest = {name: value for name, value in options.items() if name != "bits"}
     if model is None and "bits" not in options:
         return None, rest

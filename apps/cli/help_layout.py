@@ -8,8 +8,6 @@ import shutil
 import textwrap
 from collections.abc import Mapping, Set
 
-__all__ = ["help_text", "usage"]
-
 _NARROWEST, _WIDEST = 60, 110  # columns: longer lines are hard to read
 _INDENT = 28
 
@@ -67,7 +65,6 @@ def help_text(
 
     Args:
         left_out: options that it does not show.
-        briefs: texts that stand for those of options.
     """
     layout = _Layout(parser.prog)
     layout.add_text(parser.description)

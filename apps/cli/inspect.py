@@ -17,16 +17,18 @@ from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_rows
 from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
-from edgeinfer.bundle.gguf.reader import GgufArray, GgufFile, Value
+from edgeinfer.bundle.gguf.metadata import GgufArray, Value
+from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.static_graph import StaticGraphs
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import format_size
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = (
     "Show what a model consists of: sizes, bits, memory per token, how it was made and how good it "
@@ -204,11 +206,7 @@ def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
 
 
 def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
-    """Estimates the least memory: weights read in place, and keys and values by their type.
-
-    Args:
-        context: the most tokens the model takes.
-    """
+    """Estimates the least memory: weights read in place, and keys and values by their type."""
     rows = [("weights", format_size(gguf.tensor_bytes))]
     tokens = min(_EXAMPLE_TOKENS, context)
     for kv, per_token in _kv_bytes(gguf).items():

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
     from edgeinfer.wording import Setting
 
-__all__ = ["COMMANDS", "build_parser", "main"]
 
 INTERRUPTED = 130
 # The commands under the headings of help: modules of this package, each imported where it is asked for, because all of
@@ -97,11 +96,7 @@ edgeinfer COMMAND --help explains a command; edgeinfer --version prints the vers
 
 
 def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
-    """Builds the parser of all commands, or of the command `only`.
-
-    Args:
-        beside: the other commands are there too, by their names alone.
-    """
+    """Builds the parser of all commands, or of the command `only`."""
     from edgeinfer.apps.cli.parser import Parser
 
     parser = Parser("edgeinfer")
@@ -125,11 +120,7 @@ def _overview() -> str:
 
 
 def _answer_at_once(arguments: list[str]) -> str | None:
-    """What is said without any command; None where there is one.
-
-    Raises:
-        UsageError: there is no such command.
-    """
+    """What is said without any command; None where there is one."""
     match arguments:
         case []:
             return _GREETING

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from edgeinfer import LocalModel
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 List the models on this machine, with what they take, or the catalog of good models for devices; remove models.
@@ -122,11 +121,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _confirmed(name: str, here: list[LocalModel]) -> bool:
-    """Asks on a terminal.
-
-    Raises:
-        UsageError: there is none to ask on.
-    """
+    """Asks on a terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("Cannot ask for confirmation without a terminal.", f"Add -y to remove {name}.")
     found = [model for model in here if name in (model.name, str(model.path))]

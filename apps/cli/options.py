@@ -28,23 +28,6 @@ if TYPE_CHECKING:
     from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Parser
 
-__all__ = [
-    "CONVERTING",
-    "DRAFTING",
-    "GENERATION",
-    "LOADING",
-    "MEMORY",
-    "add_generation_options",
-    "add_load_options",
-    "add_model_option",
-    "add_options",
-    "as_flag",
-    "generation_options",
-    "given_options",
-    "load_model",
-    "load_options",
-    "reads_stdin",
-]
 
 # Options of LoadConfig by subject, in the order of help.
 MEMORY = (
@@ -94,7 +77,6 @@ def add_generation_options(
 
     Args:
         limit: of a reply where -n is not given, in words.
-        usual: defaults that differ from the declared ones here, in words, by name.
     """
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
@@ -131,8 +113,6 @@ def add_options(
 
     Args:
         names: of the options; None is all that have a flag.
-        help: texts that stand in place of the declared ones, by name.
-        usual: defaults that these name in place of the declared ones, by name.
     """
 
     def described(name: str, text: str) -> str:
@@ -209,14 +189,7 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
 
 
 def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str, Any]:
-    """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
-
-    Args:
-        converts: as `add_load_options` took it.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
+    """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded."""
     options = given_options(args, (*LOADING, *(CONVERTING if converts else ()), *REMOTE))
     if "adapters" in options:
         options["adapters"] = dict(options["adapters"])
@@ -227,12 +200,7 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the generation options that the user gave, checked before anything is loaded.
-
-    Raises:
-        UsageError: a value is out of range.
-        PromptError: a stop string is not UTF-8.
-    """
+    """Returns the generation options that the user gave, checked before anything is loaded."""
     options = given_options(args, GENERATION)
     if "logit_bias" in options:
         options["logit_bias"] = dict(options["logit_bias"])

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Progress", "abandon_stdout", "print_error", "print_json", "print_note", "print_table", "progress_bar"]
-
 Progress = Callable[[str, int, int], None]
 
 _UNBOUNDED = 1_000_000  # columns; otherwise rich takes a file to have 80

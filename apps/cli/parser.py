@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction["Parser"]
 
-__all__ = ["Parser", "add_command", "add_json_option", "command_line", "missing_extra", "own_flag"]
 
 # What the extras bring.
 _EXTRAS = {
@@ -100,11 +99,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for what nothing here passes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses arguments; there are no unknown ones.
-
-        Raises:
-            UsageError: an argument is unknown, missing or wrong.
-        """
+        """Parses arguments; there are no unknown ones."""
         self._given = list(sys.argv[1:] if args is None else args)
         try:
             found, unknown = super().parse_known_args(self._given, namespace)
@@ -115,11 +110,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Refuses what argparse finds missing.
-
-        Raises:
-            UsageError: always; about a misspelt option where there is one, which may be what is missing.
-        """
+        """Refuses what argparse finds missing."""
         misspelt = [text for text in self._given if text.startswith("--") and not self._knows(text)]
         raise self._unknown(misspelt) if misspelt else UsageError(_sentence(message), f"See: {self.prog} --help")
 
@@ -184,11 +175,7 @@ def add_command(
     *,
     help: str | None = None,
 ) -> Parser:
-    """Adds a subcommand; its description ends in an example and is shown as written.
-
-    Args:
-        help: a line for the list of the command above it; `edgeinfer --help` has its own (apps/cli/main.py).
-    """
+    """Adds a subcommand; its description ends in an example and is shown as written."""
     parser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(execute=execute)
     parser.advanced(parser.add_argument("--debug", action="store_true", help="show the traceback of an error"))
@@ -196,12 +183,7 @@ def add_command(
 
 
 def own_flag(parser: argparse.ArgumentParser, words: Sequence[str], setting: Setting) -> str | None:
-    """An option of a command, as a user gives it; None where the command has none of that name.
-
-    Args:
-        parser: of the command.
-        words: what was written, the command first.
-    """
+    """An option of a command, as a user gives it; None where the command has none of that name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             chosen = next((word for word in words if word in action.choices), None)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from edgeinfer import MemoryPlan
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Show whether a model fits in memory, what it needs and how fast it runs, without loading it. The exit code is 4 if it

@@ -28,15 +28,6 @@ from edgeinfer.errors import BudgetError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "address_limit",
-    "begin_start",
-    "end_start",
-    "interruptions_wait_for_imports",
-    "is_refused",
-    "refusal",
-    "supervised",
-]
 
 _IMPORTS = "<frozen importlib._bootstrap>"
 _AGAIN_SECONDS = 0.02
@@ -156,11 +147,7 @@ def refusal(limit: int | None) -> BudgetError:
 
 
 def supervised(limit: int) -> int | None:
-    """Forks. Returns None in the child, where the work goes on, and the child's exit code here, once it has ended.
-
-    Raises:
-        BudgetError: memory was refused so that the child could not say so itself.
-    """
+    """Forks. Returns None in the child, where the work goes on, and the child's exit code here, once it has ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     noise = os.memfd_create("stderr")

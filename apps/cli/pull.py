@@ -18,7 +18,6 @@ from edgeinfer.wording import one_of
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Fetch a model, or bring it up to date: one of the catalog, or any of the Hugging Face hub that edgeinfer runs. A

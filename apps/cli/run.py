@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from edgeinfer import Model, Result, TokenStream
     from edgeinfer.apps.cli.parser import Parser, Subparsers
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Answer a prompt, or continue it with --raw, and print the text as it is made. Without -m the small built-in model tells
@@ -173,11 +172,7 @@ def _has_form(config: GenerationConfig) -> bool:
 
 
 def _answers(args: argparse.Namespace, model: Model) -> bool:
-    """Whether the prompt is answered through the model's chat template.
-
-    Raises:
-        TemplateError: it should be, and the model has none.
-    """
+    """Whether the prompt is answered through the model's chat template."""
     if args.raw:
         return False
     if model.chat_template_text is not None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
     from edgeinfer.apps.server.keys import ApiKey
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Serve a model to other programs through the APIs that they know: OpenAI's (/v1), Ollama's (/api), Anthropic's

@@ -16,8 +16,6 @@ from edgeinfer.config import format_size
 from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError
 
-__all__ = ["is_piped", "read_paragraphs", "read_stdin", "read_stream", "read_text", "utf8"]
-
 # The longest contexts, ten million tokens, hold less text.
 _MOST_PROMPT_BYTES = 64 * 1000**2
 # How long a pipe may be silent before the user is told what is waited for.
@@ -27,9 +25,6 @@ _PATIENCE_SECONDS = 3.0
 def utf8(text: str, source: str) -> str:
     """Returns `text` if the bytes it came from were UTF-8; Python hides others in surrogates, and in the C locale all
     that are not ASCII.
-
-    Raises:
-        PromptError: they were not.
     """
     try:
         text.encode("utf-8")
@@ -41,11 +36,7 @@ def utf8(text: str, source: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Reads a file of UTF-8, or what its byte order mark tells, without the newline that editors put at its end.
-
-    Raises:
-        PromptError: it cannot be read, or is in another encoding.
-    """
+    """Reads a file of UTF-8, or what its byte order mark tells, without the newline that editors put at its end."""
     try:
         # A pipe without a writer is empty; opening it as usual would wait for one.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -74,9 +65,6 @@ def read_stdin(waiting: str = "") -> str:
 
     Args:
         waiting: said on stderr where nothing has come for some seconds; empty says nothing.
-
-    Raises:
-        PromptError: as `read_text`, or it is closed.
     """
     if sys.stdin is None:
         raise PromptError("stdin is closed.", "Pipe the prompt into it, or name a file.")
@@ -93,11 +81,7 @@ def read_stdin(waiting: str = "") -> str:
 
 
 def read_paragraphs(path: Path) -> list[str]:
-    """Reads the paragraphs of a text file, which empty lines separate.
-
-    Raises:
-        PromptError: as `read_text`, or there is no text in it.
-    """
+    """Reads the paragraphs of a text file, which empty lines separate."""
     paragraphs = [p.strip() for p in re.split(r"\n\s*\n", read_text(path)) if p.strip()]
     if not paragraphs:
         raise PromptError(f"{path} contains no text.", "Use a file with a few paragraphs.")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from edgeinfer.tools import CacheLoss, CacheTuning
 
-__all__ = ["tune_cache", "tune_judge", "tune_steering", "tune_uncertainty"]
 
 LearntT = TypeVar("LearntT")
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.tools import DeviceTuning, DrafterGain, DraftersTuning, TuneResult
 
-__all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = (
     "Find the fastest settings for a model on this device and keep those that are clearly faster "
@@ -186,11 +185,7 @@ def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTun
 def _tune_layers(
     args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None, device: DeviceTuning | None
 ) -> TuneResult | None:
-    """Loads the model as tuned, which measures drafting costs, and searches; returns None if layers cannot be skipped.
-
-    Raises:
-        CapabilityError: they cannot, and nothing else could be tuned either.
-    """
+    """Loads the model as tuned and searches; returns None if layers cannot be skipped."""
     tuned = options | ({} if args.out is None or device is None else {"profile": str(args.out)})
     with load_model(args.model, tuned) as model, progress_bar() as bar:
         shown = {} if bar is None else {"progress": lambda done, total: bar("searching layers", done, total)}

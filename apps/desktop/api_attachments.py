@@ -25,8 +25,6 @@ from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import while_connected
 from edgeinfer.errors import TemplateError
 
-__all__ = ["attachment_routes", "attachment_view"]
-
 _LONGEST_NAME = 200
 
 

@@ -18,8 +18,6 @@ from edgeinfer.apps.desktop.requests import Endpoint, answered, fields, search_t
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.errors import UsageError
 
-__all__ = ["catalog_routes"]
-
 
 def catalog_routes(services: Services) -> list[BaseRoute]:
     """The routes."""

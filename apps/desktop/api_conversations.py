@@ -37,8 +37,6 @@ from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.apps.server.events import Event
 from edgeinfer.errors import UsageError
 
-__all__ = ["conversation_routes"]
-
 # Keeps a new reply, and returns it after the message it answers where that is new too.
 _Recorder = Callable[[], tuple[Message | None, Message]]
 
@@ -255,11 +253,7 @@ def _conversation_view(conversation: Conversation, running: RunningReply | None)
 
 
 def _message_view(message: Message, running: RunningReply | None = None) -> dict[str, Any]:
-    """A message with its HTML. A reply that is no longer made, as its end could not be kept, counts as interrupted.
-
-    Args:
-        running: the reply that its conversation is getting.
-    """
+    """A message with its HTML. A reply that is no longer made, as its end could not be kept, counts as interrupted."""
     m = message
     if m.status == "replying" and (running is None or running.message.id != m.id):
         m = replace(m, status="interrupted")

@@ -20,8 +20,6 @@ from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.errors import HubError
 
-__all__ = ["model_routes"]
-
 _TEXT = str | None
 _NUMBER = int | None
 

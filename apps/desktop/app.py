@@ -32,8 +32,6 @@ from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 
-__all__ = ["DesktopConfig", "make_desktop", "run"]
-
 _HOST = "127.0.0.1"
 # Replies that take turns: the user's, and another program's.
 _PARALLEL = 2
@@ -66,10 +64,6 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
 
     Args:
         tell: takes lines for whoever started it; the address is the first where there is no window.
-
-    Raises:
-        UsageError: the port is in use, or a setting is out of range.
-        StorageError: the data folder cannot be used.
     """
     folder = data_folder() if config.data is None else DataFolder(config.data.expanduser().absolute())
     access = Access()

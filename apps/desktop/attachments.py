@@ -12,8 +12,6 @@ from edgeinfer.apps.desktop.database import Database
 from edgeinfer.apps.desktop.records import Attachment
 from edgeinfer.errors import UsageError
 
-__all__ = ["MOST_ATTACHMENTS", "MOST_CHARACTERS", "MOST_KEPT", "Attachments", "insert"]
-
 MOST_ATTACHMENTS = 10
 # Of all files of a message together: some 100,000 tokens, more than models on a device hold.
 MOST_CHARACTERS = 400_000
@@ -40,11 +38,7 @@ class Attachments:
             insert(connection, None, attachment)
 
     def get(self, id: str) -> Attachment:
-        """One file.
-
-        Raises:
-            NotFoundError: there is none of that id.
-        """
+        """One file."""
         rows = self._database.rows(f"SELECT {_COLUMNS} FROM attachments WHERE id = ?", (id,))
         if not rows:
             raise NotFoundError("The attached file is no longer there.", "Attach it again.")
@@ -56,26 +50,14 @@ class Attachments:
             connection.execute(f"DELETE FROM attachments WHERE id = ? AND {_DRAFT}", (id,))
 
     def require_room(self, id: str) -> None:
-        """Checks that a file can be kept for later.
-
-        Raises:
-            UsageError: there are too many.
-            NotFoundError: it is not there, or was sent.
-        """
+        """Checks that a file can be kept for later."""
         if not self._database.rows("SELECT 1 FROM attachments WHERE id = ? AND message IS NULL", (id,)):
             raise NotFoundError("The attached file is no longer there.", "Attach it again.")
         if len(self.kept_ids()) >= MOST_KEPT:
             raise UsageError(f"{MOST_KEPT} files are kept already.", "Remove one of them first.")
 
     def keep(self, id: str, tokens: int) -> Attachment:
-        """Keeps a file that was not sent for messages to come.
-
-        Args:
-            tokens: that it has.
-
-        Raises:
-            NotFoundError: it is not there, or was sent.
-        """
+        """Keeps a file that was not sent for messages to come."""
         with self._database.transaction() as connection:
             done = connection.execute(
                 "UPDATE attachments SET document = id, tokens = ? WHERE id = ? AND message IS NULL", (tokens, id)
@@ -94,14 +76,7 @@ class Attachments:
         return frozenset(row["id"] for row in self._database.rows("SELECT id FROM attachments WHERE document = id"))
 
     def remove(self, id: str, forget: Callable[[Attachment], None]) -> None:
-        """Keeps a file no longer; messages that were sent with it have their own copy.
-
-        Args:
-            forget: removes what models made of it. Where that fails, the file stays, and can be removed again.
-
-        Raises:
-            NotFoundError: there is no kept file of that id.
-        """
+        """Keeps a file no longer; messages that were sent with it have their own copy."""
         if id not in self.kept_ids():
             raise NotFoundError("There is no such kept file.", "It may already have been removed.")
         forget(self.get(id))
@@ -109,12 +84,7 @@ class Attachments:
             connection.execute("DELETE FROM attachments WHERE document = id AND id = ?", (id,))
 
     def chosen(self, ids: Sequence[str]) -> tuple[Attachment, ...]:
-        """The files of a message that is about to be sent.
-
-        Raises:
-            NotFoundError: one is not there.
-            UsageError: there are too many, or they are too long together.
-        """
+        """The files of a message that is about to be sent."""
         if len(ids) > MOST_ATTACHMENTS:
             message = f"A message takes at most {MOST_ATTACHMENTS} files, and these are {len(ids)}."
             raise UsageError(message, "Remove some of them.")
@@ -141,11 +111,7 @@ class Attachments:
 
 
 def insert(connection: sqlite3.Connection, message: str | None, attachment: Attachment) -> None:
-    """Keeps a file with its message, inside the caller's transaction; one that waited for its message gets it.
-
-    Raises:
-        NotFoundError: it was sent with another message meanwhile.
-    """
+    """Keeps a file with its message, inside the caller's transaction; one that waited for its message gets it."""
     a = attachment
     done = connection.execute(
         "INSERT INTO attachments (id, message, name, kind, bytes, pages, content, created, document, tokens)"

@@ -7,19 +7,6 @@ from typing import Any, ClassVar
 
 from edgeinfer.errors import StorageError, UsageError, UserError
 
-__all__ = [
-    "LONGEST_NAME",
-    "LONGEST_SEARCH",
-    "ConflictError",
-    "DiskFullError",
-    "NoModelError",
-    "NotFoundError",
-    "TooLargeError",
-    "check_name",
-    "check_text",
-    "check_values",
-]
-
 
 class NotFoundError(UserError):
     """There is no conversation, message or download of that name."""
@@ -64,11 +51,7 @@ _TURNING = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A
 
 
 def check_text(text: str, name: str) -> str:
-    """Checks a text of any number of lines.
-
-    Raises:
-        UsageError: it has a NUL, at which other programs take it to end, or half of a surrogate pair.
-    """
+    """Checks a text of any number of lines."""
     if "\0" in text:
         raise UsageError(f"{name} has a NUL character.", "Leave it out.")
     if not text.isascii():
@@ -81,12 +64,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_name(text: str, name: str, most: int = LONGEST_NAME) -> str:
-    """Checks a name, a path, an id or a search text: one line.
-
-    Raises:
-        UsageError: it is longer than `most` characters, has control characters or some that turn text round, or as
-            `check_text`.
-    """
+    """Checks a name, a path, an id or a search text: one line."""
     if len(text) > most:
         raise UsageError(f"{name} is longer than {most:,} characters.", "Shorten it.")
     if any(c in _TURNING or unicodedata.category(c) == "Cc" for c in text if not c.isprintable()):
@@ -95,11 +73,7 @@ def check_name(text: str, name: str, most: int = LONGEST_NAME) -> str:
 
 
 def check_values(data: Any, name: str) -> None:
-    """Checks everything in an object of JSON.
-
-    Raises:
-        UsageError: a text as `check_text`, or a number is too large for JSON.
-    """
+    """Checks everything in an object of JSON."""
     level = [data]
     while level:
         inner: list[Any] = []

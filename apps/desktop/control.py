@@ -21,8 +21,6 @@ from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.hub import shown_name
 
-__all__ = ["ModelControl", "choice_view"]
-
 _log = logging.getLogger("edgeinfer.desktop")
 
 # Less than this share of the machine's memory left is worth a warning.
@@ -74,11 +72,7 @@ class ModelControl:
         self._begin(ModelChoice(now.model, now.memory, now.context), measure=True)
 
     def load(self, choice: ModelChoice, *, default: bool = True) -> None:
-        """Begins to load a model in place of the one that is there.
-
-        Args:
-            default: new conversations, and the next start, use it too.
-        """
+        """Begins to load a model in place of the one that is there."""
         self._begin(choice, default=default)
 
     @property
@@ -92,11 +86,7 @@ class ModelControl:
         self._host.cancel_load()
 
     async def loaded_or_failed(self) -> None:
-        """Waits while a model is loading.
-
-        Raises:
-            EdgeInferError: why it could not be loaded.
-        """
+        """Waits while a model is loading."""
         await self._idle.wait()
         if self._host.state.error is not None:
             raise self._host.state.error

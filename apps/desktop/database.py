@@ -17,8 +17,6 @@ from typing import Any, Self
 from edgeinfer.apps.desktop.checks import DiskFullError
 from edgeinfer.errors import StorageError
 
-__all__ = ["RESERVE_BYTES", "VERSION", "Database", "Reserve", "migrate", "version_of"]
-
 # Another process holds the file for a few milliseconds at a time.
 _BUSY_S = 15.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -46,11 +44,7 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one started.
-
-        Raises:
-            StorageError: the file cannot be opened or written, or a newer edgeinfer wrote it.
-        """
+        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one started."""
         with _storage_errors(path):
             try:
                 return cls(path, _open(path), None)
@@ -62,12 +56,7 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Keeps all changes of the block, or none if it raises.
-
-        Raises:
-            DiskFullError: there is no room for them.
-            StorageError: they cannot be written.
-        """
+        """Keeps all changes of the block, or none if it raises."""
         with self._lock, _storage_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:

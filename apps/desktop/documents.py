@@ -18,8 +18,6 @@ from edgeinfer.apps.desktop.checks import TooLargeError
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 
-__all__ = ["MOST_FILE_BYTES", "Documents"]
-
 MOST_FILE_BYTES = 16 * 1000**2
 _READ_PDF = (sys.executable, "-m", "edgeinfer.apps.desktop.pdf_text")
 _PDF_SECONDS = 30.0
@@ -57,12 +55,7 @@ class Documents:
         self._turn = asyncio.Lock()
 
     async def read(self, name: str, data: bytes) -> tuple[str, str, int | None]:
-        """The kind, the text and the pages of a file.
-
-        Raises:
-            TooLargeError: the file or its text is too long.
-            UsageError: it holds no text that can be read.
-        """
+        """The kind, the text and the pages of a file."""
         if len(data) > MOST_FILE_BYTES:
             raise TooLargeError(
                 f"{name} has {format_size(len(data))}; at most {format_size(MOST_FILE_BYTES)} can be attached.",
@@ -109,10 +102,6 @@ class Documents:
 def decode(name: str, data: bytes) -> str:
     """The text of a file that is no PDF: UTF-8, UTF-16 with its mark, else Western European where every byte has a
     meaning in it.
-
-    Raises:
-        TooLargeError: it is too long.
-        UsageError: it is no text, or there is none in it.
     """
     encodings = [encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)] or ["utf-8", "cp1252"]
     for encoding in encodings:

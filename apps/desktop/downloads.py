@@ -22,8 +22,6 @@ from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
 from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.errors import EdgeInferError, StorageError
 
-__all__ = ["Download", "Downloads", "Fetch"]
-
 _log = logging.getLogger("edgeinfer.desktop")
 
 # More would share the same line, and conversions the same processor.
@@ -99,11 +97,7 @@ class Downloads:
             self._changed(state)
 
     def begin(self, id: str) -> Download:
-        """Begins to fetch a model, or goes on with one that was left unfinished.
-
-        Raises:
-            ConflictError: it is being fetched already.
-        """
+        """Begins to fetch a model, or goes on with one that was left unfinished."""
         for state in list(self._states.values()):
             if state.id == id and state.status == "running":
                 raise ConflictError(f"{id} is already being downloaded.", "Wait for it, or cancel it.")
@@ -117,11 +111,7 @@ class Downloads:
         return state
 
     def state(self, key: str) -> Download:
-        """Returns one download.
-
-        Raises:
-            NotFoundError: there is none of that key.
-        """
+        """Returns one download."""
         if key not in self._states:
             raise NotFoundError("There is no such download.", "Reload the page.")
         return self._states[key]

@@ -8,8 +8,6 @@ from pathlib import Path
 from edgeinfer.errors import StorageError
 from edgeinfer.user_folders import user_data
 
-__all__ = ["DataFolder", "data_folder"]
-
 
 @dataclass(frozen=True)
 class DataFolder:
@@ -37,11 +35,7 @@ class DataFolder:
         return self.path / "models"
 
     def make(self) -> None:
-        """Makes the folder, for this user only.
-
-        Raises:
-            StorageError: it cannot be made.
-        """
+        """Makes the folder, for this user only."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -50,9 +44,5 @@ class DataFolder:
 
 
 def data_folder() -> DataFolder:
-    """This user's data folder of the app; it need not exist.
-
-    Raises:
-        StorageError: this user has no home folder.
-    """
+    """This user's data folder of the app; it need not exist."""
     return DataFolder(user_data() / "edgeinfer")

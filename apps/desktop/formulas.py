@@ -10,8 +10,6 @@ import re
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Formula", "Lifted"]
-
 # What stands for a formula while Markdown is parsed: private characters, which a letter is to all its rules.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _STAND_IN = re.compile(f"{_OPEN}(\\d+){_CLOSE}")

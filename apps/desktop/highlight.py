@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["LANGUAGES", "highlighted"]
-
 _SLASHES, _HASH, _DASHES = r"//[^\n]*+", r"#[^\n]*+", r"--[^\n]*+"
 _BLOCK = r"/\*(?:[^*]|\*(?!/))*+(?:\*/)?+"
 _QUOTES = r""""(?:[^"\\\n]|\\[^\n])*+"?+|'(?:[^'\\\n]|\\[^\n])*+'?+"""

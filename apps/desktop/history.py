@@ -34,8 +34,6 @@ from edgeinfer.apps.desktop.records import (
 )
 from edgeinfer.errors import UsageError
 
-__all__ = ["History"]
-
 _LONGEST_TITLE = 60
 _CLOCK_S = 2.0
 
@@ -83,11 +81,7 @@ class History:
         ]
 
     def conversation(self, id: str) -> Conversation:
-        """A conversation with all its messages.
-
-        Raises:
-            NotFoundError: there is none of that id.
-        """
+        """A conversation with all its messages."""
         found = self._database.rows("SELECT * FROM conversations WHERE id = ?", (id,))
         if not found:
             raise NotFoundError("There is no such conversation.", "It may have been deleted; open another.")
@@ -136,11 +130,7 @@ class History:
         leaf: str | None = None,
         choice: ModelChoice | None = None,
     ) -> Conversation:
-        """Changes what is given of a conversation.
-
-        Raises:
-            NotFoundError: there is none of that id, or it has no message `leaf`.
-        """
+        """Changes what is given of a conversation."""
         given = {"title": title, "system": system, "leaf": leaf, "choice": _optional_json(choice)}
         given["options"] = None if options is None else _json(options)
         changes = {name: value for name, value in given.items() if value is not None}
@@ -183,16 +173,7 @@ class History:
     def ask(
         self, id: str, parent: str | None, content: str, files: Sequence[str] = (), choice: ModelChoice | None = None
     ) -> tuple[Message, Message]:
-        """Adds a user's message after `parent`, and the reply to it that now starts.
-
-        Args:
-            files: ids of attachments that were kept for it.
-            choice: the model that replies, which the conversation uses from now on.
-
-        Raises:
-            NotFoundError: there is no such conversation, parent or file.
-            UsageError: the parent is a user's message, the message is empty, or there are too many files.
-        """
+        """Adds a user's message after `parent`, and the reply to it that now starts."""
         chosen = tuple(file.sent() for file in self.attachments.chosen(files))
         return self._ask(self.conversation(id), parent, content, chosen, choice)
 
@@ -224,24 +205,14 @@ class History:
         return self._ask(conversation, old.parent, content, files, choice)
 
     def edit_reply(self, id: str, message: str, content: str) -> Message:
-        """Adds another version of a reply beside it, as the user wrote it.
-
-        Raises:
-            NotFoundError: there is no such conversation or message.
-            UsageError: the message is a user's.
-        """
+        """Adds another version of a reply beside it, as the user wrote it."""
         conversation = self.conversation(id)
         new = _new("assistant", self._require_reply(conversation, message).parent, content)
         self._append(conversation, new)
         return new
 
     def regenerate(self, id: str, message: str) -> Message:
-        """Adds another reply, which now begins, beside one.
-
-        Raises:
-            NotFoundError: there is no such conversation or message.
-            UsageError: the message is a user's.
-        """
+        """Adds another reply, which now begins, beside one."""
         conversation = self.conversation(id)
         reply = _new("assistant", self._require_reply(conversation, message).parent, "", "replying")
         self._append(conversation, reply)

@@ -23,20 +23,6 @@ from edgeinfer import hub
 from edgeinfer.apps.server.room import with_room
 from edgeinfer.errors import EdgeInferError
 
-__all__ = [
-    "BUILT_IN",
-    "Kind",
-    "Library",
-    "ListedModel",
-    "Planner",
-    "Source",
-    "canonical",
-    "file_of",
-    "id_of",
-    "kind_of",
-    "model_of",
-]
-
 # What a model is for, by which the window suggests what to ask it.
 Kind = Literal["stories", "code", "chat", "base"]
 _STORIES = re.compile(r"tales|stor(?:y|ies)", re.IGNORECASE)
@@ -132,7 +118,6 @@ class Library:
         """All models, the built-in one first.
 
         Args:
-            recent: paths and hub ids that were used lately.
             context: tokens to plan for; None is the model's usual.
         """
         with self._lock:
@@ -270,9 +255,6 @@ class Planner:
         Args:
             memory: budget in bytes.
             options: fields of LoadConfig; those that are None are left open.
-
-        Raises:
-            EdgeInferError: as `edgeinfer.plan`.
         """
         given = self._options | {name: value for name, value in options.items() if value is not None}
         with self._lock:

@@ -24,8 +24,6 @@ from mdit_py_plugins.tasklists import tasklists_plugin
 from edgeinfer.apps.desktop.formulas import Lifted
 from edgeinfer.apps.desktop.highlight import highlighted
 
-__all__ = ["render_reply", "render_user"]
-
 # Beyond these, text is shown as it is: rendering goes on while a reply is made, and must not fall behind.
 _MOST_RENDERED = 60_000
 _MOST_HIGHLIGHTED = 20_000

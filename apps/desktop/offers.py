@@ -17,8 +17,6 @@ from edgeinfer import hub
 from edgeinfer.errors import EdgeInferError, ModelError
 from edgeinfer.hub.ids import first_part, is_gguf_model
 
-__all__ = ["Catalog", "folder_view", "importable"]
-
 Fit = Literal["yes", "tight", "no"]
 
 # A model may take so much of this machine's memory; what is left is for the system and other programs.
@@ -92,11 +90,7 @@ class Catalog:
 
 
 def importable(path: str) -> Path:
-    """A model on this machine that its path names: a folder with a bundle or a checkpoint, or a GGUF file.
-
-    Raises:
-        ModelError: there is none, and why.
-    """
+    """A model on this machine that its path names: a folder with a bundle or a checkpoint, or a GGUF file."""
     found = Path(path.strip().strip('"')).expanduser()
     if not found.is_absolute():
         raise ModelError(f"{path!r} is not a whole path.", "Give it from the beginning, such as /home/me/models/name.")
@@ -117,9 +111,6 @@ def folder_view(path: str) -> dict[str, Any]:
 
     Args:
         path: of the folder; empty is the user's own.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
     """
     folder = Path(path).expanduser() if path else Path.home()
     try:

@@ -13,8 +13,6 @@ from starlette.routing import BaseRoute, Mount, Route, request_response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Access", "AccessRequired", "page_routes"]
-
 STATIC = Path(__file__).parent / "static"
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 _REFUSED = """<!doctype html>

@@ -13,8 +13,6 @@ import logging
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 # Virtual memory, of which Python itself takes a quarter; no page of text needs more than some megabytes.
 _MOST_MEMORY = 1_200_000_000
 _MOST_PAGES = 1000

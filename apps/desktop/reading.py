@@ -16,18 +16,6 @@ from edgeinfer.errors import CapabilityError, ContextLengthError, UserError
 if TYPE_CHECKING:
     from edgeinfer import Model, TokenStream
 
-__all__ = [
-    "Fitted",
-    "ReadingEndedError",
-    "context_of",
-    "files_apart",
-    "messages_for",
-    "stream_behind",
-    "tokens_for",
-    "why_not_apart",
-    "without_oldest",
-]
-
 
 # Of the user's messages.
 _AT_ONCE = 2
@@ -57,12 +45,7 @@ def why_not_apart(model: Model) -> str | None:
 def files_apart(
     model: Model | None, conversation: Conversation, leaf: str | None, kept: Collection[str]
 ) -> list[Attachment]:
-    """The files of a branch that a model reads apart, each once.
-
-    Args:
-        leaf: the last message of the branch.
-        kept: ids of the files that are kept now.
-    """
+    """The files of a branch that a model reads apart, each once."""
     files = [file for message in conversation.path(leaf) for file in message.attachments if file.document in kept]
     if not files or model is None or why_not_apart(model) is not None:
         return []
@@ -70,11 +53,7 @@ def files_apart(
 
 
 def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Attachment] = ()) -> list[dict[str, str]]:
-    """Returns the branch that leads to a reply, as messages for the model. A turn whose reply failed is left out.
-
-    Args:
-        apart: files that the model reads before the conversation.
-    """
+    """Returns the branch that leads to a reply, as messages for the model. A turn whose reply failed is left out."""
     turns = [{"role": "system", "content": conversation.system}] if conversation.system else []
     path, named = conversation.path(reply.parent), {file.document for file in apart if file.document is not None}
     for message, after in zip(path, [*path[1:], None], strict=True):
@@ -85,14 +64,7 @@ def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Att
 
 
 def tokens_for(model: Model, conversation: Conversation, reply: Message, kept: Collection[str]) -> int:
-    """Tokens that a model reads before a reply, whether or not the context holds them.
-
-    Args:
-        kept: ids of the files that are kept now.
-
-    Raises:
-        TemplateError: the model takes no such messages.
-    """
+    """Tokens that a model reads before a reply, whether or not the context holds them."""
     apart = files_apart(model, conversation, reply.parent, kept)
     # Each ends with an empty line there.
     before = sum(len(model.tokenize(f"{file.quoted}\n\n", parse_special=False)) for file in apart)
@@ -114,15 +86,7 @@ class Fitted:
 
 
 def without_oldest(model: Model, messages: Sequence[dict[str, str]], begun: str, room: int) -> Fitted:
-    """Leaves out the oldest messages, but for a system message, until there is room for a reply or one is left.
-
-    Args:
-        begun: what the reply already says.
-        room: tokens that the reply is to have, of which a quarter of the context is enough.
-
-    Raises:
-        EdgeInferError: as `Model.tokenize_chat`; a ContextLengthError where the last message alone is far too long.
-    """
+    """Leaves out the oldest messages, but for a system message, until there is room for a reply or one is left."""
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(system) :]
     # A text begins with what a user says, and several are left out at once: the next replies then begin alike.
@@ -154,16 +118,7 @@ def stream_behind(
     ended: Callable[[], bool],
     **options: Any,
 ) -> TokenStream:
-    """Answers messages behind files that are read apart, those first that the model has not read yet.
-
-    Args:
-        ended: whether it is no longer to read, which it asks after every pass.
-        options: as `ContextModel.stream_chat` takes them.
-
-    Raises:
-        ReadingEndedError: it was not to read on.
-        EdgeInferError: as `ContextModel.stream_chat`.
-    """
+    """Answers messages behind files that are read apart, those first that the model has not read yet."""
 
     def look(tokens: int) -> None:
         if ended():

@@ -12,20 +12,6 @@ from typing import Any, Literal, Self, cast
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
-__all__ = [
-    "ROLES",
-    "STATUSES",
-    "Attachment",
-    "Conversation",
-    "Figures",
-    "Message",
-    "ModelChoice",
-    "ReplyFailure",
-    "Role",
-    "Status",
-    "Summary",
-]
-
 Role = Literal["user", "assistant"]
 # How a message stands: "interrupted" is what a program that ended left of a reply.
 Status = Literal["complete", "replying", "stopped", "error", "interrupted"]
@@ -51,11 +37,7 @@ class ReplyFailure:
 
     @classmethod
     def of(cls, data: object) -> Self:
-        """From what was kept as JSON.
-
-        Raises:
-            UsageError: a field is unknown, missing or of a wrong type.
-        """
+        """From what was kept as JSON."""
         return cast(Self, _from_json(cls, data))
 
 
@@ -178,11 +160,7 @@ class Message:
     attachments: tuple[Attachment, ...] = ()
 
     def prompt(self, apart: Collection[str] = ()) -> str:
-        """What the model reads of it: the files first, so that what is asked of them stands last.
-
-        Args:
-            apart: ids of kept files that stand before the conversation, so that their names will do here.
-        """
+        """What the model reads of it: the files first, so that what is asked of them stands last."""
         files = [f"File: {f.name}" if f.document in apart else f.quoted for f in self.attachments]
         return "\n\n".join([*files, *([self.content] if self.content else [])])
 

@@ -34,7 +34,6 @@ from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, Us
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["ConversationReplies", "RunningReply", "count_on"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("edgeinfer.desktop")
@@ -180,10 +179,6 @@ class ConversationReplies:
 
         Args:
             record: keeps the row and returns it, with status "replying"; called on another thread.
-
-        Raises:
-            ConflictError: the conversation is getting one already.
-            EdgeInferError: as `record`.
         """
         if conversation in self._running or conversation in self._starting:
             raise ConflictError("A reply is being made.", "Wait for it, or stop it.")
@@ -292,18 +287,7 @@ class ConversationReplies:
         return stopped or self._host.state.status != "ready"
 
     async def read(self, file: Attachment, system: str, given_up: threading.Event) -> int:
-        """Has the model read a file that is to be kept for later; returns its tokens.
-
-        Args:
-            system: text of the system message of the conversations that it is first meant for.
-            given_up: set when the client has gone.
-
-        Raises:
-            NoModelError: no model is loaded.
-            CapabilityError: the model cannot read files apart from conversations.
-            ReadingEndedError: it was given up, or another model is being loaded.
-            EdgeInferError: as `ContextModel.stream_chat`.
-        """
+        """Has the model read a file that is to be kept for later; returns its tokens."""
         if self._host.state.status != "ready":
             raise NoModelError("No model is loaded.", "Choose one.")
         turns = [{"role": "system", "content": system}] if system else []

@@ -21,17 +21,6 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 from edgeinfer.openai.errors import Kinds, status_and_code
 
-__all__ = [
-    "Endpoint",
-    "answered",
-    "attachment_ids",
-    "event_stream",
-    "fields",
-    "optional",
-    "search_text",
-    "whole_number",
-]
-
 _log = logging.getLogger("edgeinfer.desktop")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -77,9 +66,6 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
 
     Args:
         kinds: the type of each field that there may be; a request without a body has none of them.
-
-    Raises:
-        UsageError: the body is no JSON object, or a field is unknown, of a wrong type, or holds what `texts` refuses.
     """
     body = await read_json(request, security, optional=True)
     for name, value in body.items():
@@ -94,11 +80,7 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
 
 
 def search_text(request: Request, name: str = "search") -> str:
-    """Returns the text to search for, a parameter of the address; it may be empty.
-
-    Raises:
-        UsageError: it is too long, or no line of text.
-    """
+    """Returns the text to search for, a parameter of the address; it may be empty."""
     return check_name(request.query_params.get(name, ""), name, LONGEST_SEARCH)
 
 
@@ -108,11 +90,7 @@ def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def attachment_ids(body: Mapping[str, Any]) -> list[str]:
-    """Reads the ids of files that go with a message; none where there is no such field.
-
-    Raises:
-        UsageError: something in it is no id.
-    """
+    """Reads the ids of files that go with a message; none where there is no such field."""
     values = body.get("attachments", [])
     for value in values:
         if not isinstance(value, str):
@@ -122,11 +100,7 @@ def attachment_ids(body: Mapping[str, Any]) -> list[str]:
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:
-    """Reads a positive whole number, or None.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Reads a positive whole number, or None."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UsageError(f"{name} is out of range.", f"{name} must be a positive whole number, or null.")

@@ -10,8 +10,6 @@ import sqlite3
 
 from edgeinfer.apps.desktop.database import Database
 
-__all__ = ["find", "prepare", "snippet"]
-
 _SHORTEST_INDEXED = 3
 _MOST_WORDS = 16
 _SNIPPET_BEFORE, _SNIPPET_AFTER = 40, 100
@@ -72,9 +70,6 @@ def _has_fts5(connection: sqlite3.Connection) -> bool:
 def find(database: Database, text: str, *, indexed: bool) -> dict[str, str]:
     """Conversations that hold every word of a text, in their title, in one message or in the name of a
     file; each with that message's text or that name, or "" where the title has them.
-
-    Args:
-        indexed: use the index.
     """
     words = text.split()[:_MOST_WORDS]
     titles = " AND ".join("instr(folded(title), ?)" for _ in words)

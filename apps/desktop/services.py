@@ -20,8 +20,6 @@ from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import Security
 
-__all__ = ["Services"]
-
 
 @dataclass(frozen=True)
 class Services:
@@ -60,13 +58,6 @@ class Services:
 
         Args:
             folder: where the user's own is kept.
-            settings: settings of this run.
-            options: fields of LoadConfig that hold for every model.
-            models: folders that are searched for models, beside the data folder's.
-
-        Raises:
-            StorageError: the data folder cannot be used.
-            UsageError: a setting or an option is unknown or out of range.
         """
         folder.make()
         kept = SettingsFile(folder.settings, settings)

@@ -22,8 +22,6 @@ from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import options_of
 
-__all__ = ["CONVERSATIONAL", "OPTIONS", "WHEN_FULL", "AppSettings", "SettingsFile", "checked_options"]
-
 # Options of generation that the window offers.
 OPTIONS = (
     "temperature",
@@ -48,11 +46,7 @@ _LONGEST_SYSTEM = 100_000
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Generation options as GenerationConfig takes them; those that are None are left out.
-
-    Raises:
-        UsageError: an option is unknown or out of range.
-    """
+    """Generation options as GenerationConfig takes them; those that are None are left out."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in options:
         if name not in OPTIONS:
@@ -109,20 +103,12 @@ class AppSettings:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Makes settings from JSON.
-
-        Raises:
-            UsageError: a setting is unknown or out of range.
-        """
+        """Makes settings from JSON."""
         _require(isinstance(data, dict), "settings", "an object")
         return cls().changed(data)
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Returns a copy with some settings changed; of the options, those given, where None removes one.
-
-        Raises:
-            UsageError: a setting is unknown or out of range.
-        """
+        """Returns a copy with some settings changed; of the options, those given, where None removes one."""
         known = {f.name for f in dataclasses.fields(self)}
         for name in changes:
             if name not in known:
@@ -163,12 +149,7 @@ class SettingsFile:
         self.now = self._kept.changed(for_now or {})
 
     def change(self, changes: Mapping[str, Any]) -> AppSettings:
-        """Changes settings and keeps them.
-
-        Raises:
-            UsageError: a setting is unknown or out of range; nothing is changed.
-            StorageError: the file cannot be written.
-        """
+        """Changes settings and keeps them."""
         with self._lock:
             now, kept = self.now.changed(changes), self._kept.changed(changes)
             self._write(kept)

@@ -26,8 +26,6 @@ from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 
-__all__ = ["MOST_BYTES", "read_json", "write_json", "write_markdown"]
-
 MOST_BYTES = 16 * 1000**2
 _FORMAT, _VERSION = "edgeinfer-conversation", 1
 _HINT = "Give a file that the app exported as JSON."
@@ -68,12 +66,7 @@ def write_markdown(conversation: Conversation) -> str:
 
 
 def read_json(data: bytes) -> Conversation:
-    """A conversation from an exported file, with new ids.
-
-    Raises:
-        TooLargeError: the file is larger than MOST_BYTES.
-        UsageError: it is no such file, or something in it cannot be.
-    """
+    """A conversation from an exported file, with new ids."""
     if len(data) > MOST_BYTES:
         raise TooLargeError(f"The file is larger than {format_size(MOST_BYTES)}.", "Export fewer messages.")
     try:

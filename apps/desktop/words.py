@@ -8,8 +8,6 @@ from typing import Any
 
 from edgeinfer.errors import BudgetError, EdgeInferError
 
-__all__ = ["error_view", "hint_of"]
-
 # Sentences of hints by what is in them, and what the window says instead; "" leaves the sentence out. The first that
 # matches holds.
 _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(

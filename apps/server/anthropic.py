@@ -26,8 +26,6 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["ANTHROPIC_KINDS", "MessagesReply", "count_tokens"]
-
 # Who asks, what it may cost and what is kept of it: of no text.
 _IGNORED = (
     "metadata", "service_tier", "inference_geo", "speed", "cache_control", "user_profile_id", "workspace_id", "betas",
@@ -184,14 +182,7 @@ def _counted(body: Mapping[str, Any], model: ChatModel[Any]) -> int:
 
 
 def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
-    """The conversation of a request, its system text and its tools.
-
-    Args:
-        options: of the reply; those that the prompt's fields give are added.
-
-    Raises:
-        RequestError: it is malformed, or holds what is no text.
-    """
+    """The conversation of a request, its system text and its tools."""
     messages, begun = split_started(read_messages(fields.any("messages"), fields.any("system"), fields.leave_out))
     tools = [_tool(tool, place, fields) for place, tool in enumerate(fields.items("tools"))]
     functions = read_functions(tools, leave_out=fields.leave_out)

@@ -8,8 +8,6 @@ from typing import Any
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message, read_message
 
-__all__ = ["read_messages"]
-
 LeaveOut = Callable[[str], None]
 
 _HINT = (
@@ -33,9 +31,6 @@ def read_messages(value: Any, system: Any, leave_out: LeaveOut) -> list[Message]
 
     Args:
         leave_out: called with each block that is not told to the model, but for thoughts.
-
-    Raises:
-        RequestError: it is malformed, or holds what is no text.
     """
     if not isinstance(value, list) or not value:
         hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'

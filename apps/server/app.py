@@ -33,8 +33,6 @@ from edgeinfer.apps.server.verify import VerifySessions, verify_kinds
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["make_app"]
-
 
 def make_app(
     host: ModelHost,
@@ -48,16 +46,10 @@ def make_app(
     """The application; it closes the host when it ends.
 
     Args:
-        host: runs the model.
         security: who may ask what.
         aliases: names, beside its own, by which requests may call the model.
         switch: loads other models of this machine when requests name them; None serves the loaded one alone.
         contexts: text files that requests may name, by the names of the files.
-        extra_routes: served too. They are guarded as the rest, but for the API key, which they ask for themselves.
-
-    Raises:
-        PromptError: a context cannot be read, or is no text.
-        UsageError: two contexts have one name.
     """
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))

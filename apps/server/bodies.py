@@ -21,8 +21,6 @@ from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["UPLOAD", "Upload", "Uploads", "compiles", "ignored_header", "json_body", "parse_json", "read_json"]
-
 # Where a scope has the context manager in which something is made of the request's body.
 UPLOAD = "edgeinfer.upload"
 # Reading a larger body takes long enough for others' streams to notice: one such is read at a time, by another thread.
@@ -54,11 +52,7 @@ class Uploads:
         return upload
 
     def _make_room(self, latest: Upload) -> None:
-        """Drops unfinished bodies until the rest is within the limits.
-
-        Raises:
-            RequestError: the latest is the one that has to go.
-        """
+        """Drops unfinished bodies until the rest is within the limits."""
         while (worst := self._worst(latest)) is not None:
             worst.give_up()
             if worst is latest:
@@ -116,11 +110,7 @@ class Upload:
 
     @contextlib.asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Open while the next part is waited for.
-
-        Raises:
-            TimeoutError: it did not come in time, or the body was given up in favour of others.
-        """
+        """Open while the next part is waited for."""
         try:
             async with asyncio.timeout_at(self.deadline) as self._waiting:
                 yield
@@ -128,11 +118,7 @@ class Upload:
             self._waiting = None
 
     def add(self, nbytes: int, *, last: bool) -> None:
-        """Counts a part that has come; each byte gives its sender more time.
-
-        Raises:
-            RequestError: there is no room for it.
-        """
+        """Counts a part that has come; each byte gives its sender more time."""
         self.size += nbytes
         self._uploads._kept_bytes += nbytes
         self.deadline += nbytes / self._rate
@@ -176,10 +162,6 @@ async def read_json(
     Args:
         most: bytes that it may have, where that is less than the server takes.
         optional: a request without a body has an object without fields.
-
-    Raises:
-        RequestError: it is none, or too large in some way.
-        ClientGoneError: the client hung up before its end.
     """
     async with json_body(request, security, most=most, optional=optional) as body:
         return body

@@ -33,11 +33,10 @@ from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.keys import KeyUse
 from edgeinfer.apps.server.service import Service
 from edgeinfer.errors import UsageError
-from edgeinfer.openai import Completion, make_completion
+from edgeinfer.openai import make_completion
+from edgeinfer.openai.contract import Completion
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.results import Result
-
-__all__ = ["NAMED_EVENTS", "OPENAI_KINDS", "CompletionKind", "completion_endpoint"]
 
 Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
 # Streams whose events are named by their type, and end with the last of them.
@@ -110,9 +109,6 @@ async def _read(
 ) -> Completion | Response:
     """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept. Gives the answer to one
     that asks for no text.
-
-    Args:
-        using: is given the model, for as long as it is open.
     """
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = await using.enter_async_context(service.use(body.get("model"), request.receive))
@@ -184,15 +180,7 @@ async def _drop(events: list[dict[str, Any]]) -> None:
 
 
 async def _make_replies(host: ModelHost, completion: Completion, owner: str, emit: Emit, counts: Counts) -> None:
-    """Makes all replies of a request, and calls `emit` with the events of each step.
-
-    Args:
-        owner: who the replies are made for; owners share the model's time.
-
-    Raises:
-        EdgeInferError: what ended the first reply that failed, or there is no room in the queue; the others are
-            cancelled.
-    """
+    """Makes all replies of a request, and calls `emit` with the events of each step."""
     left = threading.Event()
 
     def ended() -> bool:

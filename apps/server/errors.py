@@ -12,8 +12,6 @@ from starlette.responses import JSONResponse, Response
 from edgeinfer.errors import BundleError, EdgeInferError, InternalError
 from edgeinfer.openai.errors import error_body
 
-__all__ = ["ClientGoneError", "error_answer", "error_response", "let_go", "shape_of"]
-
 logger = logging.getLogger("edgeinfer.server")
 
 _HEADERS: Mapping[int, Mapping[str, str]] = {

@@ -14,18 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.apps.server.errors import ClientGoneError
 
-__all__ = [
-    "JSON_LINES",
-    "SERVER_SENT",
-    "Event",
-    "EventFeed",
-    "EventStream",
-    "Framing",
-    "StreamedResponse",
-    "first_error",
-    "while_connected",
-]
-
 Work = Coroutine[Any, Any, None]
 
 _HEAD = (
@@ -167,11 +155,7 @@ class EventFeed:
         self._closed = False
 
     def publish(self, kind: str, data: Mapping[str, Any], subject: str = "") -> None:
-        """Tells all readers.
-
-        Args:
-            subject: what it is about, within its kind; it replaces what was last told of that.
-        """
+        """Tells all readers."""
         event = Event(data, kind)
         self._latest[f"{kind} {subject}"] = event
         for reader in self._readers:
@@ -230,15 +214,7 @@ class StreamedResponse(Response):
 
 
 async def while_connected(receive: Receive, work: Work, *beside: Work) -> None:
-    """Runs `work` to its end, or until the client hangs up.
-
-    Args:
-        receive: of the request, whose body has been read.
-        beside: runs as long.
-
-    Raises:
-        ClientGoneError: the client hung up; `work` was cancelled.
-    """
+    """Runs `work` to its end, or until the client hangs up."""
     try:
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(other) for other in (_watch(receive), *beside)]

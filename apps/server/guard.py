@@ -21,8 +21,6 @@ from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["KEY_USE", "Guard", "KeyRequired"]
-
 logger = logging.getLogger("edgeinfer.server")
 
 # nginx's word for a client that hung up before it was answered; only the log sees it.
@@ -73,11 +71,7 @@ class Guard:
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
 
     def begin(self) -> None:
-        """Gives a request whose body is complete a place.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Gives a request whose body is complete a place."""
         if self._open >= self.security.max_requests:
             raise RequestError("The server is busy.", "Try again in a moment.", status=503, code="server_busy")
         self._open += 1
@@ -194,11 +188,7 @@ class _Body:
         scope[UPLOAD] = self.read
 
     def check_announced(self) -> None:
-        """Refuses a body by its announced size, before any of it is read, and without one a request that has no place.
-
-        Raises:
-            RequestError: it is refused.
-        """
+        """Refuses a body by its announced size before any of it is read, and a request without a slot."""
         if self._announced.isdecimal() and int(self._announced[:20]) > self._security.max_body:
             raise self._too_large()
         if self._complete:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
     from edgeinfer.results import Progress
 
-__all__ = ["BusyError", "HostReply", "HostState", "LoadCancelledError", "ModelHost", "NotReadyError"]
 
 T = TypeVar("T")
 
@@ -113,11 +112,7 @@ class HostReply:
 
     @property
     def result(self) -> Result:
-        """The finished reply.
-
-        Raises:
-            UsageError: it is not finished, or was cancelled before it began.
-        """
+        """The finished reply."""
         if self._result is None:
             raise UsageError("The reply is not finished, or was never started.", "Iterate to the end first.")
         return self._result
@@ -198,11 +193,7 @@ class ModelHost:
         return self._worker.model
 
     def require_model(self) -> Model:
-        """The loaded model.
-
-        Raises:
-            NotReadyError: no model can answer now.
-        """
+        """The loaded model."""
         model = self._worker.model
         if self.state.status != "ready" or model is None:
             raise NotReadyError(self.state)
@@ -235,17 +226,7 @@ class ModelHost:
         return self.state
 
     async def load(self, model: str | None, options: Mapping[str, Any]) -> Model:
-        """Loads a model in place of the one that is loaded, whose replies are cancelled.
-
-        Args:
-            options: fields of LoadConfig. Without a `prefix_cache` there is one as large as replies that take turns
-                need and memory allows.
-
-        Raises:
-            EdgeInferError: as `edgeinfer.load`; no model is loaded then.
-            LoadCancelledError: `cancel_load` came in between.
-            NotReadyError: the host is closed.
-        """
+        """Loads a model in place of the one that is loaded, whose replies are cancelled."""
         async with self._loading:
             if self.state.status == "closed":
                 raise NotReadyError(self.state)
@@ -314,39 +295,20 @@ class ModelHost:
             await self._do(self._drop_model)
 
     def submit(self, start: Callable[[Model], TokenStream], owner: str, *, streams: bool = True) -> HostReply:
-        """Starts a reply that takes turns with the others.
-
-        Args:
-            start: makes its stream, on the model's thread; what it raises comes out of the iteration.
-            owner: who asks; each owner has the same share.
-            streams: whether chunks are wanted as they come; otherwise several are passed on together.
-
-        Raises:
-            NotReadyError: no model can answer now.
-            BusyError: too many requests wait.
-        """
+        """Starts a reply that takes turns with the others."""
         self.require_model()
         if self.waiting >= self._queue:
             raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
         return HostReply(self._worker, start, owner, 1 if streams else _TOGETHER)
 
     async def ask(self, question: Callable[[Model], T]) -> T:
-        """Asks something of the model between two turns.
-
-        Raises:
-            NotReadyError: no model can answer now.
-        """
+        """Asks something of the model between two turns."""
         self.require_model()
         # It may go while the question waits.
         return await self._do(lambda: question(self.require_model()))
 
     async def bring_back(self) -> None:
-        """Loads the model again, if it was unloaded for being idle: on its thread, as others must not wait for it.
-
-        Raises:
-            NotReadyError: no model can answer now.
-            EdgeInferError: it cannot be loaded any more; the next request tries again.
-        """
+        """Loads the model again, if it was unloaded for being idle: on its thread, as others must not wait for it."""
         if not self.require_model().in_memory:
             await self.ask(lambda model: model.reload())
 

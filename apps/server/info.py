@@ -18,8 +18,6 @@ from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 
-__all__ = ["InfoEndpoints"]
-
 _HIGHEST_ID = 2**31
 # Contexts of the model that may be turned into tokens or text at once.
 _MOST_CONTEXTS = 16

@@ -11,8 +11,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.results import Result
 
-__all__ = ["ApiKey", "KeyUse", "KeyUses", "parse_keys"]
-
 _SHORTEST = 8
 _MINUTE_S = 60.0
 _LIMITS = ("requests", "tokens")
@@ -43,25 +41,14 @@ class ApiKey:
             raise UsageError("A limit of an API key is not positive.", "Leave the key out, so that it is refused.")
 
     def is_given(self, authorization: str | None) -> bool:
-        """Whether a request bears it; takes as long for any key of the same length.
-
-        Args:
-            authorization: the header of this name.
-        """
+        """Whether a request bears it; takes as long for any key of the same length."""
         scheme, _, given = (authorization or "").partition(" ")
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.key.encode("ascii"))
         return same and scheme.lower() == "bearer"
 
 
 def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
-    """The keys of a file: one a line, behind each what it may ask for in a minute, such as requests=60 tokens=20000.
-
-    Args:
-        name: of the file, for messages, which never show a key.
-
-    Raises:
-        UsageError: there is none, one cannot be used, or a line says something else.
-    """
+    """The keys of a file: one a line, behind each what it may ask for in a minute, such as requests=60 tokens=20000."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         key, *words = line.split() or [""]
@@ -113,11 +100,7 @@ class KeyUse:
         self._requests, self._tokens = (_Allowance(limit, clock()) for limit in (key.requests, key.tokens))
 
     def admit(self) -> None:
-        """Counts a request.
-
-        Raises:
-            RequestError: the key has had what it may have.
-        """
+        """Counts a request."""
         for name, allowance in (("requests", self._requests), ("tokens", self._tokens)):
             if (seconds := allowance.wait(self._clock())) > 0:
                 message = f"The API key has had its {name} of this minute."

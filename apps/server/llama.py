@@ -20,8 +20,6 @@ from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.text import is_id
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
-__all__ = ["LLAMA_KINDS", "default_settings"]
-
 _SEEDS = 2**64
 _ANY_SEED = 2**32 - 1
 _HINT = "Send a string, token ids, or a list of either; none may be empty."

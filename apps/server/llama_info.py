@@ -22,8 +22,6 @@ from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
-__all__ = ["LlamaEndpoints"]
-
 # By path, what is said of it.
 _REFUSED = {
     "/embeddings": "{name} generates text and has no embeddings.",

@@ -15,8 +15,6 @@ import psutil
 from edgeinfer import MemoryPlan
 from edgeinfer.results import Result
 
-__all__ = ["CONTENT_TYPE", "Load", "Metrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "edgeinfer:"
 

@@ -14,8 +14,6 @@ import edgeinfer
 from edgeinfer import ModelFacts, hub
 from edgeinfer.errors import EdgeInferError, HubError
 
-__all__ = ["NamedModel", "NamedModels", "plain_name"]
-
 # For which a listing is good: it plans every model, and clients ask for it with each window that they open.
 _FRESH_S = 10.0
 _LATEST = ":latest"
@@ -74,11 +72,7 @@ class NamedModels:
             return self._listed
 
     def of(self, source: str | None) -> NamedModel:
-        """Returns the model of a source, listed or not; of the one that was asked for last no file is read again.
-
-        Raises:
-            EdgeInferError: it is not on this machine, or damaged.
-        """
+        """Returns the model of a source, listed or not; of the one that was asked for last no file is read again."""
         last = self._last
         if last is None or last.source != source:
             listed = (model for model in self._listed if model.source == source)

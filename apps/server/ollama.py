@@ -28,8 +28,6 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["OLLAMA_KINDS", "OllamaChat", "OllamaReply", "OllamaText", "keep_seconds", "moment"]
-
 _TEXT_ONLY = "This model reads text only."
 # Of a model that is loaded as it is already, and of a machine.
 _OF_LOADING = (
@@ -224,9 +222,6 @@ _LONGEST_S = 4_000_000.0
 def keep_seconds(value: Any) -> float | None:
     """Seconds of a `keep_alive`: a number, or a text such as "5m"; infinity where it is negative, None where it is
     left out.
-
-    Raises:
-        RequestError: it is neither.
     """
     if value is None:
         return None

@@ -19,8 +19,6 @@ from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["OllamaEndpoints"]
-
 # Of which these endpoints follow the reference; clients refuse servers that are older than what they need.
 _FOLLOWED = "0.12.6"
 _FETCH = "Fetch models on the machine itself: edgeinfer pull NAME."

@@ -13,7 +13,6 @@ from edgeinfer.errors import CapabilityError
 if TYPE_CHECKING:
     from edgeinfer.results import Progress
 
-__all__ = ["load_with_room", "with_room"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -31,11 +30,7 @@ def with_room(
     those given.
 
     Args:
-        options: fields of LoadConfig; a `prefix_cache` among them is kept to.
         alone: the plan by these options, where it was made already.
-
-    Raises:
-        EdgeInferError: as `edgeinfer.plan`.
     """
     given = dict(options)
     alone = alone or edgeinfer.plan(model, **given)
@@ -66,14 +61,7 @@ def _follows_grammars() -> bool:
 def load_with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, progress: Progress | None
 ) -> edgeinfer.Model:
-    """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one after the other.
-
-    Args:
-        progress: as `edgeinfer.load` takes it.
-
-    Raises:
-        EdgeInferError: as `edgeinfer.load`.
-    """
+    """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one at a time."""
     roomy = with_room(model, options, parallel)
     try:
         return edgeinfer.load(model, progress=progress, **roomy)

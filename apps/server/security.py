@@ -14,8 +14,6 @@ from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.errors import UsageError
 from edgeinfer.wording import Setting
 
-__all__ = ["Security", "is_loopback"]
-
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 # Bound to all interfaces, a server is addressed by any of the machine's addresses.
 _ALL_INTERFACES = ("0.0.0.0", "[::]")
@@ -111,11 +109,7 @@ class Security:
             )
 
     def knows_host(self, authority: str | None) -> bool:
-        """Whether a request that is addressed so is meant for this server.
-
-        Args:
-            authority: the Host header.
-        """
+        """Whether a request that is addressed so is meant for this server."""
         match = _AUTHORITY.fullmatch(authority or "")
         if match is None:
             return False

@@ -23,8 +23,6 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.openai.errors import RequestError, unknown_model
 from edgeinfer.wording import shown
 
-__all__ = ["Endpoint", "Service"]
-
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Bytes of a request besides its prompts, and for each token of the context: the longest tokens of most vocabularies
@@ -58,11 +56,7 @@ class Service:
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     def model(self) -> Model:
-        """The loaded model.
-
-        Raises:
-            NotReadyError: there is none now.
-        """
+        """The loaded model."""
         return self.host.require_model()
 
     def most_body(self) -> int | None:
@@ -74,11 +68,7 @@ class Service:
         return _OTHER_FIELDS + _BYTES_A_TOKEN * context
 
     def name_contexts(self, body: MutableMapping[str, Any]) -> None:
-        """Puts the texts into a request that names them.
-
-        Raises:
-            RequestError: there is no text of a name.
-        """
+        """Puts the texts into a request that names them."""
         names = body.get("contexts")
         if not isinstance(names, list):  # nothing, or what is refused as every field of a wrong type
             return
@@ -95,11 +85,6 @@ class Service:
 
         Args:
             receive: of the request, whose body has been read; who hangs up does not wait any longer.
-
-        Raises:
-            RequestError: there is no such model, it cannot be loaded, or too many requests wait for theirs.
-            NotReadyError: there is none now.
-            ClientGoneError: the client hung up.
         """
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a string.", "GET /v1/models lists what is served.", param="model")
@@ -161,11 +146,7 @@ class Service:
         return None
 
     async def find(self, name: str) -> NamedModel:
-        """Returns the model of a name.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Returns the model of a name."""
         if self.host.state.status == "loading" and not (self.switch is not None and self.switch.opened):
             listed = await self.models()
             meant = (model for model in listed if plain_name(name) in map(plain_name, [*model.names, *self.aliases]))

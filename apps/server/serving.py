@@ -24,8 +24,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError, error_body
 from edgeinfer.wording import Setting
 
-__all__ = ["Server", "ServerProtocol", "serve"]
-
 # Seconds for open streams to end by themselves once the server stops.
 _GRACE = 5
 # SIGHUP comes when the terminal goes; Windows has none.
@@ -92,11 +90,7 @@ class Server:
         return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{port}"
 
     def run(self) -> None:
-        """Serves until it is told to stop.
-
-        Raises:
-            Exception: what `alongside` raised.
-        """
+        """Serves until it is told to stop."""
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:

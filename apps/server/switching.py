@@ -15,8 +15,6 @@ from edgeinfer.apps.server.host import HostState, ModelHost, NotReadyError
 from edgeinfer.errors import BudgetError, EdgeInferError
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["ModelSwitch", "load_refusal"]
-
 # Of the options that a model was served with, those that mean the same for every other.
 _OF_ANY_MODEL = (
     "context", "memory", "threads", "exact", "prefill_chunk", "speculation", "remember", "overflow", "counted",
@@ -80,12 +78,7 @@ class ModelSwitch:
         return state.status == "ready" and state.model == source and self._host.model is not None
 
     async def enter(self, source: str | None) -> None:
-        """Waits until a model is loaded, which then stays until `leave`.
-
-        Raises:
-            RequestError: too many wait, or it cannot be loaded.
-            NotReadyError: this is closed.
-        """
+        """Waits until a model is loaded, which then stays until `leave`."""
         if self._closed:
             raise _stopping()
         self._stop_timer()

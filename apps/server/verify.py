@@ -27,8 +27,6 @@ from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.remote_options import VERIFIED_OPTIONS
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["VerifySessions", "verify_kinds"]
-
 # Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
 _MOST_DRAFTED = 64
 # Fields of a request that is read at once, and characters of each; rounds have seven at most.
@@ -116,12 +114,7 @@ class VerifySessions:
         self._lock = threading.Lock()
 
     def open(self, session: _Session, name: str | None = None, former: str | None = None) -> str:
-        """Keeps a session, and gives its name, which cannot be guessed.
-
-        Args:
-            name: that the device chose.
-            former: the session of its reply before, which is over.
-        """
+        """Keeps a session, and gives its name, which cannot be guessed."""
         name = name or secrets.token_urlsafe(18)
         with self._lock:
             for known in (former, name):
@@ -155,11 +148,7 @@ class VerifySessions:
         return len(self._sessions) > self._most or tokens > self._tokens
 
     def find(self, name: str, model: Model) -> _Session:
-        """The session of a name.
-
-        Raises:
-            RequestError: there is none, or it is of a model that is not loaded any more.
-        """
+        """The session of a name."""
         with self._lock:
             session = self._sessions.get(name)
             if session is not None and session.model == model.digest:

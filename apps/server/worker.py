@@ -15,7 +15,6 @@ from edgeinfer.errors import EdgeInferError, UnshareableError
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, ReplyBatch, Result, Slot, TokenStream
 
-__all__ = ["Job", "ModelThread", "ReplyEnd"]
 
 # Seconds of a turn. It lasts longer where taking turns would cost more than this share of it.
 _TURN_S = 0.02

@@ -22,7 +22,6 @@ from edgeinfer.wording import Setting
 if TYPE_CHECKING:
     from edgeinfer import Chat, Model, Result
 
-__all__ = ["TerminalChat"]
 
 _QUOTES = '"""'
 _FIRST, _MORE = "> ", "... "
@@ -108,12 +107,7 @@ class TerminalChat:
         return self._models.model
 
     def run(self) -> None:
-        """Talks until the input ends or somebody leaves.
-
-        Raises:
-            UserError: a mistake in input that does not come from a person.
-            KeyboardInterrupt: Ctrl-C while reading input that does not come from a person.
-        """
+        """Talks until the input ends or somebody leaves."""
         if self._interactive:
             name = self._model.info.name
             self._say(f"Talking to {name}. Type a message; /? lists commands, Ctrl-D leaves.")

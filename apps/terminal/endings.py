@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from edgeinfer import Result
 
-__all__ = ["ChatWords", "CommandWords", "EndingWords", "ending"]
-
 
 class EndingWords(Protocol):
     """What helps against an end that was too early, in the words of the place."""

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
-__all__ = ["Cancellable", "Interrupt", "cancel_on_interrupt"]
-
 
 class Cancellable(Protocol):
     """Something that can be asked to stop."""

@@ -10,8 +10,6 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
-__all__ = ["WrappedText", "keyboard"]
-
 # Words and the blanks between them; line ends stand alone.
 _PIECES = re.compile(r"\n|[^\S\n]+|[^\s]+")
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.arithmetic import silu
 from edgeinfer.bundle.spec import Activation
 
-__all__ = ["cut_off", "deviations", "gate_up", "inner_values"]
-
 Floats = NDArray[np.float32]
 # Source: transformers' GptOssExperts.
 _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702

@@ -12,24 +12,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.spec import MoESpec, NormKind, RopeSpec
-
-__all__ = [
-    "attend",
-    "inverse_frequencies",
-    "log_softmax",
-    "logistic",
-    "normed",
-    "query_factors",
-    "rms_norm",
-    "rope_tables",
-    "rotate",
-    "rotation_border",
-    "route",
-    "silu",
-    "softcapped",
-    "softmax",
-]
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import NormKind
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -93,7 +78,6 @@ def attend(
 
     Args:
         scale, softcap: of the scores, as in DecoderSpec: 0 is one over the root of the width, and no cap.
-        sinks: a further score of every head, which takes its share and gives nothing.
     """
     products = queries @ keys[:, None].swapaxes(-1, -2)  # (H, g, S, T)
     scores = products * np.float32(scale) if scale else products / np.float32(np.sqrt(queries.shape[-1]))
@@ -119,7 +103,6 @@ def route(
     """The experts each token uses, by falling score, and what their results are multiplied by.
 
     Args:
-        scores: the router's products.
         count: experts of a token; None for all of the model's `top_k`.
         bias: 0, or -1e9 for an expert that may not be chosen: where no other is left, its weight is zero.
         choice_bias: is added to the shares where experts are chosen, and not to what their results are multiplied by.
@@ -181,11 +164,7 @@ def _best_groups(judged: Floats, moe: MoESpec) -> Floats:  # (S, E) -> (S, E)
 
 
 def inverse_frequencies(spec: RopeSpec, context: int) -> Floats:  # (dim / 2,)
-    """Radians per position of each rotated pair.
-
-    Args:
-        context: tokens of the text; LongRoPE takes its long factors above the original maximum.
-    """
+    """Radians per position of each rotated pair."""
     exponents = np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)
     plain: Floats = (1.0 / np.power(np.float32(spec.theta), exponents)).astype(np.float32)
     if spec.type == "linear":

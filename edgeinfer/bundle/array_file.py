@@ -19,23 +19,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "LENGTH_BYTES",
-    "NUMPY_TYPES",
-    "ArrayFileError",
-    "ArrayIndex",
-    "Arrays",
-    "StoredArray",
-    "decode_arrays",
-    "encode_arrays",
-    "encode_header",
-    "header_bytes",
-    "parse_index",
-    "read_index",
-    "read_into",
-    "type_name",
-]
-
 Arrays = Mapping[str, NDArray[Any]]
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # the type, as the format spells it, and the shape of each array
 
@@ -127,9 +110,6 @@ def decode_arrays(data: bytes, types: tuple[str, ...]) -> tuple[dict[str, NDArra
 
     Args:
         types: of those in NUMPY_TYPES, that the arrays may have.
-
-    Raises:
-        ArrayFileError: the bytes are not those of such a file, or a number is not finite.
     """
     index = parse_index(data, len(data))
     notes = index.notes
@@ -151,11 +131,7 @@ def read_index(file: BinaryIO, size: int, most_header: int = MOST_HEADER_BYTES) 
     """Reads the header of an open file from its beginning.
 
     Args:
-        size: of the whole file.
         most_header: bytes of the longest header that is read.
-
-    Raises:
-        ArrayFileError: the file is not one of arrays, or they do not lie where they must.
     """
     start = file.read(LENGTH_BYTES)
     length = header_bytes(start, size, most_header)
@@ -163,11 +139,7 @@ def read_index(file: BinaryIO, size: int, most_header: int = MOST_HEADER_BYTES) 
 
 
 def header_bytes(start: bytes, size: int, most: int = MOST_HEADER_BYTES) -> int:
-    """The length of the header's JSON, by the first bytes of a file of this size.
-
-    Raises:
-        ArrayFileError: no such header fits in.
-    """
+    """The length of the header's JSON, by the first bytes of a file of this size."""
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if len(start) < LENGTH_BYTES or not 0 < length <= min(size - LENGTH_BYTES, most):
         raise ArrayFileError(f"is truncated or not a safetensors file: {size} bytes, header of {length}")
@@ -193,12 +165,7 @@ def parse_index(data: bytes, size: int, most_header: int = MOST_HEADER_BYTES) ->
 
 
 def read_into(file: BinaryIO, out: NDArray[Any]) -> None:
-    """Fills an array with the next bytes of a file.
-
-    Raises:
-        ArrayFileError: the file ends before.
-        OSError: it cannot be read.
-    """
+    """Fills an array with the next bytes of a file."""
     view, done = out.reshape(-1).view(np.uint8).data, 0
     while done < len(view):
         count = file.readinto(view[done:])  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it

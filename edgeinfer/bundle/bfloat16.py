@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["from_bits", "is_representable", "round_nearest", "step", "to_bits"]
-
 Floats = NDArray[np.float32]
 _LOWER_HALF = np.uint32(0xFFFF)
 _SHIFT = np.uint32(16)

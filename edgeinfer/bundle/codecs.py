@@ -29,8 +29,6 @@ from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, packed_byt
 from edgeinfer.bundle.static_layout import StaticMatrix, from_static, to_static
 from edgeinfer.errors import BundleError
 
-__all__ = ["CODECS", "Codec", "Rows", "read_blob", "read_rows", "take_turns"]
-
 # Values of a matrix that are unpacked at a time.
 _RUN_VALUES = 1 << 20
 
@@ -45,11 +43,7 @@ class Codec(Protocol):
         """Rows start..stop-1 of a tensor in the weights file `path`."""
 
     def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
-        """Writes a whole tensor to its place in an open weights file.
-
-        Raises:
-            BundleError: a scale is not a bfloat16.
-        """
+        """Writes a whole tensor to its place in an open weights file."""
 
 
 def read_blob(path: Path, blob: Blob, start: int = 0, stop: int | None = None) -> NDArray[Any]:

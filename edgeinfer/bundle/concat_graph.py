@@ -15,8 +15,6 @@ outputs
 
 from __future__ import annotations
 
-__all__ = ["ATTENTION_MASK", "INPUT_IDS", "LOGITS", "POSITION_IDS", "WEIGHTS", "past_names", "present_names"]
-
 # The file beside model.onnx that holds the weights; Manifest.weight_bytes counts what begins with "model.".
 WEIGHTS = "model.onnx_data"
 

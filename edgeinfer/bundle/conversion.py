@@ -25,8 +25,6 @@ from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors
 from edgeinfer.bundle.writing import new_file, seal, write_bundle
 from edgeinfer.errors import BundleError, UsageError
 
-__all__ = ["Progress", "convert_bundle", "convert_weights", "is_converted", "relocate"]
-
 Progress = Callable[[str, int, int], None]
 _COPY_VALUES = 1 << 18
 
@@ -38,11 +36,6 @@ def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Prog
 
     Args:
         progress: called with a tensor's name, how many tensors are done and how many there are.
-
-    Raises:
-        UsageError: the bundle stores this layout, or has no graph for it.
-        BundleError: its weights are damaged.
-        StorageError: the disk is full or the place cannot be written.
     """
     _require_other(bundle, layout)
     bundle.check(WEIGHTS)
@@ -80,10 +73,6 @@ def convert_bundle(
 
     It is the bundle that an export in that layout would have made, byte for byte, but where that has 2 bits: those are
     vectors in the native layout alone.
-
-    Raises:
-        UsageError: besides, there is a draft module inside, which reads the bundle's weights.
-        StorageError: something is at `out` already.
     """
     _require_other(bundle, layout)
     inside = nested_drafter(bundle)
@@ -164,11 +153,7 @@ _LOCATION = b"location"
 
 
 def relocate(model: bytes, old: str, new: str) -> bytes:
-    """The same model with its initializers in the file `new` instead of `old`.
-
-    Raises:
-        BundleError: the bytes are not an ONNX model.
-    """
+    """The same model with its initializers in the file `new` instead of `old`."""
     try:
         return _rewrite(model, _TO_ENTRIES, old.encode(), new.encode())
     except IndexError as error:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from edgeinfer.records import dataclass
 
-__all__ = ["FileIdentity", "hash_file", "published_digest"]
-
 _PIECE = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -36,11 +34,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
-        """Of a path, or of an open file's descriptor.
-
-        Raises:
-            OSError: it is not there.
-        """
+        """Of a path, or of an open file's descriptor."""
         status = os.fstat(file) if isinstance(file, int) else file.stat()
         changed = 0 if sys.platform == "win32" else status.st_ctime_ns
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, changed)
@@ -50,9 +44,6 @@ def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> tuple[
     """The sha256 of a file and what the file was when it was opened for that; None where it was stopped.
 
     Takes one buffer of memory, and holds the interpreter neither while it reads nor while it computes.
-
-    Raises:
-        OSError: it cannot be read.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file, mmap.mmap(-1, _PIECE) as room, memoryview(room) as buffer:

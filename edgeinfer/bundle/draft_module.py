@@ -10,8 +10,6 @@ from __future__ import annotations
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["MOST_BLOCK", "MOST_DRAFT_HEADS", "MOST_HEAD_LAYERS", "WAITING_ROWS", "DraftModule"]
-
 # Rows of the target that wait for their module at most, and have memory planned.
 WAITING_ROWS = 64
 # Rows of a block at most: published drafters have 8 to 16.

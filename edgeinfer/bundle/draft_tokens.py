@@ -9,20 +9,13 @@ from edgeinfer.bundle.array_file import ArrayFileError, decode_arrays, encode_ar
 from edgeinfer.bundle.store import Bundle, reading
 from edgeinfer.errors import BundleError
 
-__all__ = ["DRAFT_TOKENS", "draft_tokens_fault", "encode_draft_tokens", "read_draft_tokens"]
-
 DRAFT_TOKENS = "draft_tokens.safetensors"
 _FORMAT, _NAME = "edgeinfer-draft-tokens", "tokens"
 _AGAIN = "Export the model with its drafter again."
 
 
 def draft_tokens_fault(tokens: NDArray[np.integer], vocabulary: int) -> str:  # (Vd,)
-    """What is wrong with the tokens that a module can draft, to be read behind "the tokens"; empty where nothing is.
-
-    Args:
-        tokens: of the target, by those of the module.
-        vocabulary: V, of the target.
-    """
+    """What is wrong with the tokens that a module can draft, to be read behind "the tokens"; empty where nothing is."""
     if tokens.ndim != 1 or not len(tokens):
         return f"are of shape {tokens.shape}"
     outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
@@ -37,11 +30,7 @@ def encode_draft_tokens(tokens: NDArray[np.integer]) -> bytes:  # (Vd,)
 
 
 def read_draft_tokens(bundle: Bundle) -> NDArray[np.int64] | None:  # (Vd,)
-    """The tokens that a bundle's module can draft; None where these are all of the target's.
-
-    Raises:
-        BundleError: the file is missing or damaged.
-    """
+    """The tokens that a bundle's module can draft; None where these are all of the target's."""
     manifest = bundle.manifest
     if manifest.module is None or not manifest.module.vocab_size:
         return None

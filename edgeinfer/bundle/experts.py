@@ -17,17 +17,6 @@ import numpy as np
 from edgeinfer.bundle.packing import E2M1_DOUBLED, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 
-__all__ = [
-    "Expert",
-    "common_format",
-    "expert_biases",
-    "expert_tensor",
-    "find_expert",
-    "plain_shape",
-    "portable_bits",
-    "widen",
-]
-
 # Bits that codes of E2M1 become where only evenly spaced values are stored.
 _WIDENED = 8
 _NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
@@ -82,11 +71,7 @@ def portable_bits(bits: int) -> int:
 
 
 def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
-    """The same values in a format of as many or more bits, as large or smaller blocks, and zero points if any has.
-
-    Args:
-        source, target: of the whole matrix, before and after.
-    """
+    """The same values in a format of as many or more bits, as large or smaller blocks, and zero points if any has."""
     before = (source.bits, source.block_size, source.zero_points, source.e2m1, source.vectors)
     if before == (target.bits, target.block_size, target.zero_points, target.e2m1, target.vectors):
         return rows

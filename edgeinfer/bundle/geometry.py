@@ -9,8 +9,6 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["Geometry", "KVLayer", "StateLayer", "require_described", "require_few_layers"]
-
 
 def require_described(condition: bool, what: str) -> None:
     """Raises BundleError about a model's description unless the condition holds."""
@@ -124,11 +122,7 @@ class Geometry:
         return described
 
     def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:
-        """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.kv_types.
-
-        Raises:
-            UsageError: there is no such type.
-        """
+        """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.kv_types."""
         total, floats, kind = 0, find_kv_type(FLOAT32), find_kv_type(kv)
         for each in self.kept:
             row_bytes = (floats if each.recurrent else kind).row_bytes

@@ -23,18 +23,6 @@ from edgeinfer.bundle.names import file_name
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 
-__all__ = [
-    "BACKEND",
-    "KV_TYPES",
-    "check_model",
-    "geometry_of",
-    "head_sizes",
-    "key_heads",
-    "kv_bytes_per_token",
-    "manifest_of",
-    "open_gguf",
-]
-
 BACKEND = "llamacpp"
 # Names that edgeinfer gives llama.cpp's types of cache.
 KV_TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
@@ -61,11 +49,7 @@ _SAMPLING = {
 
 
 def open_gguf(path: Path) -> Bundle:
-    """The bundle that a plain GGUF file is: its manifest and small files are made of the file's metadata.
-
-    Raises:
-        BundleError: the file is malformed, or no language model with its vocabulary.
-    """
+    """The bundle that a plain GGUF file is: its manifest and small files are made of the file's metadata."""
     gguf = read_gguf(path)
     texts = _texts(gguf, read_vocabulary(gguf))
     return Bundle(path.parent, manifest_of(gguf), texts=texts, header=gguf, digests=False)
@@ -81,11 +65,7 @@ def check_model(gguf: GgufFile, manifest: Manifest) -> None:
 
 
 def manifest_of(gguf: GgufFile) -> Manifest:
-    """The manifest of a plain file; in place of digests it has the fingerprint.
-
-    Raises:
-        BundleError: the file does not describe a language model.
-    """
+    """The manifest of a plain file; in place of digests it has the fingerprint."""
     return Manifest(
         name=_name(gguf),
         architecture=_architecture(gguf),
@@ -99,11 +79,7 @@ def manifest_of(gguf: GgufFile) -> Manifest:
 
 
 def geometry_of(gguf: GgufFile) -> Geometry:
-    """The sizes a runtime must know; where layers differ in their key heads, those of the widest.
-
-    Raises:
-        BundleError: one is missing or impossible, or the tensors are of other sizes.
-    """
+    """The sizes a runtime must know; where layers differ in their key heads, those of the widest."""
     architecture = _architecture(gguf)
     layers, hidden, context = (_positive(gguf, f"{architecture}.{name}", most) for name, most in _MOST.items())
     for name in _FINITE:
@@ -147,9 +123,6 @@ def kv_bytes_per_token(gguf: GgufFile, kv: str) -> int | None:
     """Bytes of one token's keys and values over all layers; None where the heads are no whole blocks of the type.
 
     As if every layer saw the whole context: llama.cpp takes less where some have a sliding window or compressed keys.
-
-    Args:
-        kv: one of `KV_TYPES`.
     """
     kind = ggml_type(KV_TYPES[kv])
     _, kv_heads = _heads(gguf)

@@ -76,47 +76,6 @@ A masked attention block leaves the hidden states, and pool or KV buffer, as the
 
 from __future__ import annotations
 
-__all__ = [
-    "ADAPTER_ROWS",
-    "ADAPTER_TABLE",
-    "ADAPTER_WEIGHTS",
-    "ATTENTION_BIAS",
-    "COS_CACHE",
-    "EXPERT_BIAS",
-    "EXPERT_COUNT",
-    "EXPERT_IDS",
-    "HEAD_ADAPTERS",
-    "HIDDEN_IN",
-    "HIDDEN_OUT",
-    "INPUT_IDS",
-    "KV_LAYOUT",
-    "KV_PAGES",
-    "KV_POOL",
-    "LAYER_MASK",
-    "LOGITS",
-    "LOGIT_ROWS",
-    "NATIVE_DOMAIN",
-    "PAGE_SLOTS",
-    "PATH_SLOTS",
-    "PLANES",
-    "POSITION_IDS",
-    "QUERY_FACTORS",
-    "ROWS",
-    "SEQLENS_K",
-    "SIN_CACHE",
-    "STATE_LAYOUT",
-    "STATE_POOL",
-    "STATE_ROWS",
-    "TAPPED",
-    "TOTAL_LENGTH",
-    "TREE_ROWS",
-    "USE_HIDDEN",
-    "WINDOW_BIAS",
-    "past_names",
-    "present_names",
-    "rotary_names",
-]
-
 INPUT_IDS = "input_ids"
 POSITION_IDS = "position_ids"
 COS_CACHE = "cos_cache"

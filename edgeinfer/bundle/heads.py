@@ -36,21 +36,6 @@ from edgeinfer.bundle.writing import MANIFEST, write_bundle
 from edgeinfer.errors import BundleError, StorageError
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "HEADS",
-    "JUDGED",
-    "MOST_HEADS",
-    "STATE_EPS",
-    "TRUSTED",
-    "Heads",
-    "add_heads",
-    "copy_with_heads",
-    "has_heads",
-    "heads_bytes",
-    "heads_file",
-    "read_heads",
-]
-
 _FOLDER = "heads"
 _FORMAT, _VERSION = "edgeinfer-heads", "1"
 MOST_HEADS = 8
@@ -127,11 +112,7 @@ class Heads:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, geometry: Geometry) -> None:
-        """Refuses heads that are not of a model of these sizes.
-
-        Raises:
-            BundleError: an array is missing, unknown, or of another type or shape; or a token is impossible.
-        """
+        """Refuses heads that are not of a model of these sizes."""
         _require(self.kind in _SHAPES, f"are of the unknown kind {self.kind!r}")
         shapes = _SHAPES[self.kind](self.arrays, geometry)
         _require(self.arrays.keys() == shapes.keys(), f"of {self.kind} lack an array or have one too many")
@@ -168,11 +149,7 @@ def heads_bytes(bundle: Bundle, kind: str) -> int:
 
 
 def read_heads(bundle: Bundle, kind: str) -> Heads | None:
-    """The heads of a kind, compared with their digest; None where the bundle has none.
-
-    Raises:
-        BundleError: the file is damaged, of another version, or of another model.
-    """
+    """The heads of a kind, compared with their digest; None where the bundle has none."""
     if not has_heads(bundle, kind):
         return None
     name = heads_file(kind)
@@ -196,10 +173,6 @@ def add_heads(path: Path, heads: Heads) -> Bundle:
     """Puts heads into the bundle at `path`, instead of any of their kind that it has, and opens it again.
 
     At every moment of it the bundle can be opened: without these heads, or with them.
-
-    Raises:
-        BundleError: there is no bundle, or the heads belong to another model.
-        StorageError: it cannot be written, or is a plain GGUF file.
     """
     bundle = _with_files(path)
     heads.check(bundle.manifest.geometry)
@@ -207,11 +180,7 @@ def add_heads(path: Path, heads: Heads) -> Bundle:
 
 
 def copy_with_heads(path: Path, out: Path, heads: Heads) -> Bundle:
-    """Writes a copy of the bundle at `path` that has these heads, whole or not at all.
-
-    Raises:
-        BundleError, StorageError: as `add_heads`; or there is something at `out`.
-    """
+    """Writes a copy of the bundle at `path` that has these heads, whole or not at all."""
     bundle = _with_files(path)
     heads.check(bundle.manifest.geometry)
     with write_bundle(out) as work:

@@ -16,22 +16,6 @@ from edgeinfer.bundle.packing import packed_bytes
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "BLOCK",
-    "BLOCK_BYTES",
-    "FLOAT16",
-    "FLOAT32",
-    "KV",
-    "LLAMA_KV",
-    "PAGED_KV",
-    "KVType",
-    "find_kv_type",
-    "from_blocks",
-    "load",
-    "store",
-    "to_blocks",
-]
-
 Floats = NDArray[np.float32]
 
 BLOCK = 32
@@ -122,11 +106,7 @@ PAGED_KV = (FLOAT32, FLOAT16, "int8", "int4")
 
 
 def find_kv_type(name: str) -> KVType:
-    """A type by its name.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
+    """A type by its name."""
     known = KV | LLAMA_KV
     if name not in known:
         raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(known)}.")

@@ -17,20 +17,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "LAYOUTS",
-    "LAYOUT_VERSIONS",
-    "MODEL",
-    "NATIVE",
-    "PORTABLE",
-    "STATIC",
-    "WEIGHTS",
-    "Layout",
-    "model_name",
-    "tensor_layout",
-    "weights_name",
-]
-
 Layout = Literal["native", "portable", "static"]
 NATIVE: Layout = "native"
 PORTABLE: Layout = "portable"
@@ -55,9 +41,5 @@ def model_name(stored: Layout, layout: Layout) -> str:
 
 
 def weights_name(stored: Layout, layout: Layout, *, quantized: bool = True) -> str:
-    """Name of the weights file in `layout`, in a bundle that stores `stored`.
-
-    Args:
-        quantized: some of the weights are; others are the same in every layout, so there is one file then.
-    """
+    """Name of the weights file in `layout`, in a bundle that stores `stored`."""
     return WEIGHTS if layout == stored or not quantized else f"weights.{layout}.bin"

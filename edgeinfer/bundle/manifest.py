@@ -32,28 +32,17 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
 from edgeinfer.bundle.manifest_json import DAMAGED, drop_empty, read, require, wrong
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.plan_record import PlanRecord
-from edgeinfer.bundle.spec import DecoderSpec, MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
 from edgeinfer.config import BITS
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
-
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "PARTS",
-    "Blob",
-    "Capabilities",
-    "FileEntry",
-    "Manifest",
-    "TensorEntry",
-    "capabilities_in",
-]
 
 FORMAT = "edgeinfer-bundle"
 # 3 brought paged graphs (`Manifest.paged`); bundles of version 2 run with float32 caches.
@@ -241,9 +230,6 @@ def capabilities_in(
 ) -> Capabilities:
     """The capabilities of a model whose quantized tensors are run in `layout`, whatever layout they are stored in.
 
-    Args:
-        paged: the native graph is.
-
     MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way. Our own kernel
     computes what it is asked for; ONNX Runtime's operators have one number of experts each, so there are two of them.
     """
@@ -352,11 +338,7 @@ class Manifest:
         return self.weight_bytes * 8 / self.parameters
 
     def tensor(self, name: str) -> TensorEntry:
-        """The entry of a tensor.
-
-        Raises:
-            BundleError: no such tensor.
-        """
+        """The entry of a tensor."""
         for entry in self.tensors:
             if entry.name == name:
                 return entry
@@ -378,11 +360,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Reads a manifest strictly: unknown, missing or mistyped fields are errors.
-
-        Raises:
-            BundleError: anything is not as it should be.
-        """
+        """Reads a manifest strictly: unknown, missing or mistyped fields are errors."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from edgeinfer.errors import BundleError
 
-__all__ = ["DAMAGED", "read", "require", "wrong"]
-
 DAMAGED = "The bundle is damaged or was edited by hand; export or download it again."
 
 Reader = Callable[[Any], Any]
@@ -42,11 +40,7 @@ def drop_empty(record: dict[str, Any], *names: str) -> None:
 
 
 def read(kind: Any, value: Any, where: str) -> Any:
-    """Turns parsed JSON into `kind`, a dataclass or a type built of JSON's types.
-
-    Raises:
-        BundleError: it is not of that type.
-    """
+    """Turns parsed JSON into `kind`, a dataclass or a type built of JSON's types."""
     try:
         return _reader(kind)(value)
     except _MisfitError as misfit:

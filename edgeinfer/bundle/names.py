@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["display_name", "file_name", "part_of", "quantization_of", "stem_of"]
-
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # How llama.cpp's tools write a type in the name of a file.
 _QUANTIZATION = re.compile(
@@ -73,9 +71,6 @@ def file_name(path: Path, named: str = "") -> str:
     """What a GGUF model is called: by its file, where that says anything, or else by its metadata or its folder.
 
     Metadata are what the file was made with. Many files say the name of another model, or only of its family.
-
-    Args:
-        named: what the metadata say.
     """
     stem = stem_of(path.name)
     if not _NAMELESS.fullmatch(_without_format(stem)):
@@ -87,9 +82,6 @@ def display_name(name: str) -> str:
     """A model's name as people say it: Qwen2.5 Coder 0.5B Instruct, of qwen2.5-coder-0.5b-instruct-q4_k_m.
 
     Names that users made up stay as they are.
-
-    Args:
-        name: of a file, a folder or a repository, or one of the catalog.
     """
     last = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
     parts = [part for part in re.split(r"[-_:\s]+", _without_format(stem_of(last))) if part]

@@ -22,17 +22,6 @@ from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import Parts, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "TILE",
-    "NativeTiles",
-    "covering_tiles",
-    "native_parts",
-    "pack_tiles",
-    "tile_rows",
-    "tiles_of",
-    "unpack_tiles",
-]
-
 TILE = 32
 # Bytes of a row that lie together, as one 32-bit lane of a register.
 _LANE_BYTES = 4
@@ -98,7 +87,6 @@ def pack_tiles(rows: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
 
     Args:
         rows: their scales must be representable in bfloat16.
-        shape: of the whole matrix.
     """
     values = unpack(rows.data, shape.bits, shape.block_size)  # (R, blocks, block_size)
     padding = _padding(shape)

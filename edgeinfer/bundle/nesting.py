@@ -14,8 +14,6 @@ from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.wording import Setting
 
-__all__ = ["NESTED", "add_figures", "exit_figure", "nest_drafter", "nested_drafter", "trained_depths"]
-
 # The folder of the drafter that a target loads with.
 NESTED = "drafter"
 
@@ -24,11 +22,6 @@ def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
     """Writes a copy of the target's bundle with the drafter in it, in the place of any that it had.
 
     What nothing reads of the drafter any more (`Bundle.superseded`) is left out.
-
-    Raises:
-        BundleError: either is damaged.
-        UsageError: one is a GGUF file, or the drafter has a drafter itself.
-        StorageError: `out` exists, or cannot be written.
     """
     ours, theirs = open_bundle(target), open_bundle(drafter)
     if theirs.manifest.module is not None:
@@ -88,10 +81,6 @@ def trained_depths(manifest: Manifest) -> tuple[int, ...]:
 
 
 def add_figures(bundle: Bundle, figures: Mapping[str, float]) -> None:
-    """Writes figures beside those that the manifest has.
-
-    Raises:
-        StorageError: it cannot be written; the old one is still there.
-    """
+    """Writes figures beside those that the manifest has."""
     manifest = replace(bundle.manifest, quality=bundle.manifest.quality | dict(figures))
     write_file(bundle.path / MANIFEST, manifest.to_json().encode())

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     # Read where there is such a file: it takes as long to import as the rest of the format.
     from edgeinfer.bundle.gguf.reader import GgufFile
 
-__all__ = ["add_file", "open_bundle"]
 
 # A manifest lists a few hundred bytes per tensor; 64 MB would be a hundred thousand tensors.
 _MAX_MANIFEST_BYTES = 64 * 1000**2
@@ -29,9 +28,6 @@ def open_bundle(path: Path | str) -> Bundle:
 
     A plain GGUF file is a bundle too; of one that was split, the first part stands for all. Digests of small files are
     compared when they are read; `Bundle.verify` compares all.
-
-    Raises:
-        BundleError: anything is missing, malformed or out of place.
     """
     root = Path(path)
     with reading(root):
@@ -106,13 +102,6 @@ def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:
     """Writes a file of a bundle, instead of any that has its name, and opens the bundle again.
 
     Whatever interrupts it, the bundle is there without the file, or with it.
-
-    Args:
-        name: relative to the bundle, of one folder at most.
-
-    Raises:
-        UsageError: the bundle lies inside another one, whose digests would no longer be right.
-        StorageError: it cannot be written.
     """
     outer = bundle.path.resolve().parent
     if (outer / MANIFEST).is_file():

@@ -20,24 +20,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "BLOCK_SIZES",
-    "E2M1_DOUBLED",
-    "Dtype",
-    "Parts",
-    "QuantizedMatrix",
-    "QuantizedShape",
-    "blocks_per_row",
-    "dense_rows",
-    "dequantize",
-    "dequantize_e2m1",
-    "midpoint",
-    "pack",
-    "packed_bytes",
-    "portable_parts",
-    "unpack",
-]
-
 BLOCK_SIZES = (32, 64, 128)
 # Twice the values of E2M1 by their codes. Source: OCP Microscaling Formats 1.0.
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)

@@ -11,8 +11,6 @@ from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["HeadsSpec", "LatentSpec", "LayerHeads", "PerLayerSpec", "StreamsSpec", "check_heads", "with_sources"]
-
 
 @dataclass(frozen=True)
 class HeadsSpec:
@@ -76,11 +74,7 @@ class LayerHeads:
 
 
 def check_heads(heads: Sequence[LayerHeads]) -> None:
-    """Raises BundleError unless every layer reads the keys and values of one that can have them.
-
-    Args:
-        heads: of all layers.
-    """
+    """Raises BundleError unless every layer reads the keys and values of one that can have them."""
     _require(all(each.heads % each.kv_heads == 0 for each in heads), "num_heads must be a multiple of num_kv_heads")
     earlier = all(0 <= each.source <= layer for layer, each in enumerate(heads))
     _require(earlier, "kv_sources must be layers that come before their readers")

@@ -26,8 +26,6 @@ from edgeinfer.bundle.manifest_json import require
 from edgeinfer.errors import AdapterError
 from edgeinfer.records import dataclass
 
-__all__ = ["AdapterFile", "LowRank", "Module", "adapter_bytes", "open_adapter"]
-
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _ROOT = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
@@ -135,11 +133,7 @@ class AdapterFile:
         return sum(4 * (math.prod(c.a.shape) + math.prod(c.b.shape)) for c in self.changes.values())
 
     def digest(self) -> str:
-        """SHA-256 of both files, by which rows that were made with the adapter are known again.
-
-        Raises:
-            AdapterError: one cannot be read.
-        """
+        """SHA-256 of both files, by which rows that were made with the adapter are known again."""
         found = hashlib.sha256()
         try:
             for name in (CONFIG, WEIGHTS):
@@ -151,11 +145,7 @@ class AdapterFile:
 
     @contextmanager
     def reading(self) -> Iterator[BinaryIO]:
-        """The open file of the factors, for `factor`.
-
-        Raises:
-            AdapterError: it cannot be read, or is damaged.
-        """
+        """The open file of the factors, for `factor`."""
         try:
             with (self.path / WEIGHTS).open("rb") as file:
                 yield file
@@ -163,12 +153,7 @@ class AdapterFile:
             raise AdapterError(f"{self.path / WEIGHTS} cannot be read: {error}.", "Download it again.") from error
 
     def factor(self, file: BinaryIO, stored: StoredArray) -> NDArray[np.float32]:
-        """The numbers of one factor, in its shape.
-
-        Raises:
-            AdapterError: one is not finite.
-            ArrayFileError, OSError: as `reading` turns into errors of its own.
-        """
+        """The numbers of one factor, in its shape."""
         file.seek(stored.offset)
         kind = np.dtype("<u2") if stored.dtype == "BF16" else NUMPY_TYPES[stored.dtype]
         raw: NDArray[Any] = np.empty(stored.shape, kind)
@@ -194,11 +179,7 @@ def module_key(name: str) -> str:
 
 
 def open_adapter(path: Path) -> AdapterFile:
-    """Reads the configuration of an adapter and the header of its weights.
-
-    Raises:
-        AdapterError: files are missing or damaged, or it is of a kind that is not supported.
-    """
+    """Reads the configuration of an adapter and the header of its weights."""
     config = _read_config(path)
     _refuse_variants(path, config)
     weights = path / WEIGHTS

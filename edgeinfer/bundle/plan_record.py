@@ -6,8 +6,6 @@ from edgeinfer.config import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["PlanRecord", "PlannedTensor"]
-
 
 def _require(condition: bool, what: str) -> None:
     if not condition:

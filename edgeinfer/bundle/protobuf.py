@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from edgeinfer.records import dataclass
 
-__all__ = ["Field", "fields", "length_delimited", "number"]
-
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
@@ -30,11 +28,7 @@ class Field:
 
     @property
     def integer(self) -> int:
-        """The number of a field that holds an integer.
-
-        Raises:
-            IndexError: it holds none.
-        """
+        """The number of a field that holds an integer."""
         key, at = _read_varint(self.whole, 0)
         if key & 7 != _VARINT:
             raise IndexError(f"field {self.number} holds no integer")
@@ -42,11 +36,7 @@ class Field:
 
 
 def fields(message: bytes) -> Iterator[Field]:
-    """The fields of a message in their order.
-
-    Raises:
-        IndexError: the bytes are not a message.
-    """
+    """The fields of a message in their order."""
     at = 0
     while at < len(message):
         start = at

@@ -8,8 +8,6 @@ from typing import Literal, get_args
 from edgeinfer.bundle.geometry import StateLayer, require_described
 from edgeinfer.records import dataclass
 
-__all__ = ["ConvSpec", "DeltaSpec", "Mamba2Spec", "Mixer", "check_mixers", "parts_of"]
-
 # What mixes the tokens of a layer; the one with two adds up what both make of the same normed hidden states.
 Mixer = Literal["attention", "conv", "delta", "mamba2", "attention+mamba2", "none"]
 
@@ -151,10 +149,6 @@ def check_mixers(
 
     Args:
         sizes: of each kind of recurrence; None where no layer has it.
-        no_mlp: layers that have a mixer alone.
-
-    Raises:
-        BundleError: it contradicts itself.
     """
     require_described(len(mixers) in (0, layers), "mixers must name every layer or none")
     require_described(all(mixer in get_args(Mixer) for mixer in mixers), "mixers must be known")

@@ -11,8 +11,6 @@ from edgeinfer.bundle.arithmetic import silu
 from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 
-__all__ = ["enter", "mix", "vectors", "weights_of", "widths"]
-
 Floats = NDArray[np.float32]
 # Of what a layer's products give, (S, C): what is kept of every token, and what only the row itself needs.
 Entered = tuple[Floats, Floats]
@@ -29,11 +27,7 @@ def widths(spec: DecoderSpec) -> tuple[int, ...]:
 
 
 def enter(spec: DecoderSpec, layer: int, product: Callable[[str], Floats]) -> Entered:
-    """What a layer reads of its rows.
-
-    Args:
-        product: of the rows with the mixer's matrix of a name.
-    """
+    """What a layer reads of its rows."""
     if spec.mixer(layer) == "conv":
         before, after, values = np.split(product("in"), 3, axis=1)
         return before * values, after
@@ -149,11 +143,5 @@ def mix(
     text: Floats,  # (n, C)
     own: Floats,  # (m, G)
 ) -> Floats:  # (m, F)
-    """What a recurrence gives for the last rows of a text.
-
-    Args:
-        weights: of `weights_of`.
-        text: what is kept of each token.
-        own: what only each of those rows needs.
-    """
+    """What a recurrence gives for the last rows of a text."""
     return _MIXES[mixer](spec, weights, text, own)

@@ -7,8 +7,6 @@ from typing import Literal, get_args
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["RopeSpec", "RopeType"]
-
 RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 
 

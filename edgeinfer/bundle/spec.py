@@ -7,24 +7,11 @@ from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer, require_few_layers
 from edgeinfer.bundle.geometry import require_described as _require
-from edgeinfer.bundle.mixture import MoESpec, Router
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.parts import HeadsSpec, LatentSpec, LayerHeads, PerLayerSpec, StreamsSpec, check_heads
 from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
-from edgeinfer.bundle.rope import RopeSpec, RopeType
+from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.records import dataclass
-
-__all__ = [
-    "Activation",
-    "DecoderSpec",
-    "LatentSpec",
-    "MoESpec",
-    "NormKind",
-    "OutputGate",
-    "RopeSpec",
-    "RopeType",
-    "Router",
-    "later_fields",
-]
 
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]

@@ -30,23 +30,6 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "ATTENTION_BIAS",
-    "BACKEND",
-    "COS_ROWS",
-    "INPUT_IDS",
-    "LOGITS",
-    "LOGIT_ROWS",
-    "NEW_PLACES",
-    "SIN_ROWS",
-    "WINDOW_BIAS",
-    "StaticGraph",
-    "StaticGraphs",
-    "Value",
-    "new_names",
-    "past_names",
-]
-
 BACKEND = "onnx-static"
 
 INPUT_IDS = "input_ids"

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.packing import Parts, QuantizedMatrix, QuantizedShape, midpoint, pack, packed_bytes, unpack
 from edgeinfer.records import dataclass
 
-__all__ = ["STATIC_BITS", "StaticMatrix", "from_static", "static_parts", "to_static", "values_dtype"]
-
 STATIC_BITS = (4, 8)
 
 

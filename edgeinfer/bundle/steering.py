@@ -22,8 +22,6 @@ from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.records import dataclass
 
-__all__ = ["MOST_STEERED", "SteeringVector", "add_steering", "read_steering", "require_name", "steering_names"]
-
 _FOLDER, _SUFFIX = "steering", ".safetensors"
 _FORMAT, _VERSION = "edgeinfer-steering", "1"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -49,11 +47,7 @@ class SteeringVector:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, geometry: Geometry) -> None:
-        """Refuses what steers no model of these sizes.
-
-        Raises:
-            BundleError: types or shapes are others, ids are impossible or twice there, or a value is no small number.
-        """
+        """Refuses what steers no model of these sizes."""
         tokens, values = self.tokens, self.values
         typed = tokens.dtype == np.int32 and values.dtype == np.float32
         shaped = tokens.ndim == 1 and tokens.shape == values.shape and 1 <= len(tokens) <= MOST_STEERED
@@ -64,11 +58,7 @@ class SteeringVector:
 
 
 def require_name(name: str) -> None:
-    """Refuses a name that is none of a file.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Refuses a name that is none of a file."""
     if not _NAME.fullmatch(name):
         message = f"{name!r} is no name of a steering vector."
         raise UsageError(message, "Use up to 64 letters, digits, dots, dashes and underscores; begin with a letter.")
@@ -82,12 +72,7 @@ def steering_names(bundle: Bundle) -> tuple[str, ...]:
 
 
 def read_steering(bundle: Bundle, name: str) -> SteeringVector:
-    """A bundle's vector of a name, compared with its digest.
-
-    Raises:
-        UsageError: the bundle has no such vector.
-        BundleError: the file is damaged, of another version, or of another model.
-    """
+    """A bundle's vector of a name, compared with its digest."""
     if name not in (names := steering_names(bundle)):
         message = f"The model's bundle has no steering vector {name!r}."
         hint = f"It has {', '.join(names)}." if names else "Learn one with edgeinfer tune --steering NAME --text FILE."
@@ -108,13 +93,7 @@ def read_steering(bundle: Bundle, name: str) -> SteeringVector:
 
 
 def add_steering(path: Path, name: str, vector: SteeringVector) -> Bundle:
-    """Puts a vector into the bundle at `path`, instead of any of its name, and opens the bundle again.
-
-    Raises:
-        UsageError: the name is none.
-        BundleError: there is no bundle, or the vector belongs to another model.
-        StorageError: it cannot be written, or is a plain GGUF file.
-    """
+    """Puts a vector into the bundle at `path`, instead of any of its name, and opens the bundle again."""
     require_name(name)
     bundle = open_bundle(path)
     if not (bundle.path / MANIFEST).is_file():

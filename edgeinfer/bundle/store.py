@@ -27,7 +27,6 @@ from edgeinfer.records import dataclass
 if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile
 
-__all__ = ["GGUF_MODEL", "GGUF_SUFFIX", "Bundle", "reading"]
 
 # The model file of a GGUF bundle, and what plain ones' names end in.
 GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
@@ -55,11 +54,7 @@ class Bundle:
     digests: bool = True
 
     def file(self, name: str) -> Path:
-        """Path of a listed file, compared with its digest; those of weights are left to who loads them.
-
-        Raises:
-            BundleError: the bundle does not list it, or it differs.
-        """
+        """Path of a listed file, compared with its digest; those of weights are left to who loads them."""
         entry = self._entry(name)
         if self.digests and name != WEIGHTS and entry.bytes <= _MOST_HASHED_BYTES:
             self.check(name)
@@ -67,11 +62,7 @@ class Bundle:
 
     @property
     def gguf(self) -> GgufFile:
-        """The header of the model file, wherever that lies.
-
-        Raises:
-            BundleError: the bundle has no GGUF file.
-        """
+        """The header of the model file, wherever that lies."""
         if self.header is None:
             raise BundleError(f"{self.path} contains no GGUF file.", f"Its backend is {self.manifest.backend}.")
         return self.header
@@ -98,11 +89,7 @@ class Bundle:
         return {name for name in self.manifest.files if name == _KV_SCALES or _KV_GRAPH.fullmatch(name)}
 
     def model_file(self, layout: Layout) -> Path:
-        """Path of the graph that reads a layout.
-
-        Raises:
-            BundleError: there is none, or the file differs from its digest.
-        """
+        """Path of the graph that reads a layout."""
         return self.file(model_name(self.manifest.layout, layout))
 
     def weights_file(self, layout: Layout) -> Path:
@@ -122,11 +109,7 @@ class Bundle:
         return name in self.texts or name in self.manifest.files
 
     def read_text(self, name: str) -> str:
-        """Contents of a small text file, checked against its digest.
-
-        Raises:
-            BundleError: the bundle does not list it, it differs, or is not UTF-8.
-        """
+        """Contents of a small text file, checked against its digest."""
         if name in self.texts:
             return self.texts[name]
         self._entry(name)
@@ -136,11 +119,7 @@ class Bundle:
             return data.decode("utf-8")
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """The JSON object in a small file, checked against its digest.
-
-        Raises:
-            BundleError: as `read_text`, or it is not a JSON object.
-        """
+        """The JSON object in a small file, checked against its digest."""
         try:
             value = json.loads(self.read_text(name))
         except (ValueError, RecursionError) as error:
@@ -150,12 +129,7 @@ class Bundle:
         return value
 
     def check(self, name: str) -> None:
-        """Compares one file with its digest.
-
-        Raises:
-            BundleError: it differs, or cannot be read.
-            UsageError: there is no digest of it.
-        """
+        """Compares one file with its digest."""
         if not self.digests:
             hint = "Compare its sha256 with the one that its publisher lists."
             raise UsageError(f"{self.path / name} is not an edgeinfer bundle and comes without a digest.", hint)
@@ -163,12 +137,7 @@ class Bundle:
             self._compare(name, digest_of(self.path / name))
 
     def verify(self) -> None:
-        """Compares every file with its digest.
-
-        Raises:
-            BundleError: a file differs.
-            UsageError: the bundle is a plain GGUF file, which comes without a digest.
-        """
+        """Compares every file with its digest."""
         for name in self.manifest.files:
             self.check(name)
 

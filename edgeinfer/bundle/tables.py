@@ -24,21 +24,6 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "LINE_BYTES",
-    "PAGE_BYTES",
-    "PER_LAYER_TABLE",
-    "Outline",
-    "check_graphs",
-    "check_tensors",
-    "convert_table",
-    "file_bytes",
-    "is_looked_up",
-    "lay_out",
-    "stored_tensors",
-    "tensors_in",
-]
-
 # The table of per-layer embeddings: a row for each token and layer, those of a token one behind the other.
 PER_LAYER_TABLE = "embed.per_layer"
 # A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
@@ -73,12 +58,7 @@ class Outline:
 
 
 def lay_out(outlines: Iterable[Outline], layout: Layout) -> tuple[TensorEntry, ...]:
-    """Gives every tensor its place in a weights file, in the order given; experts that lie together, by the first.
-
-    Raises:
-        UsageError: some experts of a layer are quantized and others are not.
-        BundleError: experts of a layer have different shapes.
-    """
+    """Gives every tensor its place in a weights file, in the order given; experts that lie together, by the first."""
     listed = [outline if layout == NATIVE else _widened(outline) for outline in outlines]
     stacks = _stacks(listed, layout)
     entries: dict[str, TensorEntry] = {}
@@ -225,11 +205,7 @@ _AGAIN = "Export or download the bundle again."
 
 
 def check_tensors(manifest: Manifest) -> None:
-    """Every weight must lie in the weights file, and the decoder be no larger than its weights.
-
-    Raises:
-        BundleError: they do not.
-    """
+    """Every weight must lie in the weights file, and the decoder be no larger than its weights."""
     if not manifest.tensors:
         return
     if WEIGHTS not in manifest.files:
@@ -254,11 +230,7 @@ def check_tensors(manifest: Manifest) -> None:
 
 
 def check_graphs(manifest: Manifest) -> None:
-    """Every graph of a static bundle must be there, and be of its decoder.
-
-    Raises:
-        BundleError: it is not.
-    """
+    """Every graph of a static bundle must be there, and be of its decoder."""
     static, decoder = manifest.static, manifest.decoder
     if static is None:
         return
@@ -291,11 +263,7 @@ def _head_shapes(size: int, module: DraftModule | None) -> Iterator[tuple[str, t
 
 
 def _mixer_shapes(decoder: DecoderSpec, *, beside: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it.
-
-    Args:
-        beside: the first layer's reads embeddings beside the hidden states.
-    """
+    """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
     hidden, per_layer = decoder.hidden_size, decoder.per_layer
     if per_layer is not None:
         yield PER_LAYER_TABLE, (per_layer.vocab_size * decoder.num_layers, per_layer.size)

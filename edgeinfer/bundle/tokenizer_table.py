@@ -32,8 +32,6 @@ import numpy as np
 from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_index
 from edgeinfer.bundle.writing import write_file
 
-__all__ = ["TABLE", "VERSION", "TokenizerTable", "encode_table"]
-
 TABLE = "tokenizer.table"
 VERSION = "1"
 _NAMES = ("pairs", "merges", "sorted", "ends", "symbols", "spellings")

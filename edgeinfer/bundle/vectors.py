@@ -11,8 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAGNITUDES", "VALUE_BITS", "VECTOR", "join_codes", "read_vectors", "split_codes"]
-
 Bytes = NDArray[np.uint8]
 # Weights of a code, and bits of each value that it stands for.
 VECTOR, VALUE_BITS = 4, 4

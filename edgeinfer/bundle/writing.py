@@ -16,17 +16,6 @@ from edgeinfer.bundle.digests import hash_file
 from edgeinfer.bundle.manifest import FileEntry, Manifest
 from edgeinfer.errors import StorageError
 
-__all__ = [
-    "MANIFEST",
-    "digest_of",
-    "new_file",
-    "seal",
-    "storage_errors",
-    "sync_tree",
-    "write_bundle",
-    "write_file",
-]
-
 MANIFEST = "edgeinfer.json"
 
 
@@ -42,11 +31,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
-    """Writes a file whole or not at all: beside, synced, renamed.
-
-    Args:
-        durable: as `new_file` takes it.
-    """
+    """Writes a file whole or not at all: beside, synced, renamed."""
     with new_file(path, durable=durable) as file:
         file.write(data)
 
@@ -61,9 +46,6 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     Args:
         durable: wait until the disk has it. Without, a machine that fails may leave a damaged file, but no other reader
             ever sees one; for what is made again when it cannot be read.
-
-    Raises:
-        StorageError: the place cannot be written.
     """
     with storage_errors(path):
         if path.exists() and not path.is_file():
@@ -86,11 +68,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path]:
-    """Yields a temporary sibling directory to fill; on success it becomes `path`, on any failure it is removed.
-
-    Raises:
-        StorageError: the place cannot be written, or something is there already.
-    """
+    """Yields a temporary sibling directory to fill; on success it becomes `path`, on any failure it is removed."""
     with storage_errors(path):
         if path.exists() and not replace_existing:
             raise StorageError(f"{path} already exists.", "Choose another name, or add --force to replace it.")

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.bundle import MANIFEST
 from edgeinfer.bundle.names import part_of, quantization_of, stem_of
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, HubError, ModelError
 from edgeinfer.hub.client import library
 from edgeinfer.hub.ids import (
@@ -21,22 +21,6 @@ from edgeinfer.hub.ids import (
     literal,
 )
 from edgeinfer.records import dataclass
-
-__all__ = [
-    "BUILTIN",
-    "CachedModel",
-    "builtin",
-    "cached",
-    "cached_checkpoint",
-    "cached_gguf",
-    "cached_models",
-    "cached_snapshot",
-    "existing",
-    "is_bundle",
-    "is_checkpoint",
-    "ready",
-    "remove_cached",
-]
 
 BUILTIN = "tales"
 Kind = Literal["bundle", "gguf", "checkpoint"]
@@ -77,11 +61,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def existing(source: str | os.PathLike[str]) -> Path | None:
-    """The path that was given, if something is there.
-
-    Raises:
-        ModelError: it is no path, or cannot be looked at.
-    """
+    """The path that was given, if something is there."""
     text = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         hint = "Give a folder, a .gguf file, OWNER/NAME or a catalog name."

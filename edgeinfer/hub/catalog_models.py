@@ -12,8 +12,6 @@ from edgeinfer.hub.estimate import DecoderSizes, gguf_memory
 from edgeinfer.hub.ids import HubName, parse_name
 from edgeinfer.records import dataclass
 
-__all__ = ["CATALOG_BITS", "CatalogModel", "catalog", "catalog_model", "similar_names"]
-
 # What a checkpoint is converted to unless memory or the user says otherwise.
 CATALOG_BITS = 4
 

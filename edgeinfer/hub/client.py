@@ -10,8 +10,6 @@ from typing import Any
 
 from edgeinfer.errors import HubError, StorageError
 
-__all__ = ["Progress", "bar_class", "hub_errors", "library"]
-
 Progress = Callable[[str, int, int], None]
 
 _HERE = "Or run a model that is on this machine: edgeinfer models"

@@ -26,8 +26,6 @@ from edgeinfer.hub.folder import remove_leftovers
 from edgeinfer.hub.gguf_offers import Offer
 from edgeinfer.records import dataclass
 
-__all__ = ["Choose", "FetchJob", "fetch"]
-
 Choose = Callable[[list[Offer]], str]
 
 _log = logging.getLogger("edgeinfer.hub")
@@ -77,12 +75,6 @@ def fetch(
 
     Args:
         progress: called with a stage, and bytes or steps done and in all; an exception that it raises ends the work.
-        cancelled: asked several times a second whether to stop.
-        choose: asked which of the types of a repository of GGUF files to take; returns its name.
-
-    Raises:
-        HubError, StorageError, ModelError, UsageError: as `edgeinfer.pull`.
-        HubError: it was cancelled.
     """
     subject = job.name or job.directory
     with _running(dataclasses.replace(job, asks=choose is not None)) as (process, words):

@@ -6,7 +6,7 @@ import fnmatch
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import MANIFEST
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import HubError
 from edgeinfer.hub.cache import Kind
 from edgeinfer.hub.client import Progress, bar_class, hub_errors, library
@@ -23,8 +23,6 @@ from edgeinfer.hub.ids import (
 )
 from edgeinfer.hub.resuming import fetch_large
 from edgeinfer.records import dataclass
-
-__all__ = ["Repository", "look_up", "pull"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,7 @@ class Repository:
 
 
 def look_up(repo_id: str, revision: str | None = None) -> Repository:
-    """Asks the hub what a repository holds.
-
-    Raises:
-        HubError: offline, unknown, private or gated repository, or one that holds no model.
-    """
+    """Asks the hub what a repository holds."""
     hub = library()
     with hub_errors(repo_id, revision):
         info = hub.HfApi().model_info(repo_id, revision=revision, files_metadata=True)

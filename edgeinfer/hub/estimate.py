@@ -8,8 +8,6 @@ from typing import Any
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import machine_memory
 
-__all__ = ["DecoderSizes", "gguf_memory", "room"]
-
 # Python, its libraries and the activations of a pass, as `edgeinfer plan` counts them for models of 0.1 to 8 billion
 # parameters.
 _PROCESS_BYTES = 200_000_000
@@ -44,11 +42,7 @@ class DecoderSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DecoderSizes:
-        """Of a config.json whose architecture was found to be supported.
-
-        Raises:
-            KeyError, TypeError, ValueError: a size is missing or no number.
-        """
+        """Of a config.json whose architecture was found to be supported."""
 
         def number(*names: str, default: int | None = None) -> int:
             value = next((config[name] for name in names if config.get(name) is not None), default)

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle import MANIFEST
-from edgeinfer.bundle.writing import storage_errors, write_file
+from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
 from edgeinfer.hub.ids import WEIGHT_PATTERNS
@@ -28,18 +27,6 @@ from edgeinfer.user_folders import user_data
 if TYPE_CHECKING:
     from filelock import FileLock
 
-__all__ = [
-    "WORK",
-    "CheckpointSource",
-    "Converted",
-    "converted_models",
-    "find_converted",
-    "lock_of",
-    "models_folder",
-    "remove_converted",
-    "remove_leftovers",
-    "source_of",
-]
 
 # What a folder of an unfinished conversion begins with.
 WORK = ".work-"
@@ -105,11 +92,7 @@ class CheckpointSource:
         return self.folder / f"{bits}-bit-{revision[:_REVISION_LETTERS] or 'main'}"
 
     def record(self) -> None:
-        """Makes the folder and says in it what it is of.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Makes the folder and says in it what it is of."""
         with storage_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = {"source": self.name, "hub": self.directory is None}
@@ -201,11 +184,7 @@ def remove_converted(converted: Converted) -> int:
 
 
 def lock_of(key: str) -> FileLock:
-    """Held while a folder is written to; the system lets go of it when its holder ends, however that happens.
-
-    Raises:
-        StorageError: the folder of models cannot be written.
-    """
+    """Held while a folder is written to; the system lets go of it when its holder ends, however that happens."""
     from filelock import FileLock  # only here: a megabyte of modules
 
     folder = models_folder() / _LOCKS

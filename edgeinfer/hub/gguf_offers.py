@@ -14,8 +14,6 @@ from edgeinfer.hub.estimate import gguf_memory, room
 from edgeinfer.hub.ids import first_part, is_gguf_model, parse_name
 from edgeinfer.records import dataclass
 
-__all__ = ["Offer", "best_offer", "offers", "offers_in", "require_gguf"]
-
 # The type that is taken where it fits: beyond it text hardly improves, and every token takes longer. Makers of GGUF
 # files and llama.cpp take the same. Types behind it stand in for it where a repository has none, best first.
 _USUAL = (
@@ -88,11 +86,7 @@ def offers_in(repository: Repository, memory: int | None = None) -> list[Offer]:
 
 
 def best_offer(repository: Repository, memory: int | None = None) -> Offer:
-    """The type to take: Q4_K_M or its like where that fits, else the largest that does.
-
-    Raises:
-        BudgetError: none fits.
-    """
+    """The type to take: Q4_K_M or its like where that fits, else the largest that does."""
     found = offers_in(repository, memory)
     for offer in found:
         if offer.recommended:
@@ -104,11 +98,7 @@ def best_offer(repository: Repository, memory: int | None = None) -> Offer:
 
 
 def require_gguf(name: str) -> None:
-    """Refuses a GGUF file before it is fetched where nothing here could run it.
-
-    Raises:
-        UsageError: llama-cpp-python is not installed.
-    """
+    """Refuses a GGUF file before it is fetched where nothing here could run it."""
     if find_spec("llama_cpp") is None:
         raise UsageError(f"{name} is a GGUF file, which llama.cpp runs.", "Install it: pip install 'edgeinfer[gguf]'")
 

@@ -7,25 +7,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
+from edgeinfer.bundle.layouts import WEIGHTS
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.names import part_of, quantization_of, stem_of
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import BundleError, HubError
 from edgeinfer.records import dataclass
-
-__all__ = [
-    "CONFIG_PATTERNS",
-    "GGUF",
-    "WEIGHT_PATTERNS",
-    "HubName",
-    "first_part",
-    "gguf_parts",
-    "is_gguf_model",
-    "is_hub_id",
-    "listed_files",
-    "literal",
-    "parse_name",
-]
 
 GGUF = ".gguf"
 # Kinds of data a bundle may hold. Pickles, Python and shared libraries are not among them, whatever a manifest lists.
@@ -104,11 +92,7 @@ def first_part(name: str) -> bool:
 
 
 def gguf_parts(repo_id: str, names: Iterable[str], tag: str) -> list[str]:
-    """The parts of the one model that a tag means, the first one first.
-
-    Raises:
-        HubError: it means none, or several.
-    """
+    """The parts of the one model that a tag means, the first one first."""
     models = sorted(name for name in names if is_gguf_model(name))
     whole = re.compile(rf"(^|[-._/]){re.escape(tag)}([-._]|$)", re.IGNORECASE)
     meant = [name for name in models if whole.search(name.removesuffix(GGUF))]
@@ -124,11 +108,7 @@ def gguf_parts(repo_id: str, names: Iterable[str], tag: str) -> list[str]:
 
 
 def listed_files(manifest: Path) -> list[str]:
-    """The files of a bundle, its manifest included.
-
-    Raises:
-        BundleError: the manifest is malformed or lists a file that is not data.
-    """
+    """The files of a bundle, its manifest included."""
     try:
         text = manifest.read_text("utf-8")
     except UnicodeDecodeError as error:

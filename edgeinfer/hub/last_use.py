@@ -11,8 +11,6 @@ from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.user_folders import user_data
 
-__all__ = ["last_uses", "note_use"]
-
 _FILE = "last_use.json"
 # The oldest make room.
 _MOST_MODELS = 500

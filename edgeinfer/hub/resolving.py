@@ -32,7 +32,6 @@ from edgeinfer.wording import one_of
 if TYPE_CHECKING:
     from edgeinfer.hub.placing import Place
 
-__all__ = ["find", "find_checkpoint", "local", "name_of", "resolve", "update"]
 
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
@@ -150,11 +149,7 @@ def hub_name(model: str | Path | None) -> HubName | None:
 
 
 def name_of(model: str | Path) -> HubName:
-    """As `hub_name`, of what is no path.
-
-    Raises:
-        ModelError: it is no name of the hub or the catalog either.
-    """
+    """As `hub_name`, of what is no path."""
     text = os.fspath(model)
     name = hub_name(model)
     if name is not None and not text.endswith(_FILES):

@@ -15,8 +15,6 @@ from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import HubError
 from edgeinfer.hub.client import Progress, bar_class, hub_errors, library
 
-__all__ = ["fetch_large"]
-
 # Smaller files are not worth a request for what they are.
 _LARGE_BYTES = 10_000_000
 # The hub serves no larger ones this way.
@@ -33,10 +31,6 @@ def fetch_large(
     Args:
         sizes: bytes of the files that are wanted, by name.
         cache: None is the one that Hugging Face libraries share.
-        progress: as `edgeinfer.hub.pull` takes it.
-
-    Raises:
-        HubError, StorageError: as `edgeinfer.hub.pull`.
     """
     hub = library()
     folder = Path(hub.constants.HF_HUB_CACHE) if cache is None else cache

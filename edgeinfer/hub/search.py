@@ -11,8 +11,6 @@ from edgeinfer.hub.cache import Kind
 from edgeinfer.hub.client import hub_errors, library
 from edgeinfer.records import dataclass
 
-__all__ = ["CONVERTED", "FoundModel", "search_hub"]
-
 # Model classes that edgeinfer.export builds; a test holds the two equal.
 CONVERTED = (
     "AfmoeForCausalLM",

@@ -12,22 +12,9 @@ from typing import Any, cast
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.chat import ChatCompletion
 from edgeinfer.openai.contract import ChatModel, Completion, Event, ReplyStream
-from edgeinfer.openai.errors import RequestError, error_body, unknown_model
 from edgeinfer.openai.response import ResponseCompletion
 from edgeinfer.openai.text import TextCompletion
 from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject
-
-__all__ = [
-    "Completion",
-    "Event",
-    "RequestError",
-    "chat_completion",
-    "error_body",
-    "events",
-    "make_completion",
-    "unknown_model",
-    "whole",
-]
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], ChatModel[Any]], Completion]] = {
     "chat.completion": ChatCompletion,
@@ -41,11 +28,6 @@ def make_completion(kind: str, body: Mapping[str, Any], model: ChatModel[Any]) -
 
     Args:
         kind: "chat.completion", "text_completion" or "response".
-        body: the request's JSON object.
-        model: that answers.
-
-    Raises:
-        UsageError: a field is unknown, malformed or asks for what cannot be.
     """
     if kind not in _KINDS:
         raise UsageError(f"There is no kind of request {kind!r}.", f"Choose one of {', '.join(_KINDS)}.")

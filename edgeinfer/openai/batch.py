@@ -13,8 +13,6 @@ from edgeinfer.openai.errors import RequestError, error_body
 from edgeinfer.records import dataclass
 from edgeinfer.wording import shown
 
-__all__ = ["BatchRequest", "answer_line", "damaged_line", "read_id", "read_object", "read_request"]
-
 # The endpoints that a line may name, and the kinds of their requests.
 _KINDS = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _HINT = 'A line is an OpenAI batch request, or an object with "prompt" or "messages".'
@@ -34,11 +32,7 @@ class BatchRequest:
 
 
 def read_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Raises:
-        RequestError: it has none.
-    """
+    """The JSON object of a line."""
     try:
         value = json.loads(data.decode("utf-8-sig").strip(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -57,11 +51,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def read_id(line: Mapping[str, Any], number: int) -> str:
-    """The name of a line's request; one that has none is named by its number, from 1.
-
-    Raises:
-        RequestError: it is no text.
-    """
+    """The name of a line's request; one that has none is named by its number, from 1."""
     name = line.get("custom_id")
     if name is None:
         return f"line-{number}"
@@ -71,14 +61,7 @@ def read_id(line: Mapping[str, Any], number: int) -> str:
 
 
 def read_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
-    """The request of a line. One without a seed draws by its name, so that it gives the same again.
-
-    Args:
-        defaults: fields of requests that leave them out.
-
-    Raises:
-        RequestError: it asks for something else than a completion.
-    """
+    """The request of a line. One without a seed draws by its name, so that it gives the same again."""
     if "body" in line or "url" in line:
         kind, body = _enclosed(line)
     else:

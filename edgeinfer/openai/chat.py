@@ -33,8 +33,6 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
-__all__ = ["ChatCompletion"]
-
 
 class ChatCompletion(PromptReplies):
     """Implements `contract.Completion` for a chat completion.
@@ -160,11 +158,7 @@ def _logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
 def _prompt(
     fields: Fields, model: ChatModel[Any], options: dict[str, Any], older: list[Any], chosen: Any
 ) -> ChatPrompt:
-    """The prompt of a request.
-
-    Args:
-        older, chosen: as of `older_tools`.
-    """
+    """The prompt of a request."""
     messages = read_messages(with_tool_calls(fields.any("messages")))
     functions = read_functions([*older, *fields.items("tools")], leave_out=fields.leave_out)
     several = fields.take("parallel_tool_calls", bool, "true or false")

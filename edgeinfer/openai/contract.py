@@ -9,8 +9,6 @@ from typing import Any, Protocol, Self, TypeVar
 from edgeinfer.contexts import Context
 from edgeinfer.results import Chunk, ModelInfo, Result
 
-__all__ = ["ChatModel", "Completion", "Event", "ReplyStream", "StreamT"]
-
 Event = dict[str, Any]
 
 
@@ -126,28 +124,15 @@ class Completion(Protocol):
     def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply that was asked for, such as a JSON Schema. That may take
         some seconds, which `start` then need not take again. Safe from any thread.
-
-        Raises:
-            RequestError: it cannot be had.
         """
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompts, which `start` then need not do. Once at most, and where the model's tokens can
         be made beside a running reply, on any thread.
-
-        Raises:
-            PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.
         """
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        """Begins a reply, on the model's thread.
-
-        Args:
-            ended: whether the reply is no longer wanted, which is asked after each pass that reads contexts for it.
-
-        Raises:
-            PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.
-        """
+        """Begins a reply, on the model's thread."""
 
     def opening(self) -> list[Event]:
         """Events before any text."""

@@ -16,8 +16,6 @@ from edgeinfer.errors import (
 )
 from edgeinfer.options import nearest
 
-__all__ = ["Kinds", "RequestError", "error_body", "status_and_code", "unknown_model"]
-
 # Status and code of errors, by the first class that an error is of; the last is EdgeInferError.
 Kinds = tuple[tuple[type[EdgeInferError], int, str | None], ...]
 
@@ -74,11 +72,7 @@ class RequestError(UsageError):
 
 
 def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
-    """The error of a request for a model that is not served.
-
-    Args:
-        known: names that are.
-    """
+    """The error of a request for a model that is not served."""
     close = nearest(name, known)
     listed = ", ".join(known[:_NAMED]) + (", ..." if len(known) > _NAMED else "")
     hints = [f"Did you mean {close!r}?"] if close else [f"Models here: {listed}."] if known else []

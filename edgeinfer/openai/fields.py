@@ -13,8 +13,6 @@ from edgeinfer.openai.ignored import OTHERS_FIELDS, REFUSED_FIELDS, changes_noth
 from edgeinfer.options import is_integer, nearest, options_of
 from edgeinfer.wording import shown
 
-__all__ = ["Fields", "as_whole", "ignored_name"]
-
 # Characters and names of unknown fields that an answer tells of; only so many are looked at for misspellings.
 _LONGEST_NAME, _MOST_NAMED = 80, 32
 # What asks for nothing, whatever the field.
@@ -51,10 +49,6 @@ class Fields:
 
         Args:
             kind: JSON types of Python that it may have; bool is no int, but 2.0 is.
-            what: those in words.
-
-        Raises:
-            RequestError: it has another type.
         """
         value = self._pop(name)
         if value is None:
@@ -117,11 +111,7 @@ class Fields:
         return {} if value is None else self.checked(name, to or name, value)
 
     def checked(self, name: str, to: str, value: Any) -> dict[str, Any]:
-        """An option of GenerationConfig that a field's value became.
-
-        Raises:
-            RequestError: the option cannot be that.
-        """
+        """An option of GenerationConfig that a field's value became."""
         try:
             GenerationConfig.of(**_companion(to, value), **{to: value})
         except UsageError as error:
@@ -142,9 +132,6 @@ class Fields:
 
         Args:
             strict: nothing may be left.
-
-        Raises:
-            RequestError: a field that is left is nearly one that is followed, or is one of `REFUSED_FIELDS`.
         """
         self.refuse(*(REFUSED_FIELDS.keys() & self._left.keys()))
         for place, (name, value) in enumerate(self._left.items()):

@@ -7,16 +7,9 @@ from typing import Any
 
 from edgeinfer.results import Result, TokenLogprob
 
-__all__ = ["entries", "responses_usage", "timings", "token_table", "token_text", "usage"]
-
 
 def usage(results: Sequence[Result], per_prompt: int = 1) -> dict[str, Any]:
-    """OpenAI's count of tokens.
-
-    Args:
-        results: of all replies, those of one prompt side by side.
-        per_prompt: replies to each prompt, which counts once.
-    """
+    """OpenAI's count of tokens."""
     prompts = results[::per_prompt]
     prompt = sum(result.usage.prompt_tokens for result in prompts)
     completion = sum(result.usage.completion_tokens for result in results)
@@ -78,11 +71,7 @@ def entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def token_table(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-    """Those of legacy completions, and where the text behind them begins.
-
-    Args:
-        offset: characters before the first.
-    """
+    """Those of legacy completions, and where the text behind them begins."""
     texts = [token_text(logprob) for logprob in logprobs]
     offsets = []
     for logprob in logprobs:

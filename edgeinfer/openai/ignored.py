@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["OTHERS_FIELDS", "REFUSED_FIELDS", "changes_nothing"]
-
 _EMPTY: tuple[Any, ...] = ("", [], {})
 
 # By field, the values that ask for nothing, which need no warning: a sampler's value for "off", or what is done

@@ -11,8 +11,6 @@ from typing import Any
 
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["Message", "joined", "read_message", "read_messages", "split_started"]
-
 Message = dict[str, Any]
 
 # OpenAI's newer word for the system's messages; templates know the older one.
@@ -21,11 +19,7 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def read_messages(value: Any) -> list[Message]:
-    """The conversation, contents as text and arguments of calls as objects where they are; other keys are kept.
-
-    Raises:
-        RequestError: it is malformed, or holds something that is no text.
-    """
+    """The conversation, contents as text and arguments of calls as objects where they are; other keys are kept."""
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
         hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'
         raise RequestError("messages is not a non-empty list.", hint, param="messages")
@@ -33,14 +27,7 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def read_message(message: Any, where: str) -> Message:
-    """One message.
-
-    Args:
-        where: it is in the request.
-
-    Raises:
-        RequestError: as `read_messages`.
-    """
+    """One message."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
         hint = f"Give each message a role, one of {', '.join(_ROLES)}, and content."
@@ -71,11 +58,7 @@ def split_started(messages: list[Message]) -> tuple[list[Message], str]:
 
 
 def joined(content: Any, where: str) -> str:
-    """The text of a content, which is one or a list of parts.
-
-    Raises:
-        RequestError: a part is no text.
-    """
+    """The text of a content, which is one or a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):

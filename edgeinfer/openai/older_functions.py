@@ -7,17 +7,11 @@ from typing import Any
 
 from edgeinfer.openai.fields import Fields
 
-__all__ = ["in_older_words", "older_tools", "with_tool_calls"]
-
 _HINT = 'Give none, auto or {"name": ...}, or tools and tool_choice instead.'
 
 
 def older_tools(fields: Fields) -> tuple[list[Any], Any]:
-    """The tools that `functions` are, and the choice that `function_call` is; none where they are left out.
-
-    Raises:
-        RequestError: they are malformed.
-    """
+    """The tools that `functions` are, and the choice that `function_call` is; none where they are left out."""
     functions, choice = fields.items("functions"), fields.any("function_call")
     if not isinstance(choice, str | Mapping | None):
         raise fields.wrong("function_call", choice, _HINT)

@@ -18,8 +18,6 @@ from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader
 from edgeinfer.openai.tools import ToolUse
 from edgeinfer.records import dataclass
 
-__all__ = ["ChatPrompt", "OneReply", "PromptReplies", "PromptTokens", "TextPrompt", "naming", "reply_options"]
-
 _log = logging.getLogger("edgeinfer")
 
 _SEEDS = 2**64
@@ -40,11 +38,7 @@ class PromptTokens:
     model: ChatModel[Any]
 
     def of(self, model: ChatModel[Any]) -> Sequence[int]:
-        """The ids, for the model that is to go on with them.
-
-        Raises:
-            RequestError: it is another.
-        """
+        """The ids, for the model that is to go on with them."""
         if model is not self.model:
             message = "The model was changed before the reply began."
             raise RequestError(message, "Ask again.", status=503, code="cancelled")
@@ -81,20 +75,12 @@ class ChatPrompt:
         return self.tools.left_out
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread.
-
-        Raises:
-            RequestError: it cannot be had.
-        """
+        """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread."""
         with self._naming():
             model.check(**self.tools.options(model, self.options))
 
     def require_whole(self) -> None:
-        """Refuses to go on with a reply that is to have a form from its beginning on.
-
-        Raises:
-            RequestError: the client began it, and asks for JSON or for a call.
-        """
+        """Refuses to go on with a reply that is to have a form from its beginning on."""
         if not self.begun:
             return
         messages, form = self.fields
@@ -129,17 +115,7 @@ class ChatPrompt:
     def start(
         self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
     ) -> tuple[StreamT, ReplyReader]:
-        """Begins one of the replies.
-
-        Args:
-            ended: as of `contract.Completion.start`.
-
-        Raises:
-            RequestError: the form of the reply cannot be had, the context is too small, a text to be read before the
-                messages cannot be read, or the reply is no longer wanted.
-            PromptError, TemplateError, UsageError: as `Model.stream_chat`.
-            CapabilityError: the model cannot read contexts.
-        """
+        """Begins one of the replies."""
         if self.contexts:
             return self._start_behind(model, index, ended), self.tools.reader(model)
         prepared = self if self.tokens is not None else self.prepared(model)
@@ -267,9 +243,7 @@ def naming(prompt: str, form: str, options: Mapping[str, Any]) -> Iterator[None]
     """Names the field at fault in errors about a request.
 
     Args:
-        prompt: the field that holds it.
         form: the field that asks for a form of the reply, where none of our own does.
-        options: of the reply.
     """
     try:
         yield

@@ -12,18 +12,6 @@ from edgeinfer.openai.tool_formats import ToolFormat
 from edgeinfer.records import dataclass
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
-__all__ = [
-    "ArgumentsPiece",
-    "Call",
-    "CallPiece",
-    "CallReader",
-    "Piece",
-    "PlainReader",
-    "Reply",
-    "ReplyReader",
-    "TextPiece",
-]
-
 
 @dataclass(frozen=True)
 class TextPiece:

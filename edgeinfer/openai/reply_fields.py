@@ -13,19 +13,6 @@ from edgeinfer.options import options_of
 from edgeinfer.reply_options import FORMS
 from edgeinfer.version import VERSION
 
-__all__ = [
-    "FINGERPRINT",
-    "IGNORED",
-    "MOST_ALTERNATIVES",
-    "MOST_REPLIES",
-    "form",
-    "limit",
-    "sampling",
-    "thinking",
-    "usage_wanted",
-    "warnings",
-]
-
 # Fields of OpenAI's that say who asks, what it may cost or where it is kept.
 IGNORED = (
     "metadata",

@@ -16,8 +16,6 @@ from edgeinfer.openai.reply_fields import warnings
 from edgeinfer.openai.response_request import read_request
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
-__all__ = ["CallItem", "Item", "MessageItem", "ResponseCompletion"]
-
 
 class Item:
     """An item that is being written.

@@ -16,8 +16,6 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.records import dataclass
 
-__all__ = ["ResponseRequest", "read_input", "read_request"]
-
 _KEPT = "It holds a picture, or what only the server that wrote it can read: send the messages themselves."
 # Items of which nothing is told to the model: what one thought, and what tools of another server did unseen.
 _UNSEEN = (
@@ -43,9 +41,6 @@ def read_input(
 
     Args:
         leave_out: called with each item that is not told to the model, but for thoughts.
-
-    Raises:
-        RequestError: it is malformed, or holds an item that cannot be taken.
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
@@ -136,11 +131,7 @@ class ResponseRequest:
 
 
 def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequest:
-    """The request, checked.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """The request, checked."""
     fields = Fields(body)
     stream = fields.flag("stream")
     instructions = fields.text("instructions")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-__all__ = ["closed"]
-
 # Beside one of these an object's properties need not be all that it has.
 _OPENING = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf",
@@ -31,9 +29,6 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     Ollama close them too. Every document of the result is one of the schema. One whose parts say together what an
     object has is left as it is, and so is one with a `oneOf` where closing could make a document that fits two
     alternatives fit only one.
-
-    Args:
-        schema: plain values of JSON, of bounded depth.
     """
     return dict(schema) if _combines(schema) or _blurs(schema) else dict(_closed(schema))
 

@@ -26,8 +26,6 @@ from edgeinfer.openai.reply_fields import (
 from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["TextCompletion", "is_id"]
-
 # OpenAI's, where a request says nothing.
 _DEFAULT_LENGTH = 16
 

@@ -9,16 +9,6 @@ import secrets
 
 from edgeinfer.records import dataclass
 
-__all__ = [
-    "FORMATS",
-    "HERMES",
-    "LLAMA3",
-    "MISTRAL",
-    "Dialect",
-    "ToolFormat",
-    "dialect_of",
-]
-
 _ID_LENGTH = 24
 
 

@@ -12,8 +12,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar import fault
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words, json_rule
 
-__all__ = ["ArgumentRules", "argument_rules"]
-
 # Demands that the engine follows in some schemas and not in others, by what stands next to them.
 _DELICATE: tuple[str, ...] = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern", "format")
 _DELICATE += ("multipleOf", "minLength", "maxLength", "minItems", "maxItems")
@@ -39,9 +37,6 @@ def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> 
 
     OpenAI's and Anthropic's servers take any schema of a function that is not strict, so that one which cannot be
     followed is no reason to refuse a request: it loses the keywords at fault, or else all.
-
-    Raises:
-        GrammarError: the schema of a strict function cannot be followed.
     """
     every = [_Arguments(*function) for function in functions]
     if fault(_grammar(every)):
@@ -107,11 +102,7 @@ def _grammar(every: Sequence[_Arguments]) -> str:
 
 
 def _coarse(schema: Any, words: Collection[str], found: set[str], *, of_names: bool = False) -> Any:
-    """A schema without some keywords, `anyOf` for `oneOf`; `found` is given those that it had.
-
-    Args:
-        of_names: the value is no schema, but holds schemas by names of the user's.
-    """
+    """A schema without some keywords, `anyOf` for `oneOf`; `found` is given those that it had."""
     if isinstance(schema, list):
         return [_coarse(each, words, found) for each in schema]
     if not isinstance(schema, Mapping):

@@ -19,18 +19,8 @@ from edgeinfer.openai.tool_formats import Dialect, ToolFormat
 from edgeinfer.openai.tool_schemas import ArgumentRules, argument_rules
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
-from edgeinfer.runtime.text import CallMark
 from edgeinfer.runtime.text.fitting import told
-
-__all__ = [
-    "ToolChoice",
-    "ToolFunction",
-    "ToolUse",
-    "calls_grammar",
-    "conversation",
-    "read_choice",
-    "read_functions",
-]
+from edgeinfer.runtime.text.stopping import CallMark
 
 # OpenAI's names, and those of other makers: dots of modules, slashes and colons of servers.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -86,9 +76,6 @@ def read_functions(
     Args:
         flat: a function's fields are the tool's own, as in /v1/responses.
         leave_out: called with each tool that only another server can run, which is then not offered; None refuses it.
-
-    Raises:
-        RequestError: a tool is malformed or no function, or two have one name.
     """
     if len(tools) > _MOST:
         raise RequestError(f"The request has {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
@@ -157,11 +144,7 @@ class ToolChoice:
 
 
 def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) -> ToolChoice:
-    """The choice of a request, with a function's name inside `function` or, as in /v1/responses, beside `type`.
-
-    Raises:
-        RequestError: it is malformed, or names what is not offered.
-    """
+    """The choice of a request, with a function's name inside `function` or, as in /v1/responses, beside `type`."""
     offered = tuple(functions)
     mode = value if isinstance(value, str) else None
     if value is None or mode in ("", "none", "auto"):
@@ -205,13 +188,9 @@ def calls_grammar(
     """A grammar in Lark's notation: free text up to the marker, from there on valid calls and nothing else.
 
     Args:
-        form: how calls are written.
         choice: what may be called, and whether something must be.
         marker_id: of the marker where it is a special token, which no text spells; else None.
         content: schema of a reply without calls; None leaves it free.
-
-    Raises:
-        GrammarError: the schema of a strict function or of the content cannot be followed.
     """
     marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
     more = f" ({json.dumps(form.between)} call)*" if choice.several and form.several else ""
@@ -309,12 +288,7 @@ class ToolUse:
         return conversation(messages, self.dialect, self.choice.functions if self.calls else ())
 
     def options(self, model: ChatModel[Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of GenerationConfig for a reply that may hold calls, from those that were asked for.
-
-        Raises:
-            RequestError: a form is asked for that cannot be had besides calls, or a function's schema cannot be
-                followed.
-        """
+        """Options of GenerationConfig for a reply that may hold calls, from those that were asked for."""
         if not self.calls:
             return dict(asked)
         other = next((name for name in _OTHERS if name in asked), None)

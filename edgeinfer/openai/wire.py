@@ -14,8 +14,6 @@ from edgeinfer.option_types import (
     SpeculationOption,
 )
 
-__all__ = ["ChatCompletionChunk", "ChatCompletionObject", "ChatRequestFields"]
-
 
 class ChatRequestFields(RareReplyOptions, total=False):
     """Fields of a request that few give: OpenAI's, those that change nothing here, and options of `Model.generate`."""

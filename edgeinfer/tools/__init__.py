@@ -6,23 +6,18 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.profile.settings import TunedSettings
+    from edgeinfer.runtime.profile.uncertainty import MeasuredUncertainty
+    from edgeinfer.runtime.tuning.drafting_search import TuneResult
+    from edgeinfer.runtime.tuning.measure import WorkTimes
+    from edgeinfer.runtime.tuning.reply_reading import ReplyReading
     from edgeinfer.tools.cache_policies import CacheLoss, CacheTuning, Foreseen, tune_cache
-    from edgeinfer.tools.devices import (
-        DeviceTuning,
-        PartGain,
-        TunedSettings,
-        forget_tuning,
-        list_devices,
-        measure_device,
-        tune_device,
-    )
+    from edgeinfer.tools.devices import DeviceTuning, PartGain, forget_tuning, list_devices, measure_device, tune_device
     from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters
     from edgeinfer.tools.evaluation import evaluate
     from edgeinfer.tools.judging import JudgeGain, RightReply, read_questions, tune_judge
     from edgeinfer.tools.kv_quality import measure_kv
     from edgeinfer.tools.measuring import (
-        ReplyReading,
-        WorkTimes,
         drafting_state,
         expert_counts,
         experts_per_token,
@@ -36,8 +31,8 @@ if TYPE_CHECKING:
     )
     from edgeinfer.tools.predictions import Divergence, Evaluation
     from edgeinfer.tools.steering import SteeringGain, tune_steering
-    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, TuneResult, tune_drafting, tune_entropy, tune_skips
-    from edgeinfer.tools.uncertainty import MeasuredUncertainty, tune_uncertainty
+    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, tune_drafting, tune_entropy, tune_skips
+    from edgeinfer.tools.uncertainty import tune_uncertainty
 
 __all__ = [
     "CacheLoss",

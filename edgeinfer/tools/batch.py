@@ -19,7 +19,6 @@ from edgeinfer.tools.batch_files import BatchInput, BatchLine, ReplyFile, ReplyL
 if TYPE_CHECKING:
     from edgeinfer.api import Model
 
-__all__ = ["BatchSummary", "answer_batch"]
 
 _STAGE = "replies"
 
@@ -57,15 +56,7 @@ def answer_batch(
     """Answers a file of requests. Those that begin alike are answered one after the other.
 
     Args:
-        output: is given its name when all replies are there; until then they are beside it.
-        parallel: replies side by side.
-        defaults: fields of requests that leave them out.
         progress: called with a stage, the replies that are there, and all.
-
-    Raises:
-        UsageError: another run's unfinished output is there; another reply of the model is running.
-        StorageError: the disk is full, or the output cannot be written.
-        EdgeInferError: the model failed. What was answered is kept, as it is at every error.
     """
     started = time.perf_counter()
     info = model.info

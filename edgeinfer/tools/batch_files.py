@@ -23,8 +23,6 @@ from edgeinfer.openai.batch import read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.records import dataclass
 
-__all__ = ["BatchInput", "BatchLine", "ReplyFile", "ReplyLine"]
-
 # Bytes of a line: the longest contexts, ten million tokens, hold less text.
 _MOST_LINE = 64 * 1000**2
 _VERSION = 1
@@ -64,12 +62,7 @@ class BatchInput:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Looks at a file.
-
-        Raises:
-            PromptError: it cannot be read, is in no encoding that it says, or holds no line.
-            UsageError: two lines have one custom_id.
-        """
+        """Looks at a file."""
         digest = hashlib.sha256()
         try:
             text = _converted(path)
@@ -203,22 +196,14 @@ class ReplyFile:
         return len(self._failed)
 
     def append(self, line: ReplyLine) -> None:
-        """Keeps a reply, which is on disk when it returns.
-
-        Raises:
-            StorageError: the disk is full, or the file cannot be written; what was kept before stays.
-        """
+        """Keeps a reply, which is on disk when it returns."""
         data = _encoded({"line": line.number, "failed": line.failed, "reply": line.reply})
         offset = self._size
         self._write(data)
         self._note(line.number, line.failed, offset, len(data))
 
     def finish(self) -> None:
-        """Gives the output its name, the replies in the order of the requests.
-
-        Raises:
-            StorageError: as `append`.
-        """
+        """Gives the output its name, the replies in the order of the requests."""
         with self.partial.open("rb") as kept, new_file(self._output) as output:
             for number in sorted(self._places):
                 offset, size = self._places[number]

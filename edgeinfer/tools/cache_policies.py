@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
@@ -18,8 +18,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY, MeasuredPolicy
 from edgeinfer.tools.tuning import TUNING_PROMPTS
-
-__all__ = ["CacheLoss", "CacheTuning", "Foreseen", "tune_cache"]
 
 _STOP, _WINDOW = "stop", "window"
 # Texts are this long where the model holds more.
@@ -187,11 +185,7 @@ class _Reading:
 
     @classmethod
     def of(cls, model: Model, tokens: Sequence[int], length: int) -> _Reading:
-        """A reading of at most so many tokens.
-
-        Raises:
-            UsageError: there are too few tokens for one.
-        """
+        """A reading of at most so many tokens."""
         begin = model.prefix_ids
         length = min(length, len(begin) + int(len(tokens) / (1 + _PASSAGE)))
         if length < _SHORTEST:

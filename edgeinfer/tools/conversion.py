@@ -45,8 +45,6 @@ from edgeinfer.hub.gguf_offers import best_offer, offers_in, require_gguf
 from edgeinfer.hub.ids import gguf_parts, parse_name
 from edgeinfer.records import dataclass
 
-__all__ = ["main"]
-
 _PROGRESS_S = 0.1
 _LOCK_SECONDS = 1.0
 # Graphs, manifest and tokenizer of a bundle.
@@ -136,7 +134,8 @@ def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
 
 def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
     """Converts beside the place and renames, so that half of a bundle is never found."""
-    from edgeinfer.export import ExportConfig, export_checkpoint
+    from edgeinfer.export.exporter import export_checkpoint
+    from edgeinfer.export.options.config import ExportConfig
 
     stage = f"Converting {source.name} to {bits} bits"
 
@@ -162,11 +161,7 @@ def _remove_former(source: CheckpointSource, bits: int, place: Path) -> None:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint whose family is supported, which is known before its weights are fetched.
-
-    Raises:
-        UnsupportedArchitectureError: the family is not.
-    """
+    """The config.json of a checkpoint whose family is supported, which is known before its weights are fetched."""
     from edgeinfer.export.architectures import find_architecture
     from edgeinfer.export.source.hf_config import read_config
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Unpack
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
 from edgeinfer.hub import resolve
@@ -43,16 +43,6 @@ from edgeinfer.runtime.system.machine import load_average, machine_memory, pinni
 from edgeinfer.runtime.tuning.comparison import FULL, QUICK
 from edgeinfer.runtime.tuning.search import Attempt, SettingChoices, SettingsFound, search_settings
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
-
-__all__ = [
-    "DeviceTuning",
-    "PartGain",
-    "TunedSettings",
-    "forget_tuning",
-    "list_devices",
-    "measure_device",
-    "tune_device",
-]
 
 Progress = Callable[[str, int, int], None]
 

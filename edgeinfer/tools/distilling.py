@@ -15,8 +15,6 @@ from edgeinfer.errors import NativeUnavailableError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import native_kernel
 
-__all__ = ["DraftFigures", "ModelReplier", "measure_drafter", "require_native"]
-
 Progress = Callable[[str, int, int], None]
 
 # What is compared takes turns so many times, as other programs may want the processor too.
@@ -82,14 +80,6 @@ def measure_drafter(
 
     Args:
         target, drafter: as `edgeinfer.load` takes them; without a drafter, what the target's bundle brings drafts.
-        prompts: token ids.
-        tokens: of a reply at most.
-        who: drafts, a name of drafting.DRAFTERS.
-        options: fields of LoadConfig.
-
-    Raises:
-        ModelError: as `edgeinfer.load`.
-        UsageError: there are no prompts.
     """
     if not prompts:
         raise UsageError("There are no prompts to measure with.", "Give more text.")
@@ -121,11 +111,7 @@ def measure_drafter(
 
 
 def require_native() -> None:
-    """Refuses a device on which drafters that read a model's states do not run.
-
-    Raises:
-        UsageError: the native kernel is not there, or EDGEINFER_NATIVE_ISA names an instruction set that is not there.
-    """
+    """Refuses a device on which drafters that read a model's states do not run."""
     try:
         native_kernel()
     except NativeUnavailableError as error:

@@ -20,8 +20,6 @@ from edgeinfer.runtime.tuning.comparison import GAIN
 from edgeinfer.tools.measuring import drafting_state, restore_drafting
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 
-__all__ = ["DrafterGain", "DraftersTuning", "tune_drafters"]
-
 _OFF = "off"
 # A grammar's tokens are drafted for nothing, and texts to tune with have no grammar.
 _UNMEASURED = "forced"
@@ -200,11 +198,7 @@ class _Visits:
         self.plain_ms = 0.0
 
     def usable(self) -> tuple[list[str], dict[str, str]]:
-        """The drafters that can draft here, and why the others cannot.
-
-        Raises:
-            UsageError: none can.
-        """
+        """The drafters that can draft here, and why the others cannot."""
         usable, reasons = list[str](), dict[str, str]()
         for name in DRAFTERS:
             if name == _UNMEASURED:
@@ -222,11 +216,7 @@ class _Visits:
     def measured(
         self, sets: Sequence[tuple[str, ...]], progress: Callable[[int, int], None] | None
     ) -> dict[tuple[str, ...], DrafterGain]:
-        """What each set of drafters gains, all in turns with plain decoding.
-
-        Raises:
-            UsageError: no reply is long enough to be timed.
-        """
+        """What each set of drafters gains, all in turns with plain decoding."""
         plain = _Way(self._model, _OFF, self._learnt)
         ways = [plain, *(_Way(self._model, ",".join(names), self._learnt) for names in sets)]
         replies: list[dict[str, list[Result]]] = []  # of each text, by way

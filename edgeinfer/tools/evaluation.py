@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from edgeinfer.api import Model, load
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptionsButContext
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 from edgeinfer.tools.predictions import Evaluation, Predictor, compare_predictions, read_predictions
-
-__all__ = ["evaluate"]
 
 # Windows are this long where the models hold more: longer ones say little more about the weights.
 _LONGEST = 2048

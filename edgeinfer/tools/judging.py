@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads
 from edgeinfer.bundle.nesting import nested_drafter
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
@@ -30,8 +30,6 @@ from edgeinfer.runtime.speculation.verification import normed_states
 from edgeinfer.runtime.tuning.measure import last_state
 from edgeinfer.tools.uncertainty import fit_logistic
 from edgeinfer.wording import Setting
-
-__all__ = ["JudgeGain", "Mismatch", "RightReply", "find_mismatches", "read_questions", "tune_judge"]
 
 # Tokens of a reply, and mismatches of one that are tried.
 _LONGEST, _TRIED = 256, 48

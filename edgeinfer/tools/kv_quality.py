@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
-from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.tokenizing import boundary_ids
-
-__all__ = ["AttentionError", "measure_kv"]
 
 _TOKENS = 256
 

@@ -17,21 +17,6 @@ from edgeinfer.runtime.tuning.measure import WorkTimes
 from edgeinfer.runtime.tuning.reply_reading import ReplyReading
 from edgeinfer.runtime.tuning.reply_reading import read_reply as read
 
-__all__ = [
-    "ReplyReading",
-    "WorkTimes",
-    "drafting_state",
-    "expert_counts",
-    "experts_per_token",
-    "measure_decode",
-    "measure_passes",
-    "measure_prefill",
-    "measure_work",
-    "pass_work",
-    "read_reply",
-    "restore_drafting",
-]
-
 
 def measure_passes(model: Model, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
     """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens, which the cache holds

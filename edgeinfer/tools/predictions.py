@@ -13,8 +13,6 @@ from edgeinfer.errors import ModelError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["Divergence", "Evaluation", "Predictor", "compare_predictions", "read_predictions"]
-
 # Rows of logits in float64 at a time: of a vocabulary of 152k they are 20 MB, of which there are a few.
 _ROWS = 16
 _QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
@@ -124,7 +122,6 @@ def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], told: T
     """Log-probability of every token of each window but its first. (N,)
 
     Args:
-        windows: of two tokens or more each.
         told: called with the number of tokens that were read since the last call.
     """
     parts = []
@@ -142,11 +139,7 @@ def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], told: T
 def compare_predictions(
     model: Predictor, reference: Predictor, windows: Sequence[Sequence[int]], top: int, told: Told
 ) -> tuple[Doubles, Divergence]:
-    """As `read_predictions`, and how far the predictions are from the reference's.
-
-    Raises:
-        ModelError: the models have vocabularies of different sizes.
-    """
+    """As `read_predictions`, and how far the predictions are from the reference's."""
     logprobs, wanted, values, same, overlap = [], [], [], [], []
     for ids in windows:
         start = 0

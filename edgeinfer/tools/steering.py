@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import load
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.steering import MOST_STEERED, SteeringVector, add_steering, require_name
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
@@ -24,8 +24,6 @@ from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tools.predictions import Predictor
-
-__all__ = ["SteeringGain", "learn_steering", "tune_steering"]
 
 # Tokens of a text that are read, of one piece of it, and every how many pieces one is kept for validation.
 _MOST, _PIECE, _EVERY = 8192, 512, 5

@@ -11,16 +11,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.tuning.drafting_search import TuneResult, tune
 from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 
-__all__ = [
-    "TUNING_PROMPTS",
-    "EntropyFacts",
-    "SkipLevel",
-    "TuneResult",
-    "tune_drafting",
-    "tune_entropy",
-    "tune_skips",
-]
-
 # What a model is tuned by where its user has nothing better: openings that any model goes on with.
 TUNING_PROMPTS = (
     "Once upon a time, there was a little girl who lived near the woods.",

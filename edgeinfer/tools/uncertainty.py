@@ -10,14 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import load
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY, MeasuredUncertainty
 from edgeinfer.tools.predictions import Predictor
-
-__all__ = ["MeasuredUncertainty", "fit_logistic", "tune_uncertainty"]
 
 # Tokens of a text that are read, and of one piece of it.
 _MOST, _PIECE = 8192, 1024
@@ -91,11 +89,7 @@ def _entropies(model: Predictor, ids: list[int]) -> tuple[Doubles, Doubles]:  # 
 
 
 def _even_chance(entropies: Doubles, wrong: NDArray[np.bool_]) -> float:  # (S,), (S,)
-    """The entropy at which a logistic regression finds an error as likely as none, both kinds weighing the same.
-
-    Raises:
-        UsageError: there are no errors or nothing else, or errors are no likelier where the model is unsure.
-    """
+    """The entropy at which a logistic regression finds an error as likely as none, both kinds weighing the same."""
     hint = "Give a longer text, of what the model is used for."
     if wrong.all() or not wrong.any():
         raise UsageError(f"The model is {'always' if wrong.any() else 'never'} wrong about this text.", hint)
@@ -107,11 +101,7 @@ def _even_chance(entropies: Doubles, wrong: NDArray[np.bool_]) -> float:  # (S,)
 
 
 def fit_logistic(inputs: Doubles, wrong: NDArray[np.bool_], ridge: float) -> Doubles:  # (S, K), (S,) -> (K,)
-    """Coefficients by which inputs tell the log-odds of what is wrong, right and wrong weighing the same.
-
-    Args:
-        ridge: holds coefficients back, as half of so much times the sum of their squares would.
-    """
+    """Coefficients by which inputs tell the log-odds of what is wrong, right and wrong weighing the same."""
     weights = np.where(wrong, 0.5 / wrong.sum(), 0.5 / (~wrong).sum())
     chosen = np.zeros(inputs.shape[1])
     for _ in range(_STEPS):

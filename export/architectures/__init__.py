@@ -35,14 +35,11 @@ from edgeinfer.export.architectures.near_llama import (
     SMOLLM3,
 )
 from edgeinfer.export.architectures.olmo import EXAONE4, OLMO2, OLMO3
-from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.architectures.shared_mixtures import AFMOE, DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 
 _DENSE = (
     LLAMA,
@@ -74,11 +71,7 @@ ARCHITECTURES = (*_PLAIN, *_WINDOWED, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *
 
 
 def find_architecture(config: HFConfig) -> Architecture:
-    """Finds the family of a config by its model class; by its model type where no class is named, or the base model's.
-
-    Raises:
-        UnsupportedArchitectureError: there is no builder for it.
-    """
+    """Finds a config's family by its model class, or by its model type if it names no class or the base model's."""
     for family in ARCHITECTURES:
         if config.architecture in family.classes:
             return family

@@ -7,16 +7,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
-from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.bundle.parts import LatentSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
 from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.packed import ternary_packing
-
-__all__ = ["MTP", "NEXT_LAYER", "SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
 
 # Where a module for multi-token prediction may lie: under this name, or as the layer behind the last.
 MTP, NEXT_LAYER = "mtp", "next layer"
@@ -144,11 +142,7 @@ class Architecture:
         return self
 
     def tensors(self, config: HFConfig, spec: DecoderSpec, stored: Collection[str] = ()) -> tuple[TensorPlan, ...]:
-        """Every tensor of the bundle in the order it is written.
-
-        Args:
-            stored: names of the checkpoint's tensors, which tell how it stores experts.
-        """
+        """Every tensor of the bundle in the order it is written."""
         names = self.naming
         hidden, vocab = spec.hidden_size, spec.vocab_size
         plans = [plan("embed", (names.embed, (vocab, hidden))), *_model_plans(spec, names)]
@@ -317,12 +311,7 @@ def common_spec(
     norm_eps: str = "rms_norm_eps",
     **parts: Any,
 ) -> DecoderSpec:
-    """Reads the config fields that all families share.
-
-    Args:
-        norm_eps: the field's name in the config.
-        parts: further fields of DecoderSpec; some stand for what the config says of them.
-    """
+    """Reads the config fields that all families share."""
     heads = config.integer("num_attention_heads")
     if "head_dim" not in parts:
         parts["head_dim"] = config.head_dim()
@@ -347,11 +336,7 @@ def common_spec(
 
 
 def _model_streams(spec: DecoderSpec, root: str) -> Iterator[TensorPlan]:
-    """The matrices by which embeddings enter the streams and hidden states leave them, where there are streams.
-
-    Args:
-        root: of the checkpoint's names: the model's module and a dot.
-    """
+    """The matrices by which embeddings enter the streams and hidden states leave them, where there are streams."""
     if spec.streams is None:
         return
     shape = (spec.hidden_size, spec.hidden_size)
@@ -361,11 +346,7 @@ def _model_streams(spec: DecoderSpec, root: str) -> Iterator[TensorPlan]:
 
 
 def _layer_streams(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
-    """What predicts and corrects the streams in a layer, and what augments its residual.
-
-    Args:
-        root: of the checkpoint's names: the layer's module and a dot.
-    """
+    """What predicts and corrects the streams in a layer, and what augments its residual."""
     if spec.streams is None:
         return
     hidden, count, rank = spec.hidden_size, spec.streams.count, spec.streams.laurel_rank

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming
 from edgeinfer.export.architectures.layer_norm import read_cohere2, refine_cohere
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, dense_layers
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["COHERE2_MOE"]
 
 _AVERAGE = "average"
 

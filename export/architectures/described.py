@@ -17,15 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import PORTABLE, DecoderSpec, Layout, MoESpec, RopeSpec
-from edgeinfer.bundle.spec import later_fields
+from edgeinfer.bundle.layouts import PORTABLE, Layout
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec, later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures import Architecture, HeadPadding, Source, TensorPlan
+from edgeinfer.export.architectures.base import Architecture
+from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 from edgeinfer.export.source.packed import PACKINGS, require_fp8_blocks
-
-__all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec", "require_graphs", "require_plain"]
 
 # What the kernel's heads are a multiple of.
 _MULTIPLE = 8
@@ -49,11 +50,7 @@ class Described:
 
 
 def describe(spec: DecoderSpec, hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> Described:
-    """Plans the tensors of a decoder that `read_spec` read, and checks that these, and no others, are there.
-
-    Raises:
-        CheckpointError: a tensor is missing, unused or of another shape.
-    """
+    """Plans the tensors of a decoder that `read_spec` read, and checks that these, and no others, are there."""
     plans = family.tensors(hf_config, spec, checkpoint.names)
     _check_tensors(checkpoint, family.unread(spec.num_layers), plans)
     return Described(spec, plans)
@@ -81,14 +78,7 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
 
 
 def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
-    """Refuses a decoder with a part that a bundle's graphs would leave out.
-
-    Args:
-        layout: of the weights that is asked for.
-
-    Raises:
-        UnsupportedArchitectureError: it has one.
-    """
+    """Refuses a decoder with a part that a bundle's graphs would leave out."""
     if spec.native_only and layout == PORTABLE:
         parts = {
             "recurrent layers": bool(spec.mixers),
@@ -114,9 +104,6 @@ def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str
     Args:
         what: is written, at the beginning of the message: "Static bundles".
         known: fields that may have such a part nevertheless.
-
-    Raises:
-        UnsupportedArchitectureError: it has one.
     """
     _refuse(spec, lambda name: name not in known, hint, what)
     odd = [f"activation={spec.activation}"] if spec.activation != "silu" and "activation" not in known else []
@@ -162,11 +149,7 @@ def stored_tensors(source: Source) -> Iterator[tuple[str, tuple[int, ...], tuple
 
 
 def pad_heads(described: Described) -> Described:
-    """Pads heads to a width that the kernel supports, and the tensors concerned with them.
-
-    Raises:
-        UnsupportedArchitectureError: heads cannot be padded, because they are normalised or packed in the checkpoint.
-    """
+    """Pads heads to a width that the kernel supports, and the tensors concerned with them."""
     spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
     full = spec.full_heads is None or spec.full_heads.head_dim % _MULTIPLE == 0

@@ -6,12 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "VAULT_GEMMA"]
 
 # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
 _GEMMA2_PATTERN, _GEMMA3_PATTERN = 2, 6

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.bundle.parts import StreamsSpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import SEEING_ROOTS, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.gemma4 import (
@@ -14,8 +15,6 @@ from edgeinfer.export.architectures.gemma4 import (
 )
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["GEMMA3N"]
 
 # Where config.json does not say: layers of which the last sees everything, and how many of those first are sparse, and
 # how much, in models that have more.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.parts import HeadsSpec, PerLayerSpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["GEMMA4", "HEARING_IGNORABLE", "SHARED_IGNORABLE", "refine_gemma4", "shared_fields"]
 
 # Of models that hear as well: their other tensors; and keys and values of layers that read those of others.
 HEARING_IGNORABLE = (*SEEING_IGNORABLE, "*audio_tower.*", "*embed_vision.*", "*embed_audio.*")
@@ -46,11 +46,7 @@ def _per_layer(config: HFConfig) -> PerLayerSpec | None:
 
 
 def shared_fields(config: HFConfig, slides: list[bool]) -> dict[str, Any]:
-    """What Gemma 3n and Gemma 4 have alike.
-
-    Args:
-        slides: of each layer, whether it sees a window alone.
-    """
+    """What Gemma 3n and Gemma 4 have alike."""
     capped = config.get("final_logit_softcapping") is not None
     return {
         "activation": config.activation("hidden_activation"),

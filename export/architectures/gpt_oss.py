@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["GPT_OSS"]
 
 # The constants of its activation, which transformers reads of the config and the kernel has of its own.
 _ALPHA, _LIMIT = 1.702, 7.0

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE_NAMES, read_granite_moe, refine_granite_moe
 from edgeinfer.export.architectures.near_llama import read_granite, refine_granite
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["GRANITE_MOE_SWA", "GRANITE_SWA"]
 
 _PATTERN = 4  # layers of which the first sees everything, where config.json does not say
 _WINDOW = 128  # likewise

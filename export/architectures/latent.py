@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
-from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import LatentSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid, dense_layers
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig, yarn_scale
-
-__all__ = ["DEEPSEEK2", "DEEPSEEK3", "GLM4_MOE_LITE", "MISTRAL4", "YOUTU", "latent_spec"]
 
 _SHARE = "partial_rotary_factor"
 
@@ -23,9 +22,7 @@ def latent_spec(
     """A decoder with latent attention.
 
     Args:
-        interleaved: neighbouring channels are rotated as pairs.
         value_size: of a head, where config.json does not say.
-        parts: further fields of DecoderSpec.
     """
     plain, rotary = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     latent = LatentSpec(

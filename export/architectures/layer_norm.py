@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["COHERE", "COHERE2", "NEMOTRON", "PHI", "STABLELM", "STARCODER2", "read_cohere2", "refine_cohere"]
 
 # Every fourth layer of Cohere 2 sees everything, and does not rotate.
 _COHERE2_PATTERN = 4

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["LFM2", "LFM2_MOE", "LFM3"]
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "sliding_attention": "attention", "conv": "conv"}
 _THETA = 1e6  # where config.json does not say

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["LLAMA", "MISTRAL", "PHI3"]
 
 
 def _read_llama(config: HFConfig, tied: bool) -> DecoderSpec:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.recurrence import Mamba2Spec, Mixer
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
@@ -16,8 +18,6 @@ from edgeinfer.export.architectures.mixtures import GRANITE_MOE
 from edgeinfer.export.architectures.near_llama import refine_granite
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["ANY_STEP", "BAMBA", "FALCON_H1", "GRANITE_HYBRID", "MAMBA2", "NEMOTRON_H"]
 
 _HINT = "Check that config.json is complete and belongs to this model."
 # Transformers' names of layers, of today and of version 4.
@@ -57,11 +57,7 @@ def _require_silu(config: HFConfig, field: str) -> None:
 
 
 def _scan(config: HFConfig, inner: int, **parts: Any) -> Mamba2Spec:
-    """The recurrence of families that name its fields as Bamba does.
-
-    Args:
-        inner: width of all its heads.
-    """
+    """The recurrence of families that name its fields as Bamba does."""
     _require_silu(config, "hidden_act")
     heads, given = config.integer("mamba_n_heads"), config.get("mamba_d_head")
     size = inner // heads if given in (None, "auto") else config.integer("mamba_d_head")

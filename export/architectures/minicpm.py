@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.latent import latent_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["BLOCK_FFN", "MINICPM3"]
 
 # What a configuration must say; the first is what transformers' code of the family takes where it is silent.
 _KNOWN: dict[str, tuple[object, ...]] = {

@@ -6,12 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle import MoESpec
 from edgeinfer.bundle.experts import expert_biases, expert_tensor
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.export.architectures.plans import Shape, Source, TensorPlan, plan
 from edgeinfer.export.source.packed import MXFP4, mxfp4_tensors
-
-__all__ = ["MixtureNaming", "mixture_plans"]
 
 # Of experts beside an MLP.
 _BESIDE_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
@@ -63,13 +61,7 @@ class MixtureNaming:
 def mixture_plans(
     names: MixtureNaming, moe: MoESpec, hidden: int, layer: int, root: str, stored: Collection[str]
 ) -> list[TensorPlan]:
-    """Plans the tensors of a mixture in the order they are written.
-
-    Args:
-        hidden: hidden size of the model.
-        root: what precedes the names in the checkpoint.
-        stored: names of the checkpoint's tensors.
-    """
+    """Plans the tensors of a mixture in the order they are written."""
     prefix, experts = f"layers.{layer}.mlp", moe.experts
     plans = [plan(f"{prefix}.router", (root + names.router, (experts, hidden)))]
     if moe.router_bias:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = ["GRANITE_MOE", "GRANITE_MOE_NAMES", "MIXTRAL", "OLMOE", "PHIMOE", "read_granite_moe", "refine_granite_moe"]
-
 
 # Experts of a token that Phi-3.5-MoE's router chooses.
 _MIXED = 2

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = [
-    "APERTUS",
-    "ARCEE",
-    "BITNET",
-    "ERNIE4_5",
-    "GLM",
-    "GLM4",
-    "GRANITE",
-    "HELIUM",
-    "HUNYUAN",
-    "MINISTRAL",
-    "MINISTRAL3",
-    "SEED_OSS",
-    "SMOLLM3",
-    "read_granite",
-    "refine_granite",
-]
 
 # Every fourth layer of SmolLM3 does not rotate.
 _SMOLLM3_INTERVAL = 4

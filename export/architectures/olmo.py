@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.base import Architecture, common_spec
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["EXAONE4", "OLMO2", "OLMO3"]
 
 # Every fourth layer of OLMo 3 sees everything.
 _PATTERN = 4

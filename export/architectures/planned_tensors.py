@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.codecs import Rows
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.architectures.described import pad_values
+from edgeinfer.export.architectures.plans import Source, TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.packed import PACKINGS, PackedSource
-from edgeinfer.quant import QuantScheme
-
-__all__ = ["PlannedRows", "PlannedTensors"]
+from edgeinfer.quant.policy import QuantScheme
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -41,11 +39,7 @@ class PlannedRows:
         self._factors: list[Floats] = []
 
     def __call__(self, start: int, stop: int) -> Floats:
-        """Rows start..stop-1.
-
-        Raises:
-            CheckpointError: the file ended early, or a value is not finite.
-        """
+        """Rows start..stop-1."""
         parts, offset = [], 0
         for source in self._sources:
             count = source.padded_shape[0]

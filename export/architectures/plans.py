@@ -12,8 +12,6 @@ from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.quant.policy import QuantScheme
 
-__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "adaptable_modules", "plan"]
-
 Shape = tuple[int, ...]
 
 _WEIGHT = ".weight"

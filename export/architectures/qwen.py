@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.base import Architecture, common_spec
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE"]
 
 _ROOTS = (("model.", ""), ("model.language_model.", ""))
 _IGNORABLE = ("*.rotary_emb.inv_freq", "*visual.*")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.recurrence import DeltaSpec, Mixer
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import MTP, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.plans import Source, TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT"]
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
 # Where config.json does not say: every fourth layer attends, and rotates a quarter of each head.

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.plans import TensorPlan, plan
-
-__all__ = ["recurrent_tensors"]
 
 
 def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
-    """Those of a layer that has a recurrence in the place of attention, or beside it; of others none.
-
-    Args:
-        root: of the checkpoint's names: the layer's module of the recurrence and a dot.
-    """
+    """Those of a layer that has a recurrence in the place of attention, or beside it; of others none."""
     prefix = f"layers.{layer}.mixer"
     if spec.mixer(layer) == "conv":
         yield from _conv_tensors(spec, prefix, root)

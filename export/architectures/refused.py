@@ -5,8 +5,6 @@ from __future__ import annotations
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["ASSISTANTS", "REFUSED", "refusal"]
-
 _RUN_GGUF = "Run a GGUF of it, as llama.cpp has such models: -m OWNER/NAME:Q4_K_M"
 _OTHERS = "Choose another model, such as those of: edgeinfer models --catalog"
 # Drafters that no export can take with a model, by transformers' `model_type`.

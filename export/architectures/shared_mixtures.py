@@ -6,24 +6,13 @@ import dataclasses
 import math
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-
-__all__ = [
-    "AFMOE",
-    "DOTS1",
-    "ERNIE4_5_MOE",
-    "FLEX_OLMO",
-    "GLM4_MOE",
-    "HUNYUAN_MOE",
-    "SHARED_EXPERTS",
-    "by_sigmoid",
-    "dense_layers",
-]
 
 SHARED_EXPERTS = MixtureNaming(
     shared_gate_up=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),

@@ -6,8 +6,10 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from edgeinfer.bundle import NATIVE, Bundle, seal, write_bundle
+from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.nesting import NESTED
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export.drafters.opening import open_drafter
 from edgeinfer.export.drafters.writing import ModuleTarget, write_module
@@ -16,17 +18,11 @@ from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.results import Progress
 
-__all__ = ["attach_drafter", "require_attachable"]
-
 _SMALL = ("tokenizer.json", "special_tokens.json", "chat_template.jinja", "generation_config.json")
 
 
 def require_attachable(bundle: Bundle) -> None:
-    """Refuses bundles whose graphs cannot give the states that a module reads.
-
-    Raises:
-        UsageError: it is one of them.
-    """
+    """Refuses bundles whose graphs cannot give the states that a module reads."""
     manifest = bundle.manifest
     if manifest.module is not None:
         raise UsageError(f"{bundle.path} is itself a drafter.", "Give the model that it drafts for.")
@@ -41,14 +37,7 @@ def attach_drafter(
     """Writes a copy of a bundle with a draft module in it, in the place of any drafter that it had, and returns `out`.
 
     Args:
-        drafter: the module's checkpoint.
         config: the bits of the module.
-
-    Raises:
-        CheckpointError: the module is damaged, or for another model.
-        UsageError: the bundle is of another kind, or the module has copies of tensors of the model's checkpoint.
-        BundleError: the bundle is damaged.
-        StorageError: `out` exists, or cannot be written.
     """
     require_attachable(bundle)
     manifest, spec = bundle.manifest, bundle.manifest.decoder

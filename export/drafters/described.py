@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.draft_tokens import draft_tokens_fault
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, CheckpointError
-from edgeinfer.export.architectures import Architecture, Source, TensorPlan
-from edgeinfer.export.architectures.plans import plan
+from edgeinfer.export.architectures.base import Architecture
+from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["DescribedModule", "ModuleSource", "drafted_by", "joined_plans", "module_spec", "own_plans"]
 
 _AGAIN = "Download the drafter again, or choose another one."
 _ANOTHER = "It was made for another model: choose a drafter of this one, or leave --drafter out."
@@ -39,11 +37,7 @@ class ModuleSource:
     embed_scale: float = 1.0
 
     def require_same(self, name: str, own: int, targets: int) -> None:
-        """Refuses a module that is of another size than its target.
-
-        Raises:
-            CheckpointError: it is.
-        """
+        """Refuses a module that is of another size than its target."""
         if own != targets:
             message = f"The drafter {self.checkpoint.folder} has a {name} of {own}, the model one of {targets}."
             raise CheckpointError(message, _ANOTHER)
@@ -69,14 +63,7 @@ class DescribedModule:
 
 
 def module_spec(source: ModuleSource, family: Architecture, *, tied: bool) -> DecoderSpec:
-    """The decoder that a module's config.json describes, over its target's vocabulary and for as long texts.
-
-    Args:
-        tied: embedding and head are one, the target's.
-
-    Raises:
-        CheckpointError: it describes none, or one of another size than the target.
-    """
+    """The decoder that a module's config.json describes, over its target's vocabulary and for as long texts."""
     config, target = source.config, source.target
     source.require_same("hidden size", config.integer("hidden_size"), target.hidden_size)
     source.require_same("vocabulary", config.integer("vocab_size"), target.vocab_size)
@@ -95,7 +82,6 @@ def own_plans(
 
     Args:
         left_out: those that it has not.
-        width: of what enters the first layer's attention.
     """
     plans = family.tensors(source.config, spec, source.checkpoint.names)
     kept = [each for each in plans if each.name not in left_out]
@@ -116,14 +102,7 @@ def joined_plans(source: ModuleSource, shape: tuple[int, int]) -> list[TensorPla
 
 
 def drafted_by(source: ModuleSource, drafted: int) -> NDArray[np.int64] | None:  # (Vd,)
-    """The target's token that each of a module's is, by the maps d2t and t2d; None where they are the same.
-
-    Args:
-        drafted: tokens of its head.
-
-    Raises:
-        CheckpointError: the maps are damaged, or there are none where they are needed.
-    """
+    """The target's token that each of a module's is, by the maps d2t and t2d; None where they are the same."""
     folder, names = source.checkpoint.folder, source.checkpoint
     if "d2t" not in names:
         source.require_same("vocabulary of drafts", drafted, source.target.vocab_size)

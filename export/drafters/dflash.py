@@ -19,8 +19,6 @@ from edgeinfer.export.architectures.qwen import QWEN3
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["describe_dflash", "is_dflash", "spread_layers"]
-
 _OWN = "dflash_config"
 _AGAIN = "Download the drafter again, or choose another one."
 _MADE_FOR = "Choose a drafter that was made for this model."
@@ -34,23 +32,14 @@ def is_dflash(config: HFConfig) -> bool:
 
 
 def spread_layers(layers: int, count: int) -> list[int]:
-    """The layers of a target whose states are read where config.json names none: z-lab/dflash, dflash/model.py.
-
-    Args:
-        layers: of the target.
-        count: of the drafter.
-    """
+    """The layers of a target whose states are read where config.json names none: z-lab/dflash, dflash/model.py."""
     if count == 1:
         return [layers // 2]
     return [round(1 + place * (layers - 4) / (count - 1)) for place in range(count)]
 
 
 def describe_dflash(source: ModuleSource) -> DescribedModule:
-    """Reads a DFlash drafter.
-
-    Raises:
-        CheckpointError: it is damaged, is for a model of other sizes, or has the convolutions of DFlash 2.
-    """
+    """Reads a DFlash drafter."""
     if _own(source, "conv_kernel_size") is not None:
         message = f"The drafter {source.checkpoint.folder} is one of DFlash 2, which is not supported."
         raise CheckpointError(message, "Choose one of DFlash, whose config.json has no conv_kernel_size.")

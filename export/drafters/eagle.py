@@ -26,19 +26,13 @@ from edgeinfer.export.drafters.described import (
 )
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["describe_eagle"]
-
 _LAYERS = ("midlayer.", "layers.0.", "model.layers.0.")
 # Of which layers EAGLE-3 reads the entering states where config.json does not say: eagle/model/modeling_llama_kv.py.
 _FIRST_TAP, _LAST_TAP = 2, 3
 
 
 def describe_eagle(source: ModuleSource) -> DescribedModule:
-    """Reads an EAGLE head.
-
-    Raises:
-        CheckpointError: it is none, is damaged, or is for a model of other sizes.
-    """
+    """Reads an EAGLE head."""
     nested = source.config.get("transformer_layer_config")
     if isinstance(nested, dict):
         source = dataclasses.replace(source, config=HFConfig(source.config.values | nested))

@@ -19,8 +19,6 @@ from edgeinfer.export.architectures.plans import TensorPlan, plan
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, drafted_by, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["describe_hydra", "is_hydra"]
-
 _OWN = "hydra_config"
 # `norm` stands behind the layer, and no norm before the head.
 _NAMING = Naming(embed="embed_tokens.weight", final_norm="norm.weight", head="lm_head.weight", layer="layers.{layer}.")
@@ -32,11 +30,7 @@ def is_hydra(config: HFConfig) -> bool:
 
 
 def describe_hydra(source: ModuleSource) -> DescribedModule:
-    """Reads a Hydra++ module.
-
-    Raises:
-        CheckpointError: it is damaged, or is for a model of other sizes.
-    """
+    """Reads a Hydra++ module."""
     family = dataclasses.replace(LLAMA, naming=_NAMING)
     spec = module_spec(source, family, tied=False)
     heads, layers = _number(source, "num_heads", MOST_DRAFT_HEADS), _number(source, "num_layers", MOST_HEAD_LAYERS)

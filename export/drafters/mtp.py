@@ -20,14 +20,11 @@ from typing import Any
 
 from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures import Architecture
-from edgeinfer.export.architectures.base import MTP, NEXT_LAYER
+from edgeinfer.export.architectures.base import MTP, NEXT_LAYER, Architecture
 from edgeinfer.export.architectures.described import stored_tensors
 from edgeinfer.export.architectures.plans import TensorPlan, plan
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["describe_mtp"]
 
 
 @dataclass(frozen=True)
@@ -73,15 +70,7 @@ _LAYOUTS = {
 
 
 def describe_mtp(source: ModuleSource, family: Architecture) -> DescribedModule | None:
-    """Reads the module in a target's own checkpoint; None where it has none.
-
-    Args:
-        source: the target's checkpoint.
-        family: of the target, by the names that its tensors have.
-
-    Raises:
-        CheckpointError: tensors of it are missing or of other shapes, or it has several layers.
-    """
+    """Reads the module in a target's own checkpoint; None where it has none."""
     layout = _LAYOUTS.get(family.predicts)
     root = family.module_root(source.target.num_layers)
     if layout is None or not any(name.startswith(root) for name in source.checkpoint.names):

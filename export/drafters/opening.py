@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.bundle import NATIVE, DecoderSpec
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
-from edgeinfer.export.architectures import Architecture
+from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.refused import ASSISTANTS, refusal
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource
 from edgeinfer.export.drafters.dflash import describe_dflash, is_dflash
@@ -20,9 +21,7 @@ from edgeinfer.export.drafters.mtp import describe_mtp
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
-from edgeinfer.quant import METHODS
-
-__all__ = ["OpenedModule", "open_drafter", "open_module"]
+from edgeinfer.quant.methods import METHODS
 
 _log = logging.getLogger("edgeinfer")
 
@@ -40,14 +39,8 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
     """The module for a target, its checkpoint open; None where there is none.
 
     Args:
-        family: of the target, by the names that its tensors have.
         own: the target's checkpoint. A module that it ships with is left out with a warning where it is incomplete or
             would share a head that the method changes.
-
-    Raises:
-        UnsupportedArchitectureError: a target of this kind has no states that a module can read.
-        CheckpointError: the module that is asked for is damaged, or is for another model.
-        UsageError: the method changes the head that the module that is asked for shares.
     """
     if config.drafter is None:
         yield _shipped(config, family, own)
@@ -64,15 +57,7 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
 
 @contextmanager
 def open_drafter(folder: Path, target: DecoderSpec, embed_scale: float = 1.0) -> Iterator[OpenedModule]:
-    """A module in a checkpoint of its own.
-
-    Args:
-        target, embed_scale: as ModuleSource.
-
-    Raises:
-        CheckpointError: it is damaged, or for another model.
-        UnsupportedArchitectureError: it is no module, but reads the target's cache.
-    """
+    """A module in a checkpoint of its own."""
     config = read_config(folder)
     if config.model_type in ASSISTANTS:
         raise refusal(config)

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgeinfer.bundle import NATIVE, WEIGHTS, Capabilities, Manifest, seal
 from edgeinfer.bundle.draft_tokens import DRAFT_TOKENS, encode_draft_tokens
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
-from edgeinfer.bundle.manifest import capabilities_in
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, WEIGHTS, model_name, weights_name
+from edgeinfer.bundle.manifest import Capabilities, Manifest, capabilities_in
 from edgeinfer.bundle.nesting import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
+from edgeinfer.bundle.writing import seal
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
 from edgeinfer.export.drafters.opening import OpenedModule
@@ -26,8 +26,6 @@ from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.results import Progress
-
-__all__ = ["ModuleTarget", "write_module"]
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,7 @@ def write_module(
     config: ExportConfig,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the bundle of a module into the folder of its target's.
-
-    Args:
-        config: resolved for the target.
-
-    Raises:
-        CheckpointError: a tensor is missing, of another shape, or holds a value that is not finite.
-    """
+    """Writes the bundle of a module into the folder of its target's."""
     described, checkpoint = opened.described, opened.checkpoint
     module = described.module
     padded = pad_heads(Described(described.spec, described.plans))

@@ -32,8 +32,6 @@ from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import share_of, spread_rows
 from edgeinfer.results import Progress
 
-__all__ = ["RowQuantizer", "TypePlan", "check_budget", "choose_types", "file_kind", "tensor_bytes"]
-
 Floats = NDArray[np.float32]
 
 Ints = NDArray[np.int64]
@@ -68,7 +66,6 @@ class RowQuantizer:
         """The rows as a type of tensors holds them; whole blocks of it.
 
         Args:
-            kind: none that needs importance data.
             importance: of columns, (K,).
         """
         into = ggml_type(kind)
@@ -131,16 +128,8 @@ def choose_types(
     """Chooses the types within a budget that are predicted to cost the least quality; probes the model once.
 
     Args:
-        reader: of the weights as they compute.
         texts: token ids that probes read; texts do not see each other.
-        tensors: of the file.
         budget: bytes of all tensors, with the padding between them.
-        importance: that the file will be quantized with.
-        given: types of some tensors, which hold in any case.
-
-    Raises:
-        BudgetError: not even the smallest types fit.
-        UsageError: activations are not finite.
     """
     # An impossible budget is refused before the model is probed, which takes a while.
     check_budget(tensors, budget, given)

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures import TensorPlan
-from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.export.architectures.plans import Shape, TensorPlan
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["ONNX_HINT", "Floats", "GgufArchitecture", "GgufForm", "Tensor", "every"]
 
 Floats = NDArray[np.float32]
 # Reads one of the file's tensors by our name.
@@ -121,11 +118,7 @@ class GgufArchitecture:
         return ("activation", *borders, *self.parts, *(self.mixture.known if self.mixture else ()))
 
     def check(self, config: HFConfig, spec: DecoderSpec) -> None:
-        """Refuses what would give another model, or end the process, in llama.cpp.
-
-        Raises:
-            UnsupportedArchitectureError: its graph cannot express the decoder.
-        """
+        """Refuses what would give another model, or end the process, in llama.cpp."""
         mixed = self.mixture.missing(spec) if self.mixture else ()
         further = self.lacks(config, spec) if self.lacks else ()
         for what in (*self._missing(spec), *self._missing_by_layer(spec), *mixed, *further):

@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
-from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, Tensor
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.gguf.shared_mixtures import COHERE
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["DENSE", "GRANITE"]
 
 _EVERY_ROPE = ("default", "linear", "llama3", "longrope")
 GRANITE = (

@@ -7,14 +7,11 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
-from edgeinfer.export.architectures import TensorPlan
-from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.export.architectures.plans import Shape, TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["GEMMAS"]
 
 # What llama.cpp's Gemma 3n has and no key gives (src/llama-hparams.h, src/models/gemma3n.cpp): sizes, layers before
 # those that share caches, sparse layers at the beginning and how sparse, and where logits are capped.

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.recurrence import DeltaSpec
-from edgeinfer.export.architectures import Source, TensorPlan
-from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.export.architectures.plans import Shape, Source, TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
 from edgeinfer.export.gguf.mamba import decayed
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["HYBRID"]
 
 # Of pairs of a head, those that turn by time, height and width: transformers' configuration of Qwen3.5.
 _SECTIONS = (11, 11, 10)
@@ -101,7 +98,6 @@ def _by_turns(delta: DeltaSpec, size: int, before: int = 0) -> tuple[tuple[int, 
     """Rows of heads of values as llama.cpp orders them: the first of every key head, then the second of every one.
 
     Args:
-        size: rows of a head.
         before: rows that stay where they are.
     """
     each = delta.value_heads // delta.key_heads

@@ -16,8 +16,6 @@ from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibra
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
-__all__ = ["Importance", "gather_importance"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # By names of tensors: (K,), or of experts (E * K,), one expert after the other.
@@ -41,12 +39,7 @@ def gather_importance(
     the same.
 
     Args:
-        reader: of the weights as they compute, with a family's multipliers in them.
         texts: token ids; texts do not see each other.
-        tensors: of the file.
-
-    Raises:
-        UsageError: there is no text, a token is not of the vocabulary, or activations are not finite.
     """
     gathered = _Gathered(spec, reader, progress)
     options = CalibrationOptions(streams="float", hessian=False, weigh_experts=False)

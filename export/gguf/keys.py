@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
-from edgeinfer.bundle.spec import RopeSpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.gguf.architectures import GgufArchitecture, Tensor, every
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["FILE_TYPES", "add_decoder", "context_length"]
 
 # llama.cpp's numbers of whole files' types, LLAMA_FTYPE_*.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
@@ -29,13 +27,7 @@ def context_length(spec: DecoderSpec, arch: GgufArchitecture) -> int:
 def add_decoder(
     writer: Any, config: HFConfig, spec: DecoderSpec, arch: GgufArchitecture, name: str, kind: str, tensor: Tensor
 ) -> None:
-    """Adds the keys of the model.
-
-    Args:
-        writer: of the gguf package.
-        kind: a key of FILE_TYPES.
-        tensor: reads one of the file's tensors by our name.
-    """
+    """Adds the keys of the model."""
     writer.add_type("model")
     writer.add_name(name)
     writer.add_file_type(FILE_TYPES[kind])

@@ -7,15 +7,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
-from edgeinfer.bundle.spec import LatentSpec
-from edgeinfer.export.architectures import Source, TensorPlan
-from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.bundle.parts import LatentSpec
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.export.architectures.plans import Shape, Source, TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["LATENT"]
 
 # What llama.cpp's graph of MiniCPM3 multiplies by: of embeddings, of results, and the width that the head was made for.
 _MINICPM3 = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}

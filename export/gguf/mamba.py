@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.recurrence import Mamba2Spec
-from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.mamba import ANY_STEP
-from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.export.architectures.plans import Shape, TensorPlan
 from edgeinfer.export.gguf.architectures import Floats, GgufArchitecture, GgufForm, Tensor
 from edgeinfer.export.gguf.dense import DENSE, GRANITE
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["MAMBA", "decayed"]
 
 _TENSORS = {
     "mixer.in": ("ssm_in.weight",),

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
-
-__all__ = ["GgufMixture"]
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 
 # llama.cpp's own limit, at which it ends the process.
 _MOST_EXPERTS = 1024

@@ -6,9 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix
-from edgeinfer.quant import QuantScheme
-
-__all__ = ["MXFP4_BITS", "MXFP4_SCHEME", "mxfp4_blocks"]
+from edgeinfer.quant.policy import QuantScheme
 
 MXFP4_BITS = 4
 MXFP4_SCHEME = QuantScheme(MXFP4_BITS, 32, symmetric=True, e2m1=True)

@@ -11,15 +11,9 @@ from typing import Any
 from edgeinfer.bundle.gguf.pre_tokenizers import PRE_TOKENIZERS
 from edgeinfer.errors import CheckpointError
 
-__all__ = ["byte_level_steps", "flattened", "pre_tokenizer_name"]
-
 
 def flattened(step: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences taken apart.
-
-    Args:
-        inner: what a sequence calls its steps.
-    """
+    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
     if step is None:
         return
     if step.get("type") == "Sequence":
@@ -39,12 +33,7 @@ def pre_tokenizer_name(steps: list[dict[str, Any]], ignore_merges: bool, *, merg
     """llama.cpp's name of the steps.
 
     Args:
-        steps: as `byte_level_steps` gives them.
-        ignore_merges: words of the vocabulary are taken whole.
         merges_matter: False where that changes nothing, because merges lead to every word.
-
-    Raises:
-        CheckpointError: llama.cpp has none.
     """
     signature = tuple(word for step in steps for word in _signature(step))
     found = PRE_TOKENIZERS.get((signature, ignore_merges))

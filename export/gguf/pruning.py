@@ -18,8 +18,6 @@ from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.results import Progress
 
-__all__ = ["check_layers", "check_prunable", "choose_layers", "prune_tokens", "renumbered"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -41,11 +39,7 @@ _HINT = "Layers are numbered from 0, as edgeinfer inspect --tensors shows them i
 
 
 def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
-    """Refuses to leave out layers that are missing, all layers, or those of a model that cannot run without them.
-
-    Raises:
-        UsageError: these layers cannot be left out.
-    """
+    """Refuses to leave out layers that are missing, all layers, or those of a model that cannot run without them."""
     if not layers:
         return
     architecture = file.metadata.text("general.architecture", "")
@@ -58,11 +52,7 @@ def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
 
 
 def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
-    """Refuses layers that cannot be left out of so many; as `check_prunable`, before there is a file.
-
-    Args:
-        architecture: by llama.cpp's name.
-    """
+    """Refuses layers that cannot be left out of so many; as `check_prunable`, before there is a file."""
     if architecture not in _UNIFORM:
         message = f"Layers of {architecture or 'an unnamed architecture'} are not all alike, so none can be left out."
         raise UsageError(message, "Draft with another small model that has the same tokenizer.")
@@ -96,12 +86,7 @@ def choose_layers(
     even distances (docs/LOG.md).
 
     Args:
-        reader: of the weights as they compute.
         texts: token ids; texts do not see each other.
-        count: of layers to leave out.
-
-    Raises:
-        UsageError: as many layers are not there, or activations are not finite.
     """
     if not 0 < count < spec.num_layers:
         hint = f"Leave out 1 to {spec.num_layers - 1}."

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.bundle.gguf.header import GgufTensor
 from edgeinfer.bundle.gguf.library import listening, llama_library
-from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
+from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
@@ -33,8 +34,6 @@ from edgeinfer.export.options.file_types import (
     needs_importance,
 )
 from edgeinfer.results import Progress
-
-__all__ = ["quantize_gguf"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -67,17 +66,8 @@ def quantize_gguf(
     Args:
         kind: of FILE_TYPES, or "COPY", which keeps every tensor's type.
         importance: mean squared input of every column, by names of tensors: (K,), or (E * K,) of experts.
-        tensor_types: types of single tensors, by names of tensors; they hold over what `kind` would make of them.
-        prune_layers: layers to leave out; the others move up.
-        requantize: take a source whose tensors are quantized, which loses more than one of floats would.
         threads: at a time; None for as many as there are processors that this process may use.
         progress: called with a tensor's name, how many tensors are done and how many there are.
-
-    Raises:
-        UsageError: llama-cpp-python is not installed, or what is asked for is not possible.
-        BundleError: the source is damaged.
-        StorageError: the target cannot be written.
-        BackendError: llama.cpp refuses.
     """
     file_type = COPY if kind.upper() == COPY.name else find_file_type(kind)
     file = read_gguf(source)

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import seal, write_bundle
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import GGUF_MODEL
+from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.allocation import TypePlan, check_budget, choose_types, file_kind
@@ -44,8 +44,6 @@ from edgeinfer.quant.plan import match_patterns
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts
 from edgeinfer.results import Progress
-
-__all__ = ["Shrunk", "check_request", "export_gguf", "shrink"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -78,12 +76,7 @@ class Shrunk:
 
 
 def check_request(checkpoint: Checkpoint, described: GgufSource, config: ExportConfig) -> None:
-    """Refuses what `shrink` would refuse, as far as that is known before anything is written.
-
-    Raises:
-        UsageError: a pattern matches no matrix, or layers cannot be left out.
-        BudgetError: no types fit the size.
-    """
+    """Refuses what `shrink` would refuse, as far as that is known before anything is written."""
     layers = config.prune_layers or tuple(range(config.prune_count))
     if layers:
         check_layers(described.arch.name, described.spec.num_layers, layers)
@@ -106,18 +99,7 @@ def shrink(
     config: ExportConfig,
     progress: Progress | None = None,
 ) -> Shrunk:
-    """Rewrites a float file with the layers and types of a configuration.
-
-    Args:
-        source: the checkpoint as a file of floats.
-        tokenizer: contents of its tokenizer.json.
-
-    Raises:
-        UsageError: what is asked for is not possible with this model, or the calibration text is too short.
-        BudgetError: no types fit the size.
-        StorageError: the target cannot be written.
-        BackendError: llama.cpp refuses.
-    """
+    """Rewrites a float file with the layers and types of a configuration."""
     text = _read_text(config, described, tokenizer)
     texts = None if text is None else text.texts
     model = _Model.of(checkpoint, described)
@@ -249,14 +231,7 @@ def _plan(
 
 
 def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
-    """Exports to a GGUF file in a bundle; as `edgeinfer.export.export_checkpoint` otherwise.
-
-    Raises:
-        UsageError: a package is not installed that the type needs.
-        CheckpointError: files, tensors, configuration or tokenizer of the checkpoint.
-        UnsupportedArchitectureError: llama.cpp cannot express the model.
-        StorageError: `out` exists or cannot be written, or the disk is too full for it.
-    """
+    """Exports to a GGUF file in a bundle; as `edgeinfer.export.export_checkpoint` otherwise."""
     kind = config.gguf_kind
     with Checkpoint(source) as checkpoint:
         described = open_gguf_source(checkpoint)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.gguf.architectures import GgufArchitecture, Tensor
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
-
-__all__ = ["COHERE", "SHARED_MIXTURES"]
 
 COHERE = (("logit_scale", "logit_scale", 0.0625),)
 

@@ -10,15 +10,13 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.spec import RopeSpec
-from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture
 from edgeinfer.export.gguf.mxfp4 import MXFP4_BITS, MXFP4_SCHEME
-
-__all__ = ["PlannedGgufTensor", "TensorRows", "gguf_tensor_names", "gguf_tensors", "interleaved", "rope_tensors"]
 
 Floats = NDArray[np.float32]
 
@@ -116,10 +114,6 @@ def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingPro
     """llama.cpp's names of the tensors that one of ours becomes, in the order of its rows.
 
     All experts of a layer share theirs.
-
-    Args:
-        name: as the manifest's table has it (edgeinfer.bundle.manifest).
-        own: names that the architecture has of its own (GgufArchitecture.tensors).
     """
     if name in _MODEL:
         return own.get(name, (_MODEL[name],))
@@ -220,11 +214,7 @@ def _tensor(
 
 
 def interleaved(rows: Floats, head_dim: int, turned: int) -> Floats:  # (heads x head_dim, ...)
-    """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves.
-
-    Args:
-        turned: rows of each head, the first, that are turned.
-    """
+    """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     first = heads[:, :turned].reshape(len(heads), 2, turned // 2, *rows.shape[1:]).swapaxes(1, 2)
     return np.concatenate([first.reshape(heads[:, :turned].shape), heads[:, turned:]], axis=1).reshape(rows.shape)

@@ -15,8 +15,6 @@ from edgeinfer.errors import BackendError, CheckpointError
 from edgeinfer.export.gguf.architectures import ONNX_HINT
 from edgeinfer.export.gguf.vocabulary import Vocabulary
 
-__all__ = ["ORDINARY", "RARE", "TokenizerCheck", "check_tokenizer", "llama_encoder"]
-
 # What every text is made of; a difference here is a wrong tokenizer.
 ORDINARY = (
     "Once upon a time, there was a little dog named Max. He didn't like the rain!",
@@ -59,17 +57,7 @@ class TokenizerCheck:
 
 
 def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> TokenizerCheck:
-    """Compares the two tokenizers on texts of many kinds, special tokens among them.
-
-    Args:
-        model: the GGUF file.
-        tokenizer: tokenizer.json.
-
-    Raises:
-        CheckpointError: llama.cpp makes other tokens of an ordinary text.
-        BackendError: llama.cpp cannot load the file.
-        UsageError: llama-cpp-python is not installed.
-    """
+    """Compares the two tokenizers on texts of many kinds, special tokens among them."""
     from tokenizers import Tokenizer
 
     expected = Tokenizer.from_buffer(tokenizer)
@@ -91,12 +79,7 @@ def _with_special(special: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def llama_encoder(model: Path) -> Iterator[Any]:
-    """A function from a text to llama.cpp's tokens, with those added before and after it.
-
-    Raises:
-        BackendError: llama.cpp cannot load the file.
-        UsageError: llama-cpp-python is not installed.
-    """
+    """A function from a text to llama.cpp's tokens, with those added before and after it."""
     lib = llama_library()
     params = lib.llama_model_default_params()
     params.vocab_only = True

@@ -21,8 +21,6 @@ from edgeinfer.export.source.checkpoint import parse_object
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
 
-__all__ = ["Vocabulary", "add_vocabulary", "read_vocabulary"]
-
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNDERLINE = "\u2581"  # what stands for a space in SentencePiece's tokens
 # Lower than any merge.
@@ -69,9 +67,6 @@ def read_vocabulary(folder: Path, config: HFConfig, rows: int) -> Vocabulary:
 
     Args:
         rows: of the embedding; what the tokenizer does not name of them are unused tokens.
-
-    Raises:
-        CheckpointError: files are missing or malformed, or llama.cpp has no such tokenizer.
     """
     files = read_sidecar(folder, config).files
     tokenizer = parse_object(files["tokenizer.json"], "tokenizer.json")

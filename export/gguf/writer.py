@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, StorageError, UnsupportedArchitectureError, UsageError
-from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
+from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.described import describe, read_spec, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.gguf.architectures import ONNX_HINT, GgufArchitecture
 from edgeinfer.export.gguf.dense import DENSE
 from edgeinfer.export.gguf.gemma import GEMMAS
@@ -31,24 +33,11 @@ from edgeinfer.export.gguf.latent import LATENT
 from edgeinfer.export.gguf.mamba import MAMBA
 from edgeinfer.export.gguf.mxfp4 import MXFP4_SCHEME, mxfp4_blocks
 from edgeinfer.export.gguf.shared_mixtures import SHARED_MIXTURES
-from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, rope_tensors
+from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensors, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
 from edgeinfer.results import Progress
-
-__all__ = [
-    "GGUF_ARCHITECTURES",
-    "WITHOUT_GGUF",
-    "GgufSource",
-    "Progress",
-    "gguf_package",
-    "gguf_tensor_names",
-    "open_gguf_source",
-    "write_gguf",
-    "write_gguf_source",
-    "written_bytes",
-]
 
 Floats = NDArray[np.float32]
 
@@ -97,12 +86,7 @@ class GgufSource:
 
 
 def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
-    """Finds a checkpoint's architecture in llama.cpp, and checks that every tensor is there.
-
-    Raises:
-        CheckpointError: files, tensors or configuration of the checkpoint.
-        UnsupportedArchitectureError: it has no builder, or llama.cpp cannot express it.
-    """
+    """Finds a checkpoint's architecture in llama.cpp, and checks that every tensor is there."""
     config = read_config(checkpoint.folder)
     refined = find_architecture(config).placed(checkpoint.names)
     family = dataclasses.replace(refined, refine=None)
@@ -115,11 +99,7 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
 
 
 def find_gguf_architecture(family: Architecture, config: HFConfig, spec: DecoderSpec) -> GgufArchitecture:
-    """The architecture of llama.cpp that a family's checkpoint is written as.
-
-    Raises:
-        UnsupportedArchitectureError: there is none, or its graph cannot express this decoder.
-    """
+    """The architecture of llama.cpp that a family's checkpoint is written as."""
     found = GGUF_ARCHITECTURES.get(family.model_types[0])
     if found is None:
         lacking = WITHOUT_GGUF[family.model_types[0]]
@@ -142,14 +122,7 @@ def write_gguf(
 
     Args:
         kind: "F32", "F16", "BF16" or "Q8_0".
-        vocabulary: False leaves the tokenizer out, for files that are fed token ids.
         progress: called with what is being written, how many tensors are done and how many there are.
-
-    Raises:
-        CheckpointError: files, tensors, configuration or tokenizer of the checkpoint.
-        UnsupportedArchitectureError: llama.cpp cannot express it.
-        UsageError: the gguf package is not installed, or `kind` is none of these.
-        StorageError: the file cannot be written.
     """
     if kind not in FILE_TYPES:
         raise UsageError(f"{kind!r} cannot be written directly.", f"Choose one of {', '.join(FILE_TYPES)}.")
@@ -173,7 +146,6 @@ def write_gguf_source(
 
     Args:
         words: the tokenizer; None leaves it out.
-        name: of the model, for people.
     """
     writer = gguf_package().GGUFWriter(target, described.arch.name)
     planned = PlannedTensors(checkpoint, described.plans)
@@ -201,11 +173,7 @@ def _shown_name(name: str, vocabulary: Vocabulary | None) -> str:
 
 
 def gguf_package() -> Any:
-    """The gguf package.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """The gguf package."""
     try:
         return import_module("gguf")
     except ModuleNotFoundError as error:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 
-__all__ = ["add_activation", "add_gated_oai", "add_softcap"]
-
 # Source: transformers' GptOssExperts and XIELUActivation.
 _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
 _XIELU_BETA, _XIELU_EPS = 0.5, -1e-6

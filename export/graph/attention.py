@@ -34,15 +34,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, RopeSpec, TensorEntry
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.parts import LayerHeads
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.parts import LatentSpec, LayerHeads
 from edgeinfer.bundle.recurrence import Mixer
-from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
-
-__all__ = ["ATTENTIONS", "Attention", "Carried", "PagedLayer"]
 
 _PAGES = (io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS)
 _STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS)

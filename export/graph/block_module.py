@@ -11,8 +11,6 @@ from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.decoder import BlockInput
 from edgeinfer.export.graph.draft_module import ModuleGraph
 
-__all__ = ["BlockGraph"]
-
 _GIVEN = "given"
 # Of the text's rows, of which the block's come behind.
 _COUNT = "given.count"

@@ -10,9 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgeinfer.bundle import Blob
-
-__all__ = ["MICROSOFT", "OPSET", "GraphBuilder"]
+from edgeinfer.bundle.manifest import Blob
 
 # Operator set 23 is the first with RMSNormalization; onnx 1.18 brought it together with IR version 11.
 OPSET = 23

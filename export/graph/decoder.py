@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import onnx
 
-from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.layouts import model_name, weights_name
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, Layout, model_name, weights_name
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention
 from edgeinfer.export.graph.builder import GraphBuilder
@@ -25,8 +26,6 @@ from edgeinfer.export.graph.mixture import NO_EXPERTS, Entering, declare_choice,
 from edgeinfer.export.graph.operators import Operators
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
 from edgeinfer.export.graph.streams import Streams
-
-__all__ = ["OPERATORS", "BlockInput", "DecoderGraph", "build_decoder_graph", "decoder_graphs"]
 
 OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
 
@@ -38,14 +37,7 @@ def build_decoder_graph(
     layout: Layout,
     taps: tuple[int, ...] = (),
 ) -> onnx.ModelProto:
-    """Builds the graph of a decoder.
-
-    Args:
-        tensors: the tensor table by canonical name; complete for the spec.
-        weights: name of the file the tensors lie in.
-        layout: of the quantized ones, which decides about attention too.
-        taps: as `Manifest.taps`.
-    """
+    """Builds the graph of a decoder."""
     operators = OPERATORS[layout](spec, tensors)
     attention = ATTENTIONS[layout](spec, tensors, operators)
     return DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention, taps).build()
@@ -54,12 +46,7 @@ def build_decoder_graph(
 def decoder_graphs(
     spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout, taps: tuple[int, ...] = ()
 ) -> dict[str, bytes]:
-    """The graphs of a bundle as files, by their names: one that reads each layout.
-
-    Args:
-        tensors: the table of the stored layout.
-        taps: as `Manifest.taps`.
-    """
+    """The graphs of a bundle as files, by their names: one that reads each layout."""
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
     for layout in (NATIVE,) if spec.native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)

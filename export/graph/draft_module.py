@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgeinfer.bundle import NATIVE, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.attention import ATTENTIONS
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.decoder import OPERATORS, BlockInput, DecoderGraph
-
-__all__ = ["ModuleGraph", "StepGraph", "module_graph"]
 
 
 class ModuleGraph(DecoderGraph):
@@ -37,14 +37,7 @@ def module_graph(
     weights: str,
     elsewhere: Mapping[str, str],
 ) -> bytes:
-    """The native graph of a draft module as a file.
-
-    Args:
-        kind: how it drafts.
-        tensors: the tensor table by canonical name; those that the module shares as the target's bundle lists them.
-        weights: name of the module's weights file.
-        elsewhere: names of the files of shared tensors, by the tensors' names.
-    """
+    """The native graph of a draft module as a file."""
     operators = OPERATORS[NATIVE](spec, tensors)
     attention = ATTENTIONS[NATIVE](spec, tensors, operators)
     graph = kind(spec, GraphBuilder(weights, elsewhere=elsewhere), tensors, operators, attention)

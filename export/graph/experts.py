@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle import Blob, MoESpec, TensorEntry
 from edgeinfer.bundle.experts import expert_biases, expert_tensor
+from edgeinfer.bundle.manifest import Blob, TensorEntry
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.export.graph.activations import add_activation
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
-
-__all__ = ["Experts", "Mixing", "Routing", "float_experts", "quantized_experts"]
 
 # Activations of QMoE are quantized to int8 per block, as those of MatMulNBits.
 _INT8_ACTIVATIONS = 4

@@ -14,8 +14,6 @@ from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.draft_module import ModuleGraph
 
-__all__ = ["HeadsGraph"]
-
 _PREFIX, _TOKENS, _COUNT = "prefix", "tokens", "tokens.count"
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.parts import PerLayerSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.operators import Operators
-
-__all__ = ["LayerEnds"]
 
 
 class LayerEnds:

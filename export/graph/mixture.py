@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.experts import Experts, Mixing, Routing
 from edgeinfer.export.graph.operators import Operators
-
-__all__ = ["NO_EXPERTS", "Entering", "declare_choice", "mixture", "runs_few", "runs_many"]
 
 # Ids of a layer without experts, made once for all.
 NO_EXPERTS = "no_experts"
@@ -36,11 +35,7 @@ def runs_many(layer: int, part: int = 1) -> str:
 
 
 def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_count: bool) -> None:
-    """Declares the inputs that a caller chooses experts by, and makes what all layers need of them.
-
-    Args:
-        by_count: some layer has an operator for few experts and one for many.
-    """
+    """Declares the inputs that a caller chooses experts by, and makes what all layers need of them."""
     graph.input(io.EXPERT_COUNT, "int64", (1,))
     graph.input(io.EXPERT_BIAS, "float32", (spec.num_layers, moe.experts))
     biases = [_bias(layer) for layer in range(spec.num_layers)]
@@ -78,9 +73,6 @@ class Entering:
 
 def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:
     """Adds a mixture's result to the hidden states.
-
-    Args:
-        count: most experts of a token.
 
     Returns:
         Names of the sum (1, S, D) and of the chosen experts' ids (1, S, K).

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.activations import add_activation, add_gated_oai, add_softcap
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.experts import Experts, Mixing, float_experts
-
-__all__ = ["Operators"]
 
 
 class Operators:
@@ -84,9 +83,6 @@ class Operators:
         """Multiplies by a matrix and adds its bias where the model has one.
 
         Args:
-            norm: name of the norm that the value goes through before.
-            residual: what is added to the product.
-            result: name of the outcome.
             part: place in the layer mask, for operators that are masked; None always runs.
         """
         if norm:
@@ -113,7 +109,6 @@ class Operators:
 
         Args:
             gated: None is what the decoder's own MLPs are.
-            cut: see DecoderSpec.sparsity.
         """
         gated = self._spec.gated if gated is None else gated
         name = f"{prefix}.gate_up" if gated else f"{prefix}.up"

@@ -33,14 +33,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.bundle import Blob, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.activations import deviations
+from edgeinfer.bundle.manifest import Blob, TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.experts import Experts, Mixing, quantized_experts
 from edgeinfer.export.graph.operators import Operators
-
-__all__ = ["NativeOperators", "PortableOperators"]
 
 # MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
 _INT8_ACTIVATIONS = 4

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.layer_ends import LayerEnds
 from edgeinfer.export.graph.operators import Operators
-
-__all__ = ["Predicted", "Streams"]
 
 # Source: transformers' Gemma3nTextModel: the least mean square that a stream is divided by the root of.
 _LEAST_SQUARE = 1e-5
@@ -112,11 +110,7 @@ class Streams:
         return graph.op("Mul", [bounded, f"streams.runs.{layer}"], f"{prefix}.{when}.routed")
 
     def augment(self, graph: GraphBuilder, layer: int, normed: str, mixed: str) -> str:
-        """Adds the augmented residual to what attention leaves.
-
-        Args:
-            normed: what attention reads.
-        """
+        """Adds the augmented residual to what attention leaves."""
         prefix, part = f"layers.{layer}.laurel", 2 * layer + 1 if self._ops.masked else None
         inner = self._ops.linear(graph, normed, f"{prefix}.down", f"{prefix}.inner", part=part)
         given = self._ops.linear(graph, inner, f"{prefix}.up", f"{prefix}.given", part=part)
@@ -131,7 +125,6 @@ class Streams:
         """The streams after a layer.
 
         Args:
-            start: those that it began with.
             hidden: what it made of the first (1, S, D).
         """
         spec, prefix = self._spec, f"layers.{layer}.streams"

@@ -8,18 +8,17 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.bundle import LAYOUTS, NATIVE, DecoderSpec, Layout
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, Layout
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.config import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export.options.file_types import find_file_type, find_tensor_type
-from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
 from edgeinfer.quant.methods import METHODS
+from edgeinfer.quant.policy import QuantPolicy, default_group_size, default_head_bits
 from edgeinfer.wording import Setting
-
-__all__ = ["EXPORTERS", "FORMATS", "ExportConfig", "StaticOptions"]
 
 _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256
@@ -68,11 +67,7 @@ class StaticOptions:
             raise UsageError(f"Static layers {_listed(self.layers)} do not ascend.", "Write them like 0-5,8.")
 
     def graphs(self, spec: DecoderSpec) -> StaticGraphs:
-        """The graphs of a decoder.
-
-        Raises:
-            UsageError: it has no such layers, or no such context.
-        """
+        """The graphs of a decoder."""
         if self.layers and self.layers[-1] >= spec.num_layers:
             message = f"The model has no layer {self.layers[-1]}."
             raise UsageError(message, f"Its layers are numbered 0 to {spec.num_layers - 1}.")
@@ -302,12 +297,7 @@ class ExportConfig:
         return self.target_size
 
     def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
-        """Decides everything that depends on the model's size, and not on a budget.
-
-        Args:
-            weights: number of weights of the model.
-            vocabulary_weights: number of weights of the embedding.
-        """
+        """Decides everything that depends on the model's size, and not on a budget."""
         method = self.method or ("rtn" if self.calibration is None else "gptq")
         tokens = self.calibration_tokens or default_tokens(weights)
         if self.has_budget:

@@ -7,17 +7,6 @@ from dataclasses import dataclass
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "COPY",
-    "FILE_TYPES",
-    "PACKED_KIND",
-    "TENSOR_TYPES",
-    "FileType",
-    "find_file_type",
-    "find_tensor_type",
-    "needs_importance",
-]
-
 
 @dataclass(frozen=True)
 class FileType:
@@ -77,11 +66,7 @@ _NEEDY_TENSORS = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3
 
 
 def find_file_type(name: str) -> FileType:
-    """A type of files by its name, in any case.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """A type of files by its name, in any case."""
     upper = name.upper()
     found = FILE_TYPES.get(_ALIASES.get(upper, upper))
     if found is None:
@@ -90,11 +75,7 @@ def find_file_type(name: str) -> FileType:
 
 
 def find_tensor_type(name: str) -> str:
-    """A type of tensors by its name, in any case.
-
-    Raises:
-        UsageError: there is none, or tensors cannot be quantized to it.
-    """
+    """A type of tensors by its name, in any case."""
     upper = name.upper()
     if upper not in TENSOR_TYPES:
         raise UsageError(f"A tensor cannot have the type {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")

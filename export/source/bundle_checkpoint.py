@@ -8,21 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.bundle import WEIGHTS, Bundle, DecoderSpec
-from edgeinfer.bundle.spec import later_fields
+from edgeinfer.bundle.layouts import WEIGHTS
+from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
-
-__all__ = ["checkpoint_config", "checkpoint_tensors"]
 
 Floats = npt.NDArray[np.float32]
 
 
 def checkpoint_config(bundle: Bundle) -> dict[str, Any]:
-    """Makes the config.json of a checkpoint that computes what the bundle does.
-
-    Raises:
-        UsageError: it is neither Llama, Qwen2 nor Qwen3 of the plain kind.
-    """
+    """Makes the config.json of a checkpoint that computes what the bundle does."""
     generation = bundle.read_object("generation_config.json")
     ends = generation.get("eos_token_id")
     end = (ends[0] if ends else None) if isinstance(ends, list) else ends
@@ -68,11 +63,7 @@ def _config(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def checkpoint_tensors(bundle: Bundle) -> Iterator[tuple[str, Floats]]:
-    """Yields every tensor under Hugging Face's name; packed tensors of the bundle are split again.
-
-    Raises:
-        BundleError: the weights are damaged; and as `checkpoint_config`.
-    """
+    """Yields every tensor under Hugging Face's name; packed tensors of the bundle are split again."""
     spec = _plain_spec(bundle)
     bundle.check(WEIGHTS)
     yield "model.embed_tokens.weight", bundle.tensor("embed")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import CheckpointError, UsageError
 
-__all__ = ["CalibrationText", "read_calibration_text"]
-
 # Tokens of a text that the model reads at a time: attention costs little at this length, and most contexts are there.
 LENGTH = 512
 # A longer file is looked at in so many pieces, of this size together.
@@ -39,17 +37,7 @@ class CalibrationText:
 
 
 def read_calibration_text(path: Path, tokenizer: bytes, tokens: int, context: int) -> CalibrationText:
-    """Reads a text file in the tokens of a model.
-
-    Args:
-        tokenizer: contents of a tokenizer.json.
-        tokens: to take, from places spread evenly over the file.
-        context: the most tokens of one text.
-
-    Raises:
-        UsageError: the file cannot be read, is not UTF-8 or has too few tokens.
-        CheckpointError: the tokenizer is malformed.
-    """
+    """Reads a text file in the tokens of a model."""
     ids, begin = _tokenize(_sample(path), tokenizer)
     length = min(LENGTH, context, tokens)
     body, count = length - len(begin), -(-tokens // length)

@@ -22,8 +22,6 @@ from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index,
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.source import fp8
 
-__all__ = ["FLOATS", "Checkpoint", "parse_object", "read_bytes"]
-
 FLOATS = ("F32", "F16", "BF16", "F64")
 _WIDER: dict[str, type[np.generic]] = {"F16": np.float16, "F64": np.float64}
 _INTEGERS: dict[str, type[np.generic]] = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
@@ -93,11 +91,7 @@ class Checkpoint:
         return self._tensors[name].stored.dtype
 
     def require(self, name: str, shape: tuple[int, ...], types: tuple[str, ...] = FLOATS) -> None:
-        """Checks that a tensor is there with this shape and one of these types.
-
-        Raises:
-            CheckpointError: it is not.
-        """
+        """Checks that a tensor is there with this shape and one of these types."""
         tensor = self._tensors.get(name)
         if tensor is None:
             hint = "The checkpoint is incomplete, or config.json describes another model."
@@ -120,14 +114,7 @@ class Checkpoint:
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
     ) -> NDArray[np.float32]:
-        """Rows `start` to `stop` of a tensor as float32, a single number as (1,); `require` must have accepted it.
-
-        Args:
-            within: rows are those of the tensor with this index along the first axis.
-
-        Raises:
-            CheckpointError: the file ended early, or cannot be read.
-        """
+        """Rows `start` to `stop` of a tensor as float32, a single number as (1,); `require` must have accepted it."""
         tensor = self._tensors[name]
         shape = (tensor.stored.shape or (1,)) if within is None else tensor.stored.shape[1:]
         stop = shape[0] if stop is None else stop
@@ -182,11 +169,7 @@ class Checkpoint:
         return True
 
     def read_integers(self, name: str) -> NDArray[np.int64]:
-        """A whole tensor of integers, or of booleans as 0 and 1, in its shape.
-
-        Raises:
-            CheckpointError: it is not there or of another type, the file ended early, or cannot be read.
-        """
+        """A whole tensor of integers, or of booleans as 0 and 1, in its shape."""
         tensor = self._tensors.get(name)
         if tensor is None or tensor.stored.dtype not in _INTEGERS:
             found = "no" if tensor is None else f"a {tensor.stored.dtype}"
@@ -257,11 +240,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Contents of a small file of a checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Contents of a small file of a checkpoint."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -284,11 +263,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """Parses bytes that must be a JSON object.
-
-    Raises:
-        CheckpointError: they are not; `what` names them.
-    """
+    """Parses bytes that must be a JSON object."""
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:

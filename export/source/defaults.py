@@ -10,8 +10,6 @@ import json
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["FILE", "completed"]
-
 FILE = "config_defaults.json"
 # Fields that are null where they were not given, and older ones that say the same in other words.
 _OLDER = {"layers_block_type": "hybrid_override_pattern", "rope_parameters": "rope_scaling"}

@@ -11,8 +11,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "E4M3", "beside", "multiply_blocks", "numbers", "scale_name", "scale_shape"]
-
 E4M3 = "F8_E4M3"
 BLOCK = 128
 Floats = NDArray[np.float32]
@@ -55,11 +53,7 @@ def numbers(codes: NDArray[np.uint8]) -> Floats:
 
 
 def multiply_blocks(values: Floats, scales: Floats, start: int) -> None:  # (N, K), (blocks of the rows, blocks)
-    """Multiplies rows of a matrix by the scales of their blocks.
-
-    Args:
-        start: place of the first row in the matrix; `scales` begin with its block.
-    """
+    """Multiplies rows of a matrix by the scales of their blocks."""
     first = start % BLOCK
     places = np.arange(first, first + len(values)) // BLOCK
     for column in range(scales.shape[1]):

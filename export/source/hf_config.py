@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 from edgeinfer.export.source.defaults import completed
-
-__all__ = ["OPTIMUM_HINT", "HFConfig", "read_config", "yarn_scale"]
 
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
@@ -256,11 +254,7 @@ class HFConfig:
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads config.json, whose missing fields are those of transformers' configuration classes.
-
-    Raises:
-        CheckpointError: it is missing or malformed.
-    """
+    """Reads config.json, whose missing fields are those of transformers' configuration classes."""
     path = folder / _CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")

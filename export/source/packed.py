@@ -22,8 +22,6 @@ from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.quant.policy import QuantScheme, effective_block
 
-__all__ = ["MXFP4", "PACKINGS", "PackedSource", "Packing", "mxfp4_tensors", "require_fp8_blocks", "ternary_packing"]
-
 MXFP4 = "mxfp4"
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -54,11 +52,7 @@ class Packing(Protocol):
     """How a matrix is packed, or matrices that are stacked along a first axis."""
 
     def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
-        """The checkpoint's tensors that one of this name and shape, unpacked, is stored as.
-
-        Raises:
-            CheckpointError: such a shape cannot be packed.
-        """
+        """The checkpoint's tensors that one of this name and shape, unpacked, is stored as."""
 
     def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
         """A matrix (N, K), or the one with the index `within` where some are stacked."""
@@ -238,11 +232,7 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def ternary_packing(config: HFConfig) -> str:
-    """How the matrices of a checkpoint's layers are packed where they are BitNet's; "" where they are not.
-
-    Raises:
-        UnsupportedArchitectureError: its kind of BitNet is not read.
-    """
+    """How the matrices of a checkpoint's layers are packed where they are BitNet's; "" where they are not."""
     given = config.get("quantization_config")
     if not isinstance(given, dict) or given.get("quant_method") != "bitnet":
         return ""
@@ -256,11 +246,7 @@ def ternary_packing(config: HFConfig) -> str:
 
 
 def require_fp8_blocks(config: HFConfig) -> None:
-    """Refuses a checkpoint of 8-bit floats whose scales are of other blocks, which their shapes need not show.
-
-    Raises:
-        UnsupportedArchitectureError: they are.
-    """
+    """Refuses a checkpoint of 8-bit floats whose scales are of other blocks, which their shapes need not show."""
     given = config.get("quantization_config")
     if not isinstance(given, dict) or given.get("quant_method") != "fp8":
         return

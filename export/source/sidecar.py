@@ -12,8 +12,6 @@ from edgeinfer.errors import CheckpointError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["Sidecar", "read_sidecar", "read_templates"]
-
 _TOKENIZER = "tokenizer.json"
 _OLDER_TOKENIZERS = {
     "tokenizer.model": "a SentencePiece",
@@ -50,11 +48,7 @@ class Sidecar:
 
 
 def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
-    """Reads the small files of a checkpoint.
-
-    Raises:
-        CheckpointError: the tokenizer is missing, or a file is malformed.
-    """
+    """Reads the small files of a checkpoint."""
     tokenizer_config = _optional(folder / "tokenizer_config.json")
     files = {
         _TOKENIZER: _tokenizer(folder, tokenizer_config),
@@ -142,9 +136,6 @@ def read_templates(folder: Path) -> dict[str, str]:
     """Chat templates by name, as transformers finds them: those in files go before those of the configuration.
 
     A folder with one for tools alone has it as its default.
-
-    Raises:
-        CheckpointError: a file is no text.
     """
     configs = (_optional(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
     given = next((config["chat_template"] for config in configs if config.get("chat_template")), None)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import onnx
 
-from edgeinfer.bundle import WEIGHTS, Blob, DecoderSpec, TensorEntry
 from edgeinfer.bundle import static_graph as io
+from edgeinfer.bundle.layouts import WEIGHTS
+from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.packing import midpoint
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.static_layout import values_dtype
 from edgeinfer.export.graph.builder import GraphBuilder
-
-__all__ = ["StaticOperators", "build_static_graph"]
 
 # The first with DequantizeLinear in blocks and with types of four bits; what devices take lags behind ONNX.
 _OPSET = 21
@@ -137,12 +137,7 @@ class StaticOperators:
 
 
 def build_static_graph(spec: DecoderSpec, tensors: Mapping[str, TensorEntry], shape: StaticGraph) -> onnx.ModelProto:
-    """Builds one graph of a decoder without experts.
-
-    Args:
-        tensors: the tensor table by canonical name, in the static layout; complete for the spec.
-        shape: rows of the graph and of its cache.
-    """
+    """Builds one graph of a decoder without experts."""
     graph = GraphBuilder(WEIGHTS, opset=_OPSET)
     return _StaticDecoder(spec, graph, StaticOperators(graph, spec, tensors, shape.rows), shape).build()
 

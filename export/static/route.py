@@ -9,21 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from edgeinfer.bundle import (
-    PORTABLE,
-    STATIC,
-    WEIGHTS,
-    Capabilities,
-    DecoderSpec,
-    Manifest,
-    TensorEntry,
-    seal,
-    write_bundle,
-)
 from edgeinfer.bundle.codecs import CODECS
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, STATIC, WEIGHTS
+from edgeinfer.bundle.manifest import Capabilities, Manifest, TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.tables import Outline, lay_out
+from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, read_spec, require_plain
@@ -40,18 +32,12 @@ from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.results import Progress
 
-__all__ = ["export_static"]
-
 _log = logging.getLogger("edgeinfer")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def export_static(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
-    """Exports graphs of fixed shapes; as `edgeinfer.export.export_checkpoint` otherwise.
-
-    Raises:
-        UsageError: the model has experts, or not the layers or context that are asked for.
-    """
+    """Exports graphs of fixed shapes; as `edgeinfer.export.export_checkpoint` otherwise."""
     assert config.static is not None, "what is asked for here"
     hf_config = read_config(source)
     family = find_architecture(hf_config)

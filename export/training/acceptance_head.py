@@ -22,8 +22,6 @@ from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile
 
-__all__ = ["AcceptanceHeadTask", "area_under_curve"]
-
 _TIMES = 3
 # A token that is wrongly thought accepted costs more than one that is wrongly held back.
 _REJECTED_WEIGHT = 6.0

@@ -20,8 +20,6 @@ from edgeinfer.export.training.layers import (
 )
 from edgeinfer.options import require
 
-__all__ = ["BlockDrafter", "BlockShape"]
-
 _EPS = 1e-6
 
 
@@ -104,11 +102,7 @@ class BlockDrafter(ShapedModule):
         return normed[:, :, 1:]
 
     def save(self, folder: Path) -> None:
-        """Writes the drafter as a checkpoint that `edgeinfer export --drafter` and others read.
-
-        Raises:
-            StorageError: the folder cannot be written, or the disk is full.
-        """
+        """Writes the drafter as a checkpoint that `edgeinfer export --drafter` and others read."""
         save_module(folder, self, {}, _config(self.shape))
 
 

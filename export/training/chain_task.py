@@ -19,8 +19,6 @@ from edgeinfer.export.training.module_training import ModuleTask
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
 
-__all__ = ["ChainTask", "Taught", "drafted_tokens"]
-
 # What a later place counts less than the one before (eagle/traineagle3/main.py).
 _FADING = 0.8
 _MOST_TOKENS = 32_000

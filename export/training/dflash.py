@@ -33,8 +33,6 @@ from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.options import require
 from edgeinfer.results import Progress
 
-__all__ = ["DflashOptions", "DflashTask", "train_dflash"]
-
 # The weight of place k is exp(-(k - 1) / gamma) (arXiv 2602.06036, equation 4). Gamma as a share of a block's rows: 4
 # of 8, as NVIDIA's Model-Optimizer has it (dflash_loss_decay_factor).
 _FADING = 0.5

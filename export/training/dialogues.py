@@ -16,10 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgeinfer.bundle import write_file
+from edgeinfer.bundle.writing import write_file
 from edgeinfer.export.training.text import read_stories
-
-__all__ = ["Message", "clean", "dialogue", "main", "make_dialogues", "names_in"]
 
 Message = dict[str, str]
 
@@ -101,11 +99,7 @@ def _second(story: str, names: list[str], rng: random.Random) -> list[Message]:
 
 
 def make_dialogues(folder: Path, excluded: Path | None, seed: int) -> Iterator[list[Message]]:
-    """One dialogue of each story of a folder, in shuffled order; errors as `read_stories`.
-
-    Args:
-        excluded: a JSON list of beginnings of stories that are left out.
-    """
+    """One dialogue of each story of a folder, in shuffled order; errors as `read_stories`."""
     beginnings = tuple(json.loads(excluded.read_text("utf-8"))) if excluded is not None else ()
     cleaned = dict.fromkeys(text for story in read_stories(folder, excluded) if (text := clean(story)) is not None)
     # Beginnings may be of stories as they were before they were cleaned, or after.

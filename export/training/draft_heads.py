@@ -24,8 +24,6 @@ from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
 from edgeinfer.options import require
 
-__all__ = ["HeadsShape", "HeadsTask", "HydraTask", "MedusaTask", "final_states", "half"]
-
 # A later place is reached less often, and counts so much less (Medusa).
 _FADING = 0.8
 # Windows that agreement is measured on.

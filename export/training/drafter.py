@@ -26,8 +26,6 @@ from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Trained, Trainer, kept_schedule, step_seconds
 from edgeinfer.results import Progress
 
-__all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
-
 # Windows that are read at a time, so that few logits are in memory.
 _ROWS = 4
 _DRAFTED = 4
@@ -179,10 +177,6 @@ def train_drafter(
 
     Args:
         replier: draws the target's replies; None draws them in torch.
-
-    Raises:
-        UsageError: there is too little text, or the folder holds a training of another configuration.
-        StorageError: the folder cannot be written, or the disk is full.
     """
     started = time.monotonic()
     material = open_text(text, work, options.length, options.threads)

@@ -27,8 +27,6 @@ from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.options import require
 from edgeinfer.results import Progress
 
-__all__ = ["EagleOptions", "EagleTask", "train_eagle"]
-
 
 @dataclass(frozen=True)
 class EagleOptions(DraftTrainOptions):

@@ -21,8 +21,6 @@ from edgeinfer.export.training.layers import (
 )
 from edgeinfer.options import require
 
-__all__ = ["EagleHead", "HeadShape", "default_taps"]
-
 _EPS = 1e-5
 # Targets of fewer layers are read before others than those that EAGLE-3 reads (eagle/model/modeling_llama_kv.py).
 _USUAL_LAYERS = 8
@@ -122,12 +120,7 @@ class EagleHead(ChainModule):
         return given
 
     def step(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
-        """The states behind the next token of every row; `past` gets keys and values.
-
-        Args:
-            states: the target's of the rows before, or those of the step before.
-            embedded: of the tokens.
-        """
+        """The states behind the next token of every row; `past` gets keys and values."""
         return self.midlayer.step(states, embedded, past)
 
     def save(self, folder: Path, tokens: Tensor) -> None:
@@ -135,9 +128,6 @@ class EagleHead(ChainModule):
 
         Args:
             tokens: the target's that its own are, ascending. (Vd,)
-
-        Raises:
-            StorageError: the folder cannot be written, or the disk is full.
         """
         save_module(folder, self, mapped_tokens(tokens, self.shape.vocabulary), _config(self.shape))
 

@@ -32,8 +32,6 @@ from edgeinfer.export.training.trainer import Trained, Trainer
 from edgeinfer.options import require
 from edgeinfer.results import Progress
 
-__all__ = ["ExitsOptions", "ExitsTask", "ExitsTraining", "exit_weight", "layer_dropout", "tune_exits"]
-
 _VALIDATION, _WINDOWS = 0.04, 32
 # Windows that are read at a time, so that few logits are in memory.
 _ROWS = 4
@@ -210,12 +208,7 @@ class ExitsTask:
 def tune_exits(
     target: Target, text: TextSource, options: ExitsOptions, out: Path, work: Path, progress: Progress | None = None
 ) -> ExitsTraining:
-    """Tunes a model's exits and writes it as a checkpoint folder; resumes an interrupted training.
-
-    Raises:
-        UsageError: there is too little text, the model has one layer, or the folder holds another training.
-        StorageError: a folder cannot be written, or the disk is full.
-    """
+    """Tunes a model's exits and writes it as a checkpoint folder; resumes an interrupted training."""
     started = time.monotonic()
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -27,8 +27,6 @@ from edgeinfer.export.training.trainer import Task, Trained, Trainer
 from edgeinfer.options import require
 from edgeinfer.results import Progress
 
-__all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]
-
 # Of the text and of the replies, what is kept for measuring.
 _VALIDATION = 0.05
 _PROMPTS = 4000
@@ -155,13 +153,7 @@ def train_heads(
     """Trains heads in a working folder, or resumes the training that was interrupted there.
 
     Args:
-        drafter: that an acceptance head is trained for.
         replier: draws the target's replies; None draws them in torch.
-
-    Raises:
-        UsageError: there is too little text, or the folder holds a training of another configuration.
-        ModelError: the drafter has another vocabulary.
-        StorageError: the folder cannot be written, or the disk is full.
     """
     started = time.monotonic()
     if options.threads is not None:

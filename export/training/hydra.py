@@ -27,8 +27,6 @@ from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.options import require
 from edgeinfer.results import Progress
 
-__all__ = ["HydraOptions", "HydraPlusTask", "train_hydra"]
-
 _USUAL_EPS = 1e-5
 
 

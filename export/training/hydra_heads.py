@@ -21,8 +21,6 @@ from edgeinfer.export.training.layers import (
 )
 from edgeinfer.options import require
 
-__all__ = ["HydraModule", "HydraShape"]
-
 
 @dataclass(frozen=True)
 class HydraShape(ModuleShape):
@@ -139,9 +137,6 @@ class HydraModule(ChainModule):
         Args:
             tokens: the target's that its own are, ascending. (Vd,)
             state_norm: the weight of the target's final norm. (D,)
-
-        Raises:
-            StorageError: the folder cannot be written, or the disk is full.
         """
         more = mapped_tokens(tokens, self.shape.vocabulary) | {"state_norm.weight": state_norm.cpu()}
         save_module(folder, self, more, _config(self.shape))

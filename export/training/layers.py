@@ -15,20 +15,6 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
 
-__all__ = [
-    "THETA",
-    "ChainModule",
-    "ModuleAttention",
-    "ModuleLayer",
-    "ModuleShape",
-    "ShapedModule",
-    "common_config",
-    "draw_matrices",
-    "mapped_tokens",
-    "rotated",
-    "save_module",
-]
-
 THETA = 10_000.0
 # Initial deviation of matrices, as Llama's and Qwen3's.
 _DEVIATION = 0.02
@@ -191,15 +177,7 @@ def common_config(shape: ModuleShape, eps: float) -> dict[str, object]:
 def save_module(
     folder: Path, module: torch.nn.Module, more: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> None:
-    """Writes a checkpoint that `edgeinfer export --drafter` and others read.
-
-    Args:
-        more: tensors beside the module's own.
-        config: of config.json.
-
-    Raises:
-        StorageError: the folder cannot be written, or the disk is full.
-    """
+    """Writes a checkpoint that `edgeinfer export --drafter` and others read."""
     state = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,15 +8,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = [
-    "cross_entropy",
-    "divergence",
-    "divergence_from_logits",
-    "in_pieces",
-    "taught_divergence",
-]
-
-
 # Logits in memory at a time: 64 MB in float32, and as much again for what is derived from them.
 _MOST_LOGITS = 1 << 24
 # What is left to tokens that are not known one by one, at least.
@@ -29,7 +20,6 @@ def in_pieces(
     """The mean over rows of a loss that is computed for some of them at a time, and again for its gradient.
 
     Args:
-        loss: gives the sum over the rows it gets. (n, ...) each -> ()
         vocabulary: columns of the logits that it makes.
         rows: what it takes. (N, ...) each
         most: logits that it may make at a time.

@@ -17,25 +17,14 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from edgeinfer.bundle import MANIFEST, open_bundle
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.writing import MANIFEST, storage_errors
 from edgeinfer.errors import CheckpointError, ModelError, StorageError, TokenizerError, UsageError
 from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
 from edgeinfer.export.source.checkpoint import Checkpoint, parse_object, read_bytes
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_templates
 from edgeinfer.export.training.sizing import StudentSize
-
-__all__ = [
-    "Target",
-    "hidden_states",
-    "layer_states",
-    "load_target",
-    "make_student",
-    "no_bars",
-    "require_plain",
-    "save_checkpoint",
-]
 
 _TOKENIZER, _GENERATION = "tokenizer.json", "generation_config.json"
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -102,10 +91,6 @@ def load_target(source: Path, device: torch.device | None = None, *, any_family:
 
     Args:
         any_family: a checkpoint may be of any that transformers has, as its layers are not called one by one.
-
-    Raises:
-        ModelError: it is missing or damaged.
-        UsageError: a bundle of an architecture that cannot be multiplied out.
     """
     model, digest = _from_bundle(source) if (source / MANIFEST).is_file() else _from_checkpoint(source, any_family)
     model.requires_grad_(False)
@@ -234,11 +219,7 @@ def hidden_states(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # (B, S) -
 
 
 def require_plain(model: Any) -> None:
-    """Refuses decoders whose layers cannot be called one by one.
-
-    Raises:
-        UsageError: some of them have a sliding window.
-    """
+    """Refuses decoders whose layers cannot be called one by one."""
     config = model.config
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if window or getattr(config, "_attn_implementation", "sdpa") != "sdpa":
@@ -247,11 +228,7 @@ def require_plain(model: Any) -> None:
 
 
 def layer_states(model: Any, tokens: torch.Tensor, dropped: Collection[int] = ()) -> list[torch.Tensor]:
-    """States after each layer, normed as the head takes them. (B, S) -> L of (B * S, D)
-
-    Args:
-        dropped: layers that pass their input on.
-    """
+    """States after each layer, normed as the head takes them. (B, S) -> L of (B * S, D)"""
     inner = model.model
     states = inner.embed_tokens(tokens)  # (B, S, D)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -270,9 +247,6 @@ def save_checkpoint(model: Any, target: Target, out: Path) -> None:
     """Writes a model with the target's small files as a checkpoint folder that `edgeinfer export` takes.
 
     An older one there stays until this one is whole.
-
-    Raises:
-        StorageError: the folder cannot be written, or the disk is full.
     """
     with storage_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)

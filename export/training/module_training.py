@@ -25,13 +25,6 @@ from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Trained, Trainer, kept_schedule, step_seconds
 from edgeinfer.results import Progress
 
-__all__ = [
-    "ModuleTask",
-    "ModuleTraining",
-    "sizes_like",
-    "train_module",
-]
-
 # Of text and replies, what is kept for measuring; windows that are read for it.
 _VALIDATION, _MEASURED_WINDOWS = 0.04, 24
 # Share of the minutes in which the target writes replies, and how many of them tell what a token takes.
@@ -88,11 +81,7 @@ class ModuleTask(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the module in its published layout.
-
-        Raises:
-            StorageError: the folder cannot be written, or the disk is full.
-        """
+        """Writes the module in its published layout."""
 
     def _draw(self, make: Callable[[], M]) -> M:
         """A module whose initial values depend on the seed alone, where the target is."""
@@ -156,13 +145,7 @@ def train_module(
     """Trains a module in a working folder, or resumes the training that was interrupted there.
 
     Args:
-        kind: of the module, which names its folder.
-        make: the task over some texts, which take turns.
         replier: draws the target's replies; None draws them in torch.
-
-    Raises:
-        UsageError: there is too little text, or the folder holds a training of another configuration.
-        StorageError: the folder cannot be written, or the disk is full.
     """
     started = time.monotonic()
     material = open_text(text, work, options.length, options.threads)

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from edgeinfer.options import require
 
-__all__ = ["DEVICES", "DraftTrainOptions", "TrainOptions"]
-
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -99,11 +97,7 @@ class DraftTrainOptions:
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
 
     def training(self, steps: int, seed: int | None = None) -> TrainOptions:
-        """The trainer's options for so many steps.
-
-        Args:
-            seed: another one than `seed`, for a further training.
-        """
+        """The trainer's options for so many steps."""
         return TrainOptions(
             steps,
             self.learning_rate,

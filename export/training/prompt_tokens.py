@@ -20,8 +20,6 @@ from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile
 
-__all__ = ["PromptTask"]
-
 # Places of a window that copies follow: one in so many.
 _EVERY = 4
 _FADING = 0.8

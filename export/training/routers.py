@@ -29,8 +29,6 @@ from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.options import require
 
-__all__ = ["RoutersTask", "SkipAdapterTask"]
-
 # Routers set out sure that their layers are needed, by so much.
 _SURE = 2.0
 # What a kept layer costs whatever the share, and one beyond the share.
@@ -97,11 +95,7 @@ class RoutersTask:
     def run(
         self, batch: torch.Tensor, taught: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Divergence of the replies of a batch (B, S), the gates, soft and hard (B, L), and lengths of states (L,).
-
-        Args:
-            taught: as the method of that name gives it.
-        """
+        """Divergence of the replies of a batch (B, S), the gates, soft and hard (B, L), and lengths of states (L,)."""
         model, prompt = self.target.model.model, batch.shape[1] // 2
         states = model.embed_tokens(batch)
         positions = torch.arange(batch.shape[1], device=batch.device)[None]
@@ -211,11 +205,7 @@ class SkipAdapterTask:
                 hook.remove()
 
     def save(self, folder: Path) -> None:
-        """Writes the changes as an adapter in PEFT's layout.
-
-        Raises:
-            StorageError: the folder cannot be written, or the disk is full.
-        """
+        """Writes the changes as an adapter in PEFT's layout."""
         modules = sorted({name.split(".", 3)[3] for name in self._modules})
         config = {"peft_type": "LORA", "r": self._rank, "lora_alpha": 2 * self._rank, "target_modules": modules}
         tensors = {f"base_model.model.{name}": factor.detach().cpu() for name, factor in self._factors.items()}

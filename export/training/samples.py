@@ -15,15 +15,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from edgeinfer.bundle import write_file
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TextSource, TokenFile, open_tokens, write_tokens
 from edgeinfer.options import require
 from edgeinfer.results import Progress
-
-__all__ = ["Replier", "SampleOptions", "TorchReplier", "TrainingText", "open_text", "sample"]
 
 Ints = NDArray[np.int64]
 _TOKENS, _RECORD = "samples.u32", "samples.json"
@@ -46,16 +43,7 @@ class TrainingText:
 
 
 def open_text(text: TextSource, work: Path, length: int, threads: int | None) -> TrainingText:
-    """Begins a training in a working folder, which it makes.
-
-    Args:
-        length: tokens of a window.
-        threads: as TrainOptions.
-
-    Raises:
-        UsageError: there is too little text.
-        StorageError: the folder cannot be written.
-    """
+    """Begins a training in a working folder, which it makes."""
     if threads is not None:
         torch.set_num_threads(threads)
     with storage_errors(work):
@@ -116,16 +104,7 @@ def sample(
     digest: str,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Samples a target's replies to prompts, each after its prompt, into a file; resumes where it stopped.
-
-    Args:
-        prompts: token ids; they take turns until there are tokens enough. (n,) each
-        digest: of the target.
-
-    Raises:
-        UsageError: there are no prompts, or the folder holds samples of another configuration.
-        StorageError: the folder cannot be written.
-    """
+    """Samples a target's replies to prompts, each after its prompt, into a file; resumes where it stopped."""
     if not prompts:
         raise UsageError("There are no prompts to sample from.", "Give more text.")
     record = {"target": digest, "by": replier.name, "prompts": _digest(prompts)} | asdict(options)

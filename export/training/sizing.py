@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["SizeChoice", "StudentSize", "TargetCosts", "acceptance_guess", "choose_size", "expected_tokens"]
-
 _HEAD_DIM = 32
 _WIDTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _LAYERS = (1, 2)
@@ -55,11 +53,7 @@ class StudentSize:
 
     @classmethod
     def parse(cls, text: str) -> StudentSize:
-        """Width and layers, as 128x1.
-
-        Raises:
-            UsageError: the text is something else.
-        """
+        """Width and layers, as 128x1."""
         width, _, layers = text.partition("x")
         if not (width.isdecimal() and layers.isdecimal()):
             raise UsageError(f"{text!r} is not a drafter size.", "Write width and layers like 128x1.")

@@ -16,16 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import write_file
-from edgeinfer.bundle.writing import new_file, storage_errors
+from edgeinfer.bundle.writing import new_file, storage_errors, write_file
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import cross_entropy, taught_divergence
 from edgeinfer.export.training.models import Target, hidden_states, layer_states
 from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.results import Progress
-
-__all__ = ["TOP_TOKENS", "Batches", "TeacherProbabilities", "TeacherTask", "TextTask", "teacher_probabilities"]
 
 # Tokens that are kept of a distribution: they hold all but a few percent of it.
 TOP_TOKENS = 16
@@ -65,12 +62,7 @@ class TeacherProbabilities:
 def teacher_probabilities(
     target: Target, tokens: TokenFile, length: int, work: Path, progress: Progress | None = None
 ) -> TeacherProbabilities:
-    """Records the target's probabilities over consecutive windows, or maps those that a working folder has.
-
-    Raises:
-        UsageError: there is not one window, or the folder holds probabilities of something else.
-        StorageError: the folder cannot be written, or the disk is full.
-    """
+    """Records the target's probabilities over consecutive windows, or maps those that a working folder has."""
     tokens.require(length, "What the target said")
     record = {"target": target.digest, "tokens": tokens.digest, "length": length}
     folder = work / _ON_DISK

@@ -28,19 +28,6 @@ from edgeinfer.errors import StorageError, TemplateError, UsageError
 if TYPE_CHECKING:  # making dialogues needs no torch
     from edgeinfer.export.training.models import Target
 
-__all__ = [
-    "SEPARATOR",
-    "Split",
-    "TextSource",
-    "TokenFile",
-    "frequent_tokens",
-    "make_tokenizer",
-    "open_tokens",
-    "read_stories",
-    "split_stories",
-    "tokens_of",
-    "write_tokens",
-]
 
 Ints = NDArray[np.int64]
 
@@ -70,11 +57,7 @@ class TokenFile:
         return len(self.ids)
 
     def require(self, count: int, what: str) -> None:
-        """Refuses too little data.
-
-        Raises:
-            UsageError: there are fewer tokens than `count`.
-        """
+        """Refuses too little data."""
         if len(self) < count:
             raise UsageError(f"{what} has {len(self)} tokens, and {count} are needed.", "Give more text.")
 
@@ -100,11 +83,7 @@ class TokenFile:
 
 
 def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> TokenFile:  # (n,) each
-    """Writes documents one after the other, as they come.
-
-    Raises:
-        StorageError: the file cannot be written, or the disk is full.
-    """
+    """Writes documents one after the other, as they come."""
     with new_file(path) as file:
         for ids in documents:
             file.write(ids.astype("<u4").tobytes())
@@ -112,11 +91,7 @@ def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> TokenF
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Maps what `write_tokens` wrote.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Maps what `write_tokens` wrote."""
     try:
         digest = digest_of(path)
         ids = np.memmap(path, np.dtype("<u4"), "r") if path.stat().st_size else np.empty(0, np.uint32)
@@ -134,14 +109,7 @@ def frequent_tokens(sources: Sequence[TokenFile], count: int) -> Ints:  # (K,)
 
 
 def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:
-    """The stories of every .txt file (separated by SEPARATOR) and .jsonl file (field "text") of a folder, each once.
-
-    Args:
-        excluded: a JSON list of beginnings; stories that begin with one of them are left out.
-
-    Raises:
-        UsageError: there are none, or a file is not what it should be.
-    """
+    """The stories of every .txt file (separated by SEPARATOR) and .jsonl file (field "text") of a folder, each once."""
     try:
         beginnings = tuple(json.loads(excluded.read_text("utf-8"))) if excluded is not None else ()
         found = dict.fromkeys(story for file in sorted(folder.iterdir()) for story in _stories(file))
@@ -215,12 +183,7 @@ class TextSource:
         return digest.hexdigest()
 
     def tokenise(self, path: Path) -> TokenFile:
-        """Writes all documents to a file, each behind the begin token.
-
-        Raises:
-            UsageError: a file cannot be read.
-            StorageError: the tokens cannot be written.
-        """
+        """Writes all documents to a file, each behind the begin token."""
         return write_tokens(path, self._documents())
 
     def tokens(self, work: Path) -> TokenFile:

@@ -24,24 +24,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle import write_file
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import DeviceError, StorageError, UsageError
 from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.results import Progress
-
-__all__ = [
-    "Task",
-    "Trained",
-    "Trainer",
-    "TrainingState",
-    "configuration_digest",
-    "find_device",
-    "kept_schedule",
-    "load_state",
-    "save_state",
-    "step_seconds",
-]
 
 _FORMAT = "edgeinfer-training"
 _TENSORS, _TABLE = "state.safetensors", "state.json"
@@ -76,11 +62,7 @@ def configuration_digest(configuration: Mapping[str, Any]) -> str:
 
 
 def save_state(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
-    """Saves a state in the place of an older one, which stays until this one is whole.
-
-    Raises:
-        StorageError: the folder cannot be written, or the disk is full.
-    """
+    """Saves a state in the place of an older one, which stays until this one is whole."""
     target = folder / f"step-{kept.step}"
     if target.exists():
         return
@@ -98,12 +80,7 @@ def save_state(folder: Path, kept: TrainingState, configuration: Mapping[str, An
 
 
 def load_state(folder: Path, configuration: Mapping[str, Any]) -> TrainingState | None:
-    """The newest state in a folder; None where there is none.
-
-    Raises:
-        UsageError: it is of another configuration; what differs is named.
-        StorageError: it cannot be read.
-    """
+    """The newest state in a folder; None where there is none."""
     found = _found(folder)
     if not found:
         return None
@@ -205,23 +182,14 @@ class Trained:
 
 
 def find_device(name: str) -> torch.device:
-    """The device that a name of options.DEVICES means here.
-
-    Raises:
-        DeviceError: CUDA is asked for and not there.
-    """
+    """The device that a name of options.DEVICES means here."""
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no CUDA device, or PyTorch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def kept_schedule(work: Path, minutes: float | None, measure: Callable[[], Mapping[str, int]]) -> dict[str, int]:
-    """The numbers of steps and tokens that fit a time limit, measured once, so that a resumed run has the same.
-
-    Raises:
-        UsageError: the folder has those of another limit.
-        StorageError: it cannot be written.
-    """
+    """The numbers of steps and tokens that fit a time limit, measured once, so that a resumed run has the same."""
     file = work / _SCHEDULE
     if not file.exists():
         write_file(file, json.dumps(dict(measure()) | {"minutes": minutes}).encode())
@@ -287,12 +255,7 @@ class Trainer:
         return len(self._losses)
 
     def run(self, progress: Progress | None = None, until: int | None = None) -> Trained:
-        """Trains to the end, or until a step.
-
-        Raises:
-            StorageError: the state cannot be kept; the older one is still there.
-            KeyboardInterrupt: after what is done was kept.
-        """
+        """Trains to the end, or until a step."""
         options, task = self._options, self._task
         if options.threads is not None:
             torch.set_num_threads(options.threads)

@@ -13,17 +13,18 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.weights.folding import fold_head, fold_layer
 from edgeinfer.export.weights.planning import WeightPlan
 from edgeinfer.export.weights.writer import quantized_rows, stored_rows, write_floats, write_quantized
-from edgeinfer.quant import METHODS, InputStatistics, dequantized, quantize
+from edgeinfer.quant.blocks import dequantized
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate, default_streams
+from edgeinfer.quant.methods import METHODS, quantize
 from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
-
-__all__ = ["write_calibrated", "write_plain", "write_weights"]
 
 Floats = NDArray[np.float32]
 _RowsT = TypeVar("_RowsT")
@@ -53,11 +54,7 @@ def write_plain(
     plan: QuantPlan,
     progress: Progress | None = None,
 ) -> None:
-    """Writes all tensors without looking at their inputs, a few MB at a time.
-
-    Raises:
-        CheckpointError: a file of the checkpoint ended early, or a tensor holds a value that is not finite.
-    """
+    """Writes all tensors without looking at their inputs, a few MB at a time."""
     written = _Writer(file, tensors, entries, plan, progress)
     for entry in entries:
         written.write(entry.name)
@@ -72,15 +69,7 @@ def write_calibrated(
     texts: Sequence[NDArray[np.int64]],
     progress: Progress | None = None,
 ) -> Calibration:
-    """Writes all tensors; matrices are quantized by the plan's method for their inputs when the model reads the texts.
-
-    Args:
-        texts: token ids of each.
-
-    Raises:
-        CheckpointError: a file of the checkpoint ended early, or a tensor holds a value that is not finite.
-        UsageError: there is no text, or the model's activations on it are not finite.
-    """
+    """Writes all tensors; matrices are quantized by the plan's method on their inputs for the calibration texts."""
     written = _Writer(file, tensors, entries, plan, progress)
     method = METHODS[plan.method]
     # Also the search of scales that are folded looks at outputs, not only at the size of each input.

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.quant import InputStatistics
 from edgeinfer.quant.awq import scale_search
 from edgeinfer.quant.plan import QuantPlan
-
-__all__ = ["fold_head", "fold_layer"]
+from edgeinfer.quant.statistics import InputStatistics
 
 Floats = NDArray[np.float32]
 # Rows of each matrix that scales are searched with.

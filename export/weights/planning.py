@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.plan_record import PlanRecord
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import Outline
 from edgeinfer.config import FLOAT_BITS
 from edgeinfer.errors import UsageError
-from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.source.sidecar import Sidecar
@@ -24,8 +24,6 @@ from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 from edgeinfer.results import Progress
-
-__all__ = ["WeightPlan", "plan_weights", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,7 @@ def plan_weights(
     parameters: int,
     progress: Progress | None = None,
 ) -> WeightPlan:
-    """Plans the weights of a resolved configuration; where it has a budget, the model is probed for the smallest loss.
-
-    Args:
-        sidecar: with the tokenizer, for the calibration text.
-        parameters: of the checkpoint.
-
-    Raises:
-        UsageError: a pattern matches no matrix that can be quantized, or the calibration text is too short.
-        BudgetError: no plan fits the budget.
-        CheckpointError: a weight is not finite.
-    """
+    """Plans the weights of a resolved configuration; with a budget, the model is probed for the smallest loss."""
     text = _read_text(config, sidecar, described.spec)
     return WeightPlan(_plan(config, described, tensors, parameters, text, progress), text)
 

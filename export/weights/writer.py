@@ -9,16 +9,16 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
 from edgeinfer.bundle.experts import find_expert, widen
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
 from edgeinfer.bundle.tables import Outline
-from edgeinfer.export.architectures import TensorPlan
-from edgeinfer.quant import Grid, InputStatistics, QuantScheme, method_for
-from edgeinfer.quant.blocks import packed
-
-__all__ = ["FloatRows", "outline", "quantized_rows", "stored_rows", "write_floats", "write_quantized"]
+from edgeinfer.export.architectures.plans import TensorPlan
+from edgeinfer.quant.blocks import Grid, packed
+from edgeinfer.quant.methods import method_for
+from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.statistics import InputStatistics
 
 # Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.
 _SLAB_VALUES = 1 << 23
@@ -65,21 +65,13 @@ def stored_rows(matrix: QuantizedMatrix) -> Rows:
 
 
 def write_quantized(file: BinaryIO, entry: TensorEntry, rows: Rows, scheme: QuantScheme) -> None:
-    """Writes a matrix quantized by a scheme to its place, which may be wider than the scheme: experts share one format.
-
-    Raises:
-        CheckpointError: the checkpoint's file ended early, or a value is not finite.
-    """
+    """Writes a quantized matrix to its place, which may be wider than the scheme: experts share one format."""
     source = _shape(entry.name, entry.shape, scheme)
     CODECS[entry.layout].write(file, entry, lambda start, stop: widen(rows(start, stop), source, entry.quantized))
 
 
 def write_floats(file: BinaryIO, entry: TensorEntry, rows: FloatRows) -> None:
-    """Writes a float32 tensor to its place.
-
-    Raises:
-        CheckpointError: the checkpoint's file ended early, or a value is not finite.
-    """
+    """Writes a float32 tensor to its place."""
     count, width = entry.shape[0], math.prod(entry.shape[1:])
     step = max(1, _SLAB_VALUES // width)
     file.seek(entry.data.offset)

@@ -9,8 +9,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.wording import Setting
 
-__all__ = ["NO_ADAPTER", "AdaptingBackend", "adapter_place", "adapters_of", "choose_adapter"]
-
 # The adapter of rows that have none.
 NO_ADAPTER = -1
 
@@ -38,11 +36,7 @@ def adapter_place(adapters: Mapping[str, str], name: str | None) -> int:
 
 
 def choose_adapter(backend: Backend, name: str | None) -> None:
-    """Evaluates the next rows of a backend's sequence with an adapter, or with none.
-
-    Raises:
-        UsageError: it has no such adapter.
-    """
+    """Evaluates the next rows of a backend's sequence with an adapter, or with none."""
     known = adapters_of(backend)
     if name is not None and name not in known:
         hint = f"Choose one of {', '.join(known)}." if known else "Load the model with it, by " + Setting("adapters")

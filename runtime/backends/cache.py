@@ -10,26 +10,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-
-__all__ = [
-    "CacheSnapshot",
-    "Edit",
-    "ForkableCache",
-    "KVCache",
-    "ObservedCache",
-    "SharingCache",
-    "TrimmedCache",
-    "check_edit",
-    "check_length",
-    "check_snapshot",
-    "joined_rows",
-    "row_range",
-]
 
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
@@ -171,9 +156,6 @@ class KVCache(Protocol):
 
         Until they are overwritten they stay what they are, for a pass that starts there and masks the layers that
         wrote them.
-
-        Raises:
-            BackendError: there are fewer rows.
         """
 
     def resumable(self, length: int) -> int:
@@ -212,9 +194,6 @@ class KVCache(Protocol):
 
         Keys are as cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where
         `edit` fails, the cache is empty afterwards.
-
-        Raises:
-            BackendError: it returned more rows than there were, or not as many in every layer.
         """
 
     def clear(self) -> None:
@@ -281,11 +260,7 @@ class ObservedCache(KVCache, Protocol):
 
 
 def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:
-    """Refuses a snapshot that a float32 cache cannot take.
-
-    Raises:
-        BackendError: it belongs to another model or type of cache, or is longer than the cache.
-    """
+    """Refuses a snapshot that a float32 cache cannot take."""
     check_type(snapshot, capacity, FLOAT32, "")
     kept = geometry.kept
     heads = [each.heads for each in kept] * 2
@@ -294,11 +269,7 @@ def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -
 
 
 def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> None:
-    """Refuses rows of another type than a cache's, and more than it holds.
-
-    Raises:
-        BackendError: they are.
-    """
+    """Refuses rows of another type than a cache's, and more than it holds."""
     if (snapshot.kv, snapshot.scales) != (kv, scales):
         what = "with other scales" if snapshot.kv == kv else f"of {snapshot.kv}"
         raise BackendError(f"The snapshot is of a cache {what}, this one is of {kv}.")
@@ -307,25 +278,14 @@ def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> 
 
 
 def check_rows(snapshot: CacheSnapshot, stored: Sequence[tuple[int, int, str]]) -> None:
-    """Refuses rows of other shapes than a model's.
-
-    Args:
-        stored: heads, items of each and their type, of the keys of each layer and then of the values.
-
-    Raises:
-        BackendError: they have others.
-    """
+    """Refuses rows of other shapes than a model's."""
     found = [(a.shape, str(a.dtype)) for a in (*snapshot.keys, *snapshot.values)]
     if found != [((heads, snapshot.length, width), dtype) for heads, width, dtype in stored]:
         raise BackendError("The snapshot belongs to another model.")
 
 
 def kept_rows(start: int, rows: Sequence[int], length: int) -> list[int]:
-    """The rows of a cache that `KVCache.keep` names.
-
-    Raises:
-        BackendError: they are not in order, or not of the pass.
-    """
+    """The rows of a cache that `KVCache.keep` names."""
     wanted = [start + r for r in rows]
     ordered = all(a < b for a, b in itertools.pairwise(wanted))
     if not ordered or (wanted and not start <= wanted[0] <= wanted[-1] < length):
@@ -340,11 +300,7 @@ def check_length(length: int, rows: int) -> None:
 
 
 def row_range(start: int, stop: int | None, rows: int) -> tuple[int, int]:
-    """The rows to copy of a cache of `rows` rows; all from `start` on where `stop` is None.
-
-    Raises:
-        BackendError: there are fewer.
-    """
+    """The rows to copy of a cache of `rows` rows; all from `start` on where `stop` is None."""
     stop = rows if stop is None else stop
     if not 0 <= start <= stop <= rows:
         raise BackendError(f"Cannot copy rows {start} to {stop} of a cache of {rows} tokens.")
@@ -361,11 +317,7 @@ def check_edit(
     """How many rows an edit of `rows` rows left in a layer.
 
     Args:
-        kept: by the layer.
         left: in the layers before; None in the first.
-
-    Raises:
-        BackendError: more than there were, or not `left`.
     """
     keys, values = edited
     found = keys.shape[1] if left is None else left

@@ -13,27 +13,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import ForkableCache, KVCache, SharingCache
-
-__all__ = [
-    "Backend",
-    "ExpertChoice",
-    "ForkingBackend",
-    "ForwardInput",
-    "ForwardOutput",
-    "ObservedBackend",
-    "PassCancelledError",
-    "PassObserver",
-    "PreemptedError",
-    "RotatingBackend",
-    "TogetherBackend",
-    "check_pass",
-    "require",
-]
 
 C = TypeVar("C", bound=ForkableCache)
 
@@ -165,11 +150,6 @@ class Backend(Protocol):
         A tree needs at least one token in the cache, which a prompt always leaves. With one, a row is what it is in a
         pass of its own text to the last bit where `Capabilities.paged` is; elsewhere up to rounding only: sums run over
         the cache in the order of its rows, those of other paths in between.
-
-        Raises:
-            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane or a number of experts where the capabilities
-                exclude it.
-            BackendError: the engine failed, or the pass does not fit the cache.
         """
 
     def cancel(self) -> None:
@@ -196,9 +176,6 @@ class ForkingBackend(Protocol[C]):
         """Evaluates new tokens of several sequences, each appended to its own cache.
 
         Every row is what it is in a pass of its own sequence alone.
-
-        Raises:
-            CapabilityError, BackendError: as `Backend.forward`; some sequences may have their rows then.
         """
 
 
@@ -211,20 +188,12 @@ class TogetherBackend(ForkingBackend[SharingCache], Protocol):
         """Pages that sequences can still take within what was planned for them."""
 
     def new_sequence(self, capacity: int) -> SharingCache:
-        """An empty sequence, for `forward_together`.
-
-        Raises:
-            BackendError: it may be longer than the backend's positions reach.
-        """
+        """An empty sequence, for `forward_together`."""
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
         """One pass over new tokens of several sequences, each appended to its own cache.
 
         Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
-
-        Raises:
-            CapabilityError, BackendError: as `Backend.forward`; or a sequence is named twice, is of another backend, or
-                is to be evaluated in another way than the others (layers, planes, experts, hidden states).
         """
 
     def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
@@ -263,14 +232,7 @@ class RotatingBackend(Protocol):
 
 
 def require(able: bool, backend: Backend, what: str, hint: str) -> None:
-    """Refuses a backend that lacks a capability.
-
-    Args:
-        what: it would have to do, in the message.
-
-    Raises:
-        CapabilityError: it is not able.
-    """
+    """Refuses a backend that lacks a capability."""
     if not able:
         raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
 
@@ -280,9 +242,6 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
 
     Args:
         cache: that the pass appends to; None is the backend's own.
-
-    Raises:
-        CapabilityError, BackendError: as `Backend.forward` says.
     """
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
     planes, experts = batch.planes, batch.experts

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
@@ -23,8 +24,6 @@ from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.mapped import find_table
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
-
-__all__ = ["BackendFactory", "BackendOrder", "counting_experts", "thread_count"]
 
 
 @dataclass(frozen=True)
@@ -77,19 +76,11 @@ class BackendFactory(ABC):
     adapts: ClassVar[bool] = False
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
-        """The layout of a bundle's weights that it will run on a device.
-
-        Raises:
-            UsageError, BundleError: it cannot run the bundle, or not as asked.
-        """
+        """The layout of a bundle's weights that it will run on a device."""
         return bundle.manifest.layout
 
     def device(self, config: LoadConfig) -> Device:
-        """The device that it runs a model on.
-
-        Raises:
-            UsageError, DeviceError: it cannot run one as asked.
-        """
+        """The device that it runs a model on."""
         config.refuse_gpu_layers(self.engine())
         config.refuse_rpc(self.engine())
         return choose_device(config, self.graphs)

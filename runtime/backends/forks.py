@@ -12,8 +12,6 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForkingBackend, ForwardInput, ForwardOutput, TogetherBackend
 from edgeinfer.runtime.backends.wrapped import uncounted
 
-__all__ = ["CopiedFork", "TurnTaking", "can_fork", "copied_bytes", "forking"]
-
 # Copies that the rows of a text are kept in behind the first; more are made one.
 _MOST_PIECES = 8
 

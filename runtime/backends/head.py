@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from edgeinfer.bundle import Layout, Manifest
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.runtime.arrays import Floats
-
-__all__ = ["HEAD_ROWS", "HeadBackend", "runs_apart"]
 
 # Rows that are asked for at once: as many as the native kernel multiplies by one reading of the weights. Where all rows
 # of a long draft are read after all, several such passes may take longer than one over all of them: 52.0 ms instead of
@@ -30,9 +29,6 @@ class HeadBackend(Protocol):
         """The logits of rows by their states after the last layer: the bits that the rows' own pass would give.
 
         A view that the next pass overwrites, as this overwrites what the pass before gave; the cache stays as it is.
-
-        Raises:
-            BackendError: the engine failed.
         """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.errors import BackendError, DeviceError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import (
@@ -22,8 +22,6 @@ from edgeinfer.runtime.backends.cache import (
     kept_rows,
     row_range,
 )
-
-__all__ = ["KVBuffers"]
 
 # 256 rows keep the first growth away from short chats; doubling bounds copying to one extra pass over the cache.
 _FIRST_ROWS = 256
@@ -77,13 +75,7 @@ class KVBuffers(TrimmedCache):
         return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def reserve(self, rows: int) -> bool:
-        """Makes room for `rows` rows, doubling what is there; True when there was not enough, and the buffers moved.
-
-        Raises:
-            BackendError: more rows than the cache may have.
-            MemoryError: there is no memory for them; the buffers then moved, but hold what they held.
-            DeviceError: the same of a device's memory.
-        """
+        """Makes room for `rows` rows, doubling what is there; True when there was not enough, and the buffers moved."""
         if rows <= self.rows:
             return False
         if rows > self._most:

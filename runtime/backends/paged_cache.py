@@ -26,8 +26,6 @@ from edgeinfer.runtime.paging.layout import PAGE, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.paging.states import SequenceState, StatePool
 
-__all__ = ["PagedCache"]
-
 # Rows of all layers that are copied at a time where they have to be: of a 0.5B some 6 MB in float32.
 _PIECE = 4 * PAGE
 _NONE = -1  # in the table
@@ -92,11 +90,7 @@ class PagedCache:
         return len(self._pages) * self.pool.layout.page_bytes
 
     def prepare(self, rows: int) -> None:
-        """Has the next rows lie in pages that no other text holds, and lets go of pages far behind them.
-
-        Raises:
-            BackendError: the rows do not fit the cache, or the pool has no pages left; nothing has changed then.
-        """
+        """Has the next rows lie in pages that no other text holds, and lets go of pages far behind them."""
         stop = self.length + rows
         if stop > self.capacity + self._spare:
             raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")

@@ -13,8 +13,6 @@ from edgeinfer.runtime.paging.layout import PAGE, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.paging.states import StatePool, StateSnapshot
 
-__all__ = ["PageSnapshot", "places_in"]
-
 
 class PageSnapshot:
     """Implements `CacheSnapshot` by holding the pages that the rows lie in.

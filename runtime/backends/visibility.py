@@ -7,14 +7,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Ints
 
-__all__ = ["ancestors", "visible_rows"]
-
 
 def visible_rows(start: int, size: int, tree: Ints | None, window: int = 0) -> NDArray[np.bool_]:  # (S, T)
     """Which of the T cached and new rows each of the S new ones sees: all before it without a tree.
 
     Args:
-        start: rows in the cache before the pass.
         window: places of its text up to its own that a row sees at most; 0 is all.
     """
     seen = np.ones((size, start + size), np.bool_)

@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.results import ExpertUse
 from edgeinfer.runtime.backends.adapting import adapters_of, choose_adapter
@@ -20,8 +21,6 @@ from edgeinfer.runtime.backends.contract import (
 )
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.runtime.experts.statistics import ExpertCounter, ExpertCounts
-
-__all__ = ["ExpertCountingBackend", "WrappedBackend", "uncounted"]
 
 B = TypeVar("B", bound=Backend)
 _NO_ROWS = np.zeros(0, np.int64)
@@ -119,11 +118,7 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
         return self._counter.counts(self.cache.length)
 
     def use(self, since: ExpertCounts | None = None) -> ExpertUse:
-        """What people want to know of it.
-
-        Args:
-            since: count only what came after this.
-        """
+        """What people want to know of it."""
         counts = self.counts if since is None else self.counts - since
         found = counts.summary()
         cache = self.expert_cache

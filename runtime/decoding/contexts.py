@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
-from edgeinfer.bundle.spec import later_fields
+from edgeinfer.bundle.spec import DecoderSpec, later_fields
 from edgeinfer.errors import CapabilityError, ContextLengthError
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import RotatingBackend
@@ -17,8 +16,6 @@ from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
 from edgeinfer.runtime.kv_cache.contexts.joined import ContextRows, turn
 from edgeinfer.wording import Setting
 
-__all__ = ["ContextMaker", "require_contexts"]
-
 # Parts of decoders whose keys cannot be turned, or are none of the layer's own.
 _UNKNOWN = ("norm_after_rope", "full_heads", "kv_sources")
 
@@ -27,11 +24,7 @@ def require_contexts(engine: Engine, spec: DecoderSpec | None) -> tuple[PagedCac
     """The cache and the decoder that contexts are put together with.
 
     Args:
-        engine: of a model.
         spec: of the model, where its bundle says it.
-
-    Raises:
-        CapabilityError: contexts cannot be evaluated apart of this model, or by its backend.
     """
     cache = engine.backend.cache
     if not isinstance(cache, PagedCache) or spec is None:
@@ -73,23 +66,14 @@ class ContextMaker:
         return self._cache.snapshot(0, len(self._prefix))
 
     def whole(self, tokens: Sequence[int]) -> CacheSnapshot:
-        """Rows of a context, all of which is evaluated.
-
-        Raises:
-            ContextLengthError: it does not fit behind the prefix.
-        """
+        """Rows of a context, all of which is evaluated."""
         self._check(tokens)
         self._begin()
         self._feed(tokens)
         return self._made()
 
     def edited(self, tokens: Sequence[int], before: ContextRows) -> tuple[CacheSnapshot, int]:
-        """Rows of a context of which an earlier version was evaluated, and how many of its tokens were evaluated now.
-
-        Raises:
-            ContextLengthError: as `whole`.
-            UsageError: the file with the earlier version cannot be read.
-        """
+        """Rows of a context with an earlier version in the cache, and how many of its tokens were evaluated now."""
         self._check(tokens)
         self._begin()
         evaluated, rows, behind = 0, _Reading(before), len(self._prefix)

@@ -18,11 +18,9 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Run, 
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, shared_length
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.system.memory import keeping_freed
 from edgeinfer.wording import Setting
-
-__all__ = ["Engine"]
 
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
 _FEW = 16
@@ -100,10 +98,6 @@ class Engine:
 
         Args:
             strategy: decodes the reply, by the same sampler; None is plain decoding, one token per pass.
-
-        Raises:
-            PromptError: the prompt is empty, or holds an id that is no token.
-            ContextLengthError: the prompt leaves no room for a token.
         """
         self.check(prompt)
         # Here, not when iteration begins: a `cancel` in between counts.
@@ -208,11 +202,7 @@ class Engine:
         self.backend.cache.trim(0)
 
     def check(self, prompt: Sequence[int], draft: Sequence[int] = ()) -> None:
-        """Refuses a prompt that cannot be continued, or not by this draft, for which there need be no room.
-
-        Raises:
-            PromptError, ContextLengthError: as `generate`.
-        """
+        """Refuses a prompt that cannot be continued, or not by this draft, for which there need be no room."""
         capacity, vocabulary = self.backend.cache.capacity, self.backend.geometry.vocab_size
         if not prompt:
             raise PromptError("The prompt is empty.", "Write at least one token of text.")
@@ -261,9 +251,6 @@ class Engine:
             rows: whose logits are given, as a view that the next pass overwrites. (R,)
             gains: as `ForwardInput` takes them, where the last of the tokens need not be fed; as many rows then come.
             run: runs the pass; None is the backend.
-
-        Raises:
-            BackendError: the pass failed, was cancelled or does not fit; nothing was fed.
         """
         start = self.backend.cache.length
         places = np.arange(start, start + len(tokens))
@@ -295,11 +282,7 @@ class Engine:
         return () if self.lost.tokens or odd or self.contexts is not None else tuple(self._tokens)
 
     def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
-        """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
-
-        Raises:
-            BackendError: they are another model's, or too many; the cache is then empty.
-        """
+        """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are."""
         self._keep(0, tokens)
         self.forget()
         self.begin(len(tokens))

@@ -30,8 +30,6 @@ from edgeinfer.runtime.backends.wrapped import WrappedBackend, uncounted
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 
-__all__ = ["Scheduler", "SequenceBackend", "SequenceTask", "sharing_backend"]
-
 
 class SequenceBackend(WrappedBackend[Backend]):
     """Implements `contract.Backend` for one sequence of several, whose passes the scheduler shares among them.
@@ -71,19 +69,11 @@ class SequenceBackend(WrappedBackend[Backend]):
         return self._scheduler.new_sequence(capacity).cache
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass, together with rows of other sequences; see `contract.Backend.forward`.
-
-        Raises:
-            PreemptedError: the sequence's pages are needed by older ones.
-        """
+        """One pass, together with rows of other sequences; see `contract.Backend.forward`."""
         return self.forward_together([(self._own, batch)])[0]
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
-        """Rows of several sequences of one reply, together with those of others; see `contract.TogetherBackend`.
-
-        Raises:
-            PreemptedError: the pages of these sequences are needed by older ones; some may have their rows.
-        """
+        """Rows of several sequences of one reply, together with those of others; see `contract.TogetherBackend`."""
         for cache, batch in sequences:
             check_pass(self._inner, batch, cache)
         return self.forward_checked(sequences)

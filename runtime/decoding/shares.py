@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 
 from edgeinfer.records import dataclass
 
-__all__ = ["VERIFIED_ROWS", "Company", "PromptShare", "draft_rows", "worth_in_company"]
-
 # Rows of devices' drafts in a pass where the model drafts nothing itself: one device's longest draft.
 VERIFIED_ROWS = 64
 
@@ -112,7 +110,6 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
         gains: expected tokens that each row adds, by drafts; each begins with its root. A draft that must be whole, or
             is none, has its root alone.
         pass_ms: milliseconds of a pass of so many rows.
-        most: rows of drafts in the pass at most, besides roots.
     """
     rows = [1] * len(gains)
     chosen = list(rows)
@@ -137,11 +134,6 @@ def worth_in_company(replies: int, acceptance: float, pass_ms: Callable[[int], f
 
     `draft_rows` looks at drafts that were sent, so what it takes to ask for a round is spent there; here it counts. A
     device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait.
-
-    Args:
-        replies: that share passes.
-        acceptance: share of drafted tokens that is expected to be right.
-        pass_ms, most: as `draft_rows` takes them.
     """
     stream_ms = pass_ms(replies) + replies * _EVENT_MS
     best, chosen, tokens = _COMPANY_GAIN / stream_ms, 0, 1.0

@@ -17,21 +17,8 @@ from edgeinfer.remote_options import RemoteUse
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.searching import SearchUse
-
-__all__ = [
-    "DecodingStatistics",
-    "DecodingStrategy",
-    "Prefill",
-    "ReducedStatistics",
-    "RoundTimes",
-    "Run",
-    "SearchStatistics",
-    "SpeculationStatistics",
-    "Step",
-    "until_stop",
-]
 
 Run = Callable[[ForwardInput], ForwardOutput]
 
@@ -162,15 +149,7 @@ class SpeculationStatistics(DecodingStatistics):
         times: RoundTimes,
         guessed_ms: float,
     ) -> None:
-        """Counts one round.
-
-        Args:
-            sources: name of the drafter of each node of the draft.
-            accepted: nodes on the accepted path.
-            committed: tokens.
-            bonus: whether the last of them followed a fully accepted path.
-            guessed_ms: what its guesses cost by the governor's reckoning.
-        """
+        """Counts one round."""
         self.rounds += 1
         self.drafted += len(sources)
         self.accepted += len(accepted)
@@ -262,19 +241,12 @@ class DecodingStrategy:
         """Starts after a prompt, all of which was fed: one to `room` tokens that follow it, accepted by the sampler.
 
         Called again where the reply was paused, with what it has by then as the prompt.
-
-        Args:
-            logits: after the prompt's last token; a view that the next pass overwrites.
         """
         self.pass_ns = 0
         return self._accept(self._sampler.sample(logits, len(prompt)), logits)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
-        """Makes one to `room` further tokens, accepted by the sampler; at least the last of them is not fed yet.
-
-        Args:
-            lost: tokens of the text less rows that the cache needs to hold it, the last token included.
-        """
+        """Makes one to `room` further tokens, accepted by the sampler; at least the last of them is not fed yet."""
         return self._plain_step(lost)
 
     def leave(self) -> None:

@@ -12,8 +12,6 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 
-__all__ = ["RowRequest", "SequenceTask"]
-
 
 class RowRequest:
     """Rows of one sequence that a task waits for.
@@ -125,11 +123,7 @@ class SequenceTask:
         return not all(request.over for request in self.requests)
 
     def outputs(self) -> list[ForwardOutput]:
-        """What the rows gave that it waited for.
-
-        Raises:
-            BackendError: a pass failed, was cancelled, or did not take place.
-        """
+        """What the rows gave that it waited for."""
         requests, self.requests = self.requests, ()
         error = next((request.error for request in requests if request.error is not None), None)
         if error is None:

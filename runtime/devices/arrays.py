@@ -20,27 +20,17 @@ from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import device_error, require
 from edgeinfer.runtime.system.allocation import is_refusal
 
-__all__ = ["DeviceArray", "device_value", "device_zeros"]
-
 Zeros = Callable[[tuple[int, ...], Any], Any]
 
 
 def device_zeros(device: Device) -> Zeros:
-    """What makes arrays of zeros in the memory of a device, as numpy.zeros does in that of the process.
-
-    Raises:
-        DeviceError: the device is not there.
-    """
+    """What makes arrays of zeros in the memory of a device, as numpy.zeros does in that of the process."""
     require(device)
     return lambda shape, dtype: DeviceArray(shape, dtype, device)
 
 
 def device_value(array: NDArray[Any], device: Device) -> ort.OrtValue:
-    """A copy of an array on a device; in ordinary memory the array itself.
-
-    Raises:
-        DeviceError: the device fails, or has no room for it.
-    """
+    """A copy of an array on a device; in ordinary memory the array itself."""
     if device.memory == CPU_MEMORY:
         return ort.OrtValue.ortvalue_from_numpy(array)
     try:

@@ -7,8 +7,6 @@ from typing import Literal
 
 from edgeinfer.records import dataclass
 
-__all__ = ["CPU", "CPU_MEMORY", "CPU_PROVIDER", "STATIC_ONLY", "Device", "DeviceEntry", "Graphs", "Traits"]
-
 # Graphs that a backend runs on onnxruntime: none, the ordinary ones, those of fixed shapes.
 Graphs = Literal["none", "ordinary", "static"]
 

@@ -21,7 +21,6 @@ from edgeinfer.wording import Setting
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-__all__ = ["add_provider", "device_error", "is_installed", "plugin_devices", "require"]
 
 # Plugins and providers whose libraries this process has loaded; onnxruntime refuses to load a plugin's twice.
 _LOADED: set[str] = set()
@@ -40,11 +39,7 @@ def is_installed(device: Device) -> bool:
 
 
 def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] | None:
-    """What onnxruntime's `providers` has to be for a session on a device; plugins are put into the options instead.
-
-    Raises:
-        DeviceError: the provider is not installed, its library cannot be loaded, or it finds no hardware.
-    """
+    """What onnxruntime's `providers` has to be for a session on a device; plugins are put into the options instead."""
     require(device)
     if device.plugin:
         # One of them: so the WebGPU provider wants it, and a second one would have to be asked for by a name.
@@ -70,11 +65,7 @@ def _preload(provider: str) -> None:
 
 
 def require(device: Device) -> None:
-    """Refuses a device that is not there.
-
-    Raises:
-        DeviceError: its provider is not installed, cannot be loaded, or finds no hardware.
-    """
+    """Refuses a device that is not there."""
     if not is_installed(device):
         raise device_error(device, "it is not installed")
     if device.plugin and not plugin_devices(device):
@@ -90,11 +81,7 @@ def device_error(device: Device, reason: object) -> DeviceError:
 
 
 def plugin_devices(device: Device) -> list[Any]:
-    """Hardware that a plugin provider found, as onnxruntime's OrtEpDevice; its library is loaded when first asked for.
-
-    Raises:
-        DeviceError: the library cannot be loaded.
-    """
+    """Hardware that a plugin provider found, as onnxruntime's OrtEpDevice; the library is loaded on first use."""
     import onnxruntime as ort
 
     try:

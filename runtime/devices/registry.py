@@ -9,8 +9,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, STATIC_ONLY, Device, DeviceEntry, Traits
 from edgeinfer.runtime.devices.providers import is_installed, plugin_devices
 
-__all__ = ["ENTRIES", "find_device"]
-
 # NVIDIA's processors through CUDA.
 # Our graphs compute in float32. The provider's GroupQueryAttention takes float16 and bfloat16 alone (onnxruntime,
 # docs/OperatorKernels.md), and refuses attention_bias, which our graphs always give (onnxruntime,
@@ -132,11 +130,7 @@ ENTRIES: tuple[DeviceEntry, ...] = (_CUDA, _DIRECTML, _WEBGPU, _QNN, _COREML, _O
 
 
 def find_device(name: str) -> tuple[DeviceEntry, Device]:
-    """What a name such as "openvino:NPU" means. A bare name is the first of its devices that has hardware.
-
-    Raises:
-        UsageError: nothing has this name.
-    """
+    """What a name such as "openvino:NPU" means. A bare name is the first of its devices that has hardware."""
     for entry in ENTRIES:
         if name == entry.name:
             seen = (device for device in entry.devices if is_installed(device) and entry.hardware(device))

@@ -10,17 +10,11 @@ from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from edgeinfer.wording import Setting
 
-__all__ = ["choose_device", "runs"]
-
 
 def choose_device(config: LoadConfig, graphs: Graphs) -> Device:
     """The device asked for; for "auto" the first of the registry that is there and runs such graphs as asked.
 
     A budget keeps "auto" on the CPU, the only device on which all that a model takes is known beforehand.
-
-    Raises:
-        UsageError: there is no device of that name, or it cannot run the model as asked.
-        DeviceError: it is not installed, or does not run such graphs.
     """
     if config.device != "auto":
         return _asked_for(config, graphs)

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
 
-__all__ = ["ExpertCache", "Pages"]
-
 # Tokens after which a use counts half.
 _HALF_LIFE = 64.0
 # Worth is kept as a sum of growing weights instead of shrinking every sum; above this it is brought down again.

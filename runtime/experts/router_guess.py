@@ -12,11 +12,9 @@ from typing import Self
 
 import numpy as np
 
-from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.weights.weight_pages import WeightPages
-
-__all__ = ["RouterGuess"]
 
 _NORM, _ROUTER = "layers.{}.mlp_norm", "layers.{}.mlp.router"
 

@@ -17,8 +17,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.results import ExpertUse
 from edgeinfer.runtime.arrays import Ints
 
-__all__ = ["CHUNKS", "ExpertCounter", "ExpertCounts", "active_experts"]
-
 # Lengths of the runs of tokens whose union is counted.
 CHUNKS = (2, 4, 8)
 # Rows that are counted together: one by one would take as long as a small model's layer.

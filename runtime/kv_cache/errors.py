@@ -10,15 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec
-
-__all__ = ["AttentionError", "attention_errors"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,7 @@ class AttentionError:
 
 
 def attention_errors(bundle: Bundle, texts: Sequence[Sequence[int]]) -> list[AttentionError]:
-    """The errors of every type of cache, over the tokens of all texts.
-
-    Args:
-        texts: token ids, each evaluated in one pass of the reference backend.
-
-    Raises:
-        BundleError: the bundle's weights are opaque.
-    """
+    """The errors of every type of cache, over the tokens of all texts."""
     probe = _Probe(bundle, max(map(len, texts)), [codec for codec in ROW_CODECS.values() if codec.name != FLOAT32])
     for text in texts:
         probe.cache.trim(0)

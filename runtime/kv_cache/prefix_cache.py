@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 
-__all__ = ["PrefixCache", "planned_bytes", "shared_length"]
-
 _log = logging.getLogger("edgeinfer")
 
 _ID = np.dtype(np.int32)
@@ -77,11 +75,7 @@ class PrefixCache:
         return sum(span.rows.nbytes for span in self._spans if span.rows is not None and span.rows.in_place)
 
     def match(self, tokens: Sequence[int], adapter: str | None = None) -> int:
-        """After how many of the first tokens a text can go on from rows that are here.
-
-        Args:
-            adapter: with which rows were made, and are to be used; here and below.
-        """
+        """After how many of the first tokens a text can go on from rows that are here."""
         found = at = 0
         for span, shared in self._path(np.array(tokens, _ID), adapter) if self._spans else ():
             if span.rows is not None and (rows := span.rows.resumable(shared)):
@@ -112,7 +106,6 @@ class PrefixCache:
         """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit.
 
         Args:
-            tokens: what the rows are of.
             copy: rows start..stop-1 of them.
             wanted: tokens whose rows are about to be taken, and are therefore not dropped for those offered.
         """

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.array_file import (
     LENGTH_BYTES,
     NUMPY_TYPES,
@@ -39,15 +38,14 @@ from edgeinfer.bundle.array_file import (
     type_name,
 )
 from edgeinfer.bundle.kv_types import LLAMA_KV
-from edgeinfer.bundle.layouts import WEIGHTS
+from edgeinfer.bundle.layouts import WEIGHTS, Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 from edgeinfer.version import SAMPLING, VERSION
-
-__all__ = ["Origin", "SessionFile", "Stamp", "is_session", "open_session", "origin_of", "write_session"]
 
 _FORMAT = "edgeinfer-session"
 _VERSION = "2"
@@ -83,12 +81,7 @@ class Origin:
 
 
 def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origin:
-    """The origin of what a bundle makes as it runs here.
-
-    Args:
-        engine: name and version of what runs it.
-        exact: whether rows are independent of how passes were cut.
-    """
+    """The origin of what a bundle makes as it runs here."""
     manifest = bundle.manifest
     opaque = [name for name in manifest.files if name.startswith("model") or name.endswith(".gguf")]
     weights = [WEIGHTS] if manifest.tensors else opaque
@@ -104,12 +97,7 @@ def write_session(
     """Writes a session file whole or not at all, readable by its owner alone.
 
     Args:
-        tokens: what the rows are of.
         copy: rows start..stop-1 of them.
-        text: kept with them.
-
-    Raises:
-        StorageError: the place cannot be written, or the disk is full.
     """
     kind = copy(0, 0)
     layers = [_LayerRows(str(a.dtype), a.shape[0], a.shape[2]) for a in (*kind.keys, *kind.values)]
@@ -331,11 +319,7 @@ def _begins_session(start: bytes, size: int) -> bool:
 
 
 def is_session(path: Path) -> bool:
-    """Whether the file looks like a session file, whatever its name.
-
-    Raises:
-        UsageError: there is no such file, or it cannot be read.
-    """
+    """Whether the file looks like a session file, whatever its name."""
     with _reading(path) as file:
         return _begins_session(file.read(LENGTH_BYTES + 1), os.fstat(file.fileno()).st_size)
 
@@ -346,9 +330,6 @@ def open_session(path: Path, known: Stamp | None = None) -> Iterator[SessionFile
 
     Args:
         known: of the file when its digest was checked before, which is not done again where it is the same.
-
-    Raises:
-        UsageError: it is missing, no session file, of another version, truncated or damaged.
     """
     with _reading(path) as file:
         yield SessionFile(path, file, known)

@@ -13,8 +13,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 
-__all__ = ["BlockCosts", "Gain", "measure_costs"]
-
 _LONGEST = 8
 _REPEATS = 9
 _PAST = 64
@@ -69,15 +67,6 @@ def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REP
     """Times whole passes, and passes without any attention or any MLP block; empties the cache.
 
     Blocks of one kind are each as equal: the time of a single one is lost in the noise of a small model.
-
-    Args:
-        longest: longest draft to think of.
-        repeats: times that each pass is measured; the median counts.
-        past: tokens in the cache, which attention reads.
-
-    Raises:
-        UsageError: the cache is too small.
-        CapabilityError: the backend cannot skip layers.
     """
     if past + longest >= backend.cache.capacity:
         message = f"Measuring needs a context of {past + longest + 1} tokens, but there are {backend.cache.capacity}."

@@ -13,8 +13,6 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
-__all__ = ["EvaluatedPrompt", "Mask", "SkipPolicy", "SmallModel", "SpeedTarget", "SwitchPolicy", "feed", "whole_pass"]
-
 Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["DivergenceLimit", "divergence", "entropy_bits", "likeliest"]
-
 _LN2 = float(np.log(2))
 # Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
 _ENOUGH, _SPREADS = 8, 2.0
@@ -110,22 +108,13 @@ class DivergenceLimit:
             self._worst = mean + _SPREADS * max(prompt._spread, mean)
 
     def allows(self, further: int, reduced: int, tokens: int) -> bool:
-        """Whether so many further tokens, at their worst, leave the reply's mean within the limit as it is now.
-
-        Args:
-            reduced: tokens made with less so far.
-            tokens: of the reply so far.
-        """
+        """Whether so many further tokens, at their worst, leave the reply's mean within the limit as it is now."""
         if self.nats is None:
             return True
         return self.bound * reduced + self.worst * further <= self.nats * tokens
 
     def check(self, reduced: float, tokens: int) -> bool:
-        """Whether the reply may go on as it does, `reduced` of whose tokens were made with less.
-
-        Args:
-            tokens: of the reply.
-        """
+        """Whether the reply may go on as it does, `reduced` of whose tokens were made with less."""
         if self.nats is not None and self.stopped_at is None and self.bound * reduced > self.nats * tokens:
             self.stopped_at = tokens
         return self.stopped_at is None

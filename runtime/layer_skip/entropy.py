@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 
-__all__ = ["ENTROPY", "Entropies", "EntropyPolicy", "RandomPolicy", "Stay", "rolling_means"]
-
 # Name of its array in a profile.
 ENTROPY = "entropy"
 _WINDOW = 5
@@ -71,11 +69,7 @@ class Entropies:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Entropies:
-        """Takes back what `state` gave.
-
-        Raises:
-            StorageError: it is damaged.
-        """
+        """Takes back what `state` gave."""
         if not state:
             return cls()
         means = state.get("means")

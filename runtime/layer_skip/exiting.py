@@ -21,8 +21,6 @@ from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.divergence import likeliest
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["EarlyExitDecoding", "fill_below"]
-
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens that may wait for the deeper layers.
 _MOST_WAITING = 8

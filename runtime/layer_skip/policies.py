@@ -15,22 +15,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SpeedTarget, SwitchPolicy
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy
 
-__all__ = [
-    "SKIPPING",
-    "SKIP_LEVELS",
-    "SWITCHING",
-    "CalibratedPolicy",
-    "ImportancePolicy",
-    "PolicyParts",
-    "RoutersPolicy",
-    "SkipLevels",
-    "UnifiedPolicy",
-    "importance",
-    "layers_mask",
-    "skip_in_order",
-]
-
-
 # Name of its arrays in a profile.
 SKIP_LEVELS = "ladder"
 _NEEDED = 0.5
@@ -140,11 +124,7 @@ class SkipLevels:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> SkipLevels | None:
-        """Takes back what `state` gave, for a model of so many layers; None where nothing was kept.
-
-        Raises:
-            StorageError: it is damaged, or of another model.
-        """
+        """Takes back what `state` gave, for a model of so many layers; None where nothing was kept."""
         if not state:
             return None
         masks, losses = state.get("masks"), state.get("losses")

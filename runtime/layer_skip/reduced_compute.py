@@ -26,10 +26,8 @@ from edgeinfer.runtime.layer_skip.steps import StepRoutingDecoding
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.wording import Setting
-
-__all__ = ["ReducedComputeParts", "ReducedComputeStrategies"]
 
 T = TypeVar("T")
 
@@ -103,10 +101,6 @@ class ReducedComputeStrategies:
 
         Args:
             ends: whether a token ends a step, where steps are routed.
-
-        Raises:
-            UsageError: what is asked for needs what is not there.
-            CapabilityError: the backend cannot do it.
         """
         if options.compute == "full":
             return None

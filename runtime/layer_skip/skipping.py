@@ -20,8 +20,6 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["LayerSkipDecoding", "PromptStates"]
-
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
@@ -164,11 +162,7 @@ class PromptStates:
         return output
 
     def states(self) -> Floats:  # (L + 1, S, D)
-        """The states of the last tokens: of the passes that evaluated them, else of further ones.
-
-        Raises:
-            CapabilityError: the backend can do neither.
-        """
+        """The states of the last tokens: of the passes that evaluated them, else of further ones."""
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another method."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)

@@ -19,8 +19,6 @@ from edgeinfer.runtime.layer_skip.contract import SmallModel, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.sampling.sampler import Probabilities
 
-__all__ = ["StepEnds", "StepRoutingDecoding", "advantage"]
-
 # Tokens of a step that has no end by itself.
 _LONGEST = 48
 _SENTENCE_ENDS = frozenset(".!?\n")
@@ -56,7 +54,6 @@ def advantage(logits: Floats, token: int, probabilities: Probabilities) -> float
     Args:
         logits: with the biases and penalties of the reply, and -inf for what may not follow.
         token: that may be in its place.
-        probabilities: the distribution that the model would draw its own token from.
     """
     powers = logits.astype(np.float64) - float(logits.max())
     own = np.flatnonzero(probabilities)

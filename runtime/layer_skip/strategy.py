@@ -17,9 +17,7 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatist
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
 from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
-from edgeinfer.runtime.sampling import Sampler
-
-__all__ = ["ReducedDecoding", "StrategyArguments"]
+from edgeinfer.runtime.sampling.sampler import Sampler
 
 # Tokens of the prompt that are tried before anything is left out.
 _TRIED = 32
@@ -95,9 +93,6 @@ class ReducedDecoding(DecodingStrategy, ABC):
     def _try(self, share: float) -> None:
         """Reads the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
         far there already, nothing is left out of the reply.
-
-        Args:
-            share: of the reply's tokens that are expected to be made with less.
         """
         end = self._backend.cache.length
         size = min(_TRIED, end - 1, len(self._tokens) - 2)

@@ -17,8 +17,6 @@ from edgeinfer.runtime.layer_skip.contract import SmallModel, SwitchPolicy, feed
 from edgeinfer.runtime.layer_skip.divergence import entropy_bits
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["ModelSwitchDecoding"]
-
 # Tokens that the small model may write before the large one looks at them, where divergence is limited: at first few,
 # as nothing is known yet.
 _FIRST, _LONGEST = 4, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
@@ -16,17 +16,6 @@ from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.weights.layouts import Progress
-
-__all__ = [
-    "BACKENDS",
-    "choose_backend",
-    "engine_version",
-    "kernel_name",
-    "make_backend",
-    "own_tokenizer",
-    "plan_input_of",
-    "tunable",
-]
 
 
 def _onnx() -> BackendFactory:
@@ -70,14 +59,7 @@ BACKENDS: dict[str, Callable[[], BackendFactory]] = {
 
 
 def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
-    """What will run a bundle: the backend asked for, else its own, the device, and the layout of the weights.
-
-    Raises:
-        UsageError: no backend or device has the name asked for, or it cannot run the bundle as asked.
-        BundleError: the bundle needs a backend that this edgeinfer lacks, or cannot be run by the one asked for.
-        DeviceError: the device is not installed, or does not run such a bundle.
-        NativeUnavailableError: the native kernel is asked for and not there.
-    """
+    """What will run a bundle: the backend asked for, else its own, the device, and the layout of the weights."""
     name = config.backend or bundle.manifest.backend
     if name not in BACKENDS:
         if config.backend:
@@ -113,7 +95,6 @@ def plan_input_of(
     """What a plan of a bundle has to choose from.
 
     Args:
-        drafter: a small model that drafts.
         settings: that were tuned, and hold beside what the caller set.
     """
     factory, bundle, layout, device = BACKENDS[choice.name](), choice.bundle, choice.layout, choice.device
@@ -154,14 +135,8 @@ def make_backend(
     """The backend that was chosen.
 
     Args:
-        configuration: as planned.
         progress: called while weights are converted to the layout that runs, or loaded.
         settings: that were tuned, and hold beside what the caller set.
-        room: as of `BackendOrder`.
-
-    Raises:
-        DeviceError: the device fails.
-        UsageError: adapters are asked for, and it takes none.
     """
     factory = BACKENDS[choice.name]()
     if not factory.adapts:

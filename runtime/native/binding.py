@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 
-__all__ = ["ACTIVATIONS", "INLINE_BYTES", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
-
 # Of exports.c; a library of another version is not used.
 VERSION = 9
 # Bytes of the inline scales of a block: 32 of bfloat16.
@@ -242,11 +240,7 @@ class Binding:
 
     @contextmanager
     def dropping_behind(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Within, operators that this thread runs drop the pages that they have read, each tile's once it is done.
-
-        Args:
-            spans: addresses and lengths of whole pages, mapped from a file and never written to.
-        """
+        """Within, operators that this thread runs drop the pages that they have read, each tile's once it is done."""
         array = (_Span * len(spans))(*(_Span(*each) for each in spans))
         self._library.edgeinfer_drop_behind(array, len(spans))
         try:

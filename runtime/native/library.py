@@ -19,8 +19,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.binding import VERSION, Binding
 from edgeinfer.runtime.native.selftest import agrees_with_portable, portable_is_right
 
-__all__ = ["LIBRARY", "PORTABLE", "NativeKernel", "dropping_behind", "load_kernel", "native_kernel", "switched_off"]
-
 _SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
 PORTABLE = "portable"
 LIBRARY = Path(__file__).with_name("edgeinfer_native" + _SUFFIXES.get(sys.platform, ".so"))
@@ -52,12 +50,7 @@ def switched_off() -> bool:
 
 
 def native_kernel() -> NativeKernel:
-    """The kernel of this machine, found and tested once.
-
-    Raises:
-        NativeUnavailableError: it was not built, does not fit this machine, fails its self-test or is switched off.
-        UsageError: EDGEINFER_NATIVE_ISA names an instruction set that is not there.
-    """
+    """The kernel of this machine, found and tested once."""
     if switched_off():
         hint = "Remove the variable to use the kernel."
         raise NativeUnavailableError("EDGEINFER_NATIVE=0 switches the native kernel off.", hint)
@@ -70,10 +63,6 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
     Args:
         isa: the instruction set to use; None takes the best that passes. "portable" only runs when it is named: it is
             slower than onnxruntime's own operators.
-
-    Raises:
-        NativeUnavailableError, UsageError: as `native_kernel`.
-        MemoryError: the system refused the memory that the library needs.
     """
     binding = _open(path)
     names = binding.isas()

@@ -16,8 +16,6 @@ from edgeinfer.results import DeviceLimits
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 
-__all__ = ["measure_limits"]
-
 # Several times the last-level cache of any machine meant here.
 _READ_BYTES = 256 << 20
 # The best of so many is taken: what another job of the machine took for itself is not the machine's limit.
@@ -31,13 +29,6 @@ def measure_limits(kernel: NativeKernel, threads: int) -> DeviceLimits:
     """Reads memory far beyond the caches, then does nothing but multiply-adds, on all threads at once.
 
     Takes about 0.2 s and 256 MB of memory for that time.
-
-    Args:
-        kernel: whose instruction set multiplies.
-        threads: that work together.
-
-    Raises:
-        UsageError: no thread.
     """
     if threads < 1:
         raise UsageError(f"{threads} threads cannot be measured.", "Use at least 1.")

@@ -15,8 +15,6 @@ from edgeinfer.bundle.vectors import MAGNITUDES
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.binding import ACTIVATIONS, INLINE_BYTES, AttentionPass, Binding, PackedMatrix
 
-__all__ = ["agrees_with_portable", "portable_is_right"]
-
 _TILE = 32
 # No whole tiles, no whole blocks, and as many rows as the paths with the largest panels take at a time.
 _N, _K, _M = 34, 100, 8

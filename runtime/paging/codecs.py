@@ -21,8 +21,6 @@ from edgeinfer.bundle.packing import pack, unpack
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["GROUP", "ROW_CODECS", "ROW_SCALES", "RowCodec", "find_row_codec", "turn", "turn_width"]
-
 # Channels of an int4 row that share a scale and a zero point. In the same bytes as a half scale and a half minimum for
 # each 32, it makes a quarter less error of attention.
 GROUP = 16
@@ -322,11 +320,7 @@ ROW_CODECS: dict[str, RowCodec] = {codec.name: codec for codec in (_Float32(), _
 
 
 def find_row_codec(name: str) -> RowCodec:
-    """A type of stored rows by its name.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
+    """A type of stored rows by its name."""
     if name not in ROW_CODECS:
         raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(ROW_CODECS)}.")
     return ROW_CODECS[name]

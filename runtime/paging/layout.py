@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.graph import PAGE_SLOTS
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
-
-__all__ = ["PAGE", "PAGE_UNIT", "TILE", "LayerGroup", "PageLayout", "StoredRows", "pages_for"]
 
 PAGE = PAGE_SLOTS
 TILE = 16
@@ -135,11 +133,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, geometry: Geometry, kv: str, *, weighed: bool = False) -> PageLayout:
-        """The pages of a model whose keys and values are stored as one type.
-
-        Raises:
-            UsageError: there is no such type.
-        """
+        """The pages of a model whose keys and values are stored as one type."""
         codec = find_row_codec(kv)
         return cls(geometry.kept, codec, codec, weighed)
 

@@ -17,8 +17,6 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.paging.codecs import RowCodec
 from edgeinfer.runtime.paging.layout import PAGE, TILE, PageLayout
 
-__all__ = ["PageRows"]
-
 _ALL = slice(None)
 # Channels of a value whose first half lies in the lower bits of its bytes; the last ones may be half as many.
 _RUN = 32

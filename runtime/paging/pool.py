@@ -16,8 +16,6 @@ from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
 from edgeinfer.runtime.system.allocation import refused
 
-__all__ = ["BlockPool", "PagePool"]
-
 # Bytes of pages that stay in memory when they are free, but one page at least: one that is given back costs its
 # zeroing when it is taken again, and a search over several texts lets go of a page and takes one in every step.
 _SPARE_BYTES = 2 << 20
@@ -81,11 +79,7 @@ class BlockPool:
         return (self.pages - len(self._untouched)) * self._page_bytes
 
     def take(self, count: int) -> list[int]:
-        """Pages for one holder, whatever is in them.
-
-        Raises:
-            BackendError: so many are not free.
-        """
+        """Pages for one holder, whatever is in them."""
         with self._lock:
             if count > self.free:
                 message = f"The KV cache has no {count} pages of {self._page_bytes} bytes left of {self.pages}."

@@ -14,13 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, StateLayer
+from edgeinfer.bundle.geometry import Geometry, StateLayer
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.pool import BlockPool
-
-__all__ = ["RING", "SLOTS_IN_USE", "SequenceState", "StateLayout", "StatePool", "StateSnapshot"]
 
 # Rows of a ring: those of the longest draft, what a convolution reaches back over, and those of TAIL.
 RING = 32
@@ -187,11 +185,7 @@ class SequenceState:
 
     @contextmanager
     def divided(self, whole: bool) -> Iterator[None]:
-        """Has the passes within be windows of one: each runs other layers, which take their states equally far.
-
-        Args:
-            whole: as of `prepare`, for all of them.
-        """
+        """Has the passes within be windows of one: each runs other layers, which take their states equally far."""
         self._windows, self._prepared = whole, None
         done = False
         try:
@@ -203,17 +197,7 @@ class SequenceState:
                 self.advance(ahead)
 
     def prepare(self, length: int, size: int, rows: int, *, chain: bool, whole: bool) -> None:
-        """Has a pass behind `length` rows find its slot, and says how far it takes the state.
-
-        Args:
-            size: rows of the pass.
-            rows: the same with padding.
-            chain: each row follows the one before it.
-            whole: all layers run as they are; what others leave is cut off again.
-
-        Raises:
-            BackendError: the state does not stand there, or the rows are too many to be cut off again.
-        """
+        """Has a pass behind `length` rows find its slot, and says how far it takes the state."""
         if self._windows is not None:
             if self._prepared is not None:
                 return
@@ -253,11 +237,7 @@ class SequenceState:
         return max(places)
 
     def trim(self, length: int) -> None:
-        """Goes back to where so many tokens were there.
-
-        Raises:
-            BackendError: the state cannot.
-        """
+        """Goes back to where so many tokens were there."""
         if self._windows is not None:
             # The next window begins where this one did.
             return
@@ -298,11 +278,7 @@ class SequenceState:
         self._slot, self._position, self._until, self._mark = state.slot, state.position, state.until, mark
 
     def take(self, copied: NDArray[np.uint8] | None, length: int) -> None:  # (16 + slot_bytes,)
-        """Goes on behind so many tokens from a copied state, of this model's sizes; without one not at all.
-
-        Raises:
-            BackendError: it is no state of such a text.
-        """
+        """Goes on behind so many tokens from a copied state, of this model's sizes; without one not at all."""
         if copied is None:
             return
         size = self.pool.layout.slot_bytes

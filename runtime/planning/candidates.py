@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from edgeinfer.bundle import NATIVE, Manifest
 from edgeinfer.bundle.kv_types import PAGED_KV, find_kv_type
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
@@ -17,17 +18,6 @@ from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
 from edgeinfer.wording import Setting
-
-__all__ = [
-    "USUAL_CONTEXT",
-    "Drafting",
-    "configurations",
-    "draft_configuration",
-    "modest_configurations",
-    "wanted_context",
-    "weights_ways",
-    "whole_configurations",
-]
 
 # Tokens of a context that was not asked for: as many as files, tools and long chats need, where memory has room; those
 # that no other concession is made for, and down to which it is halved before anything else is; and the fewest.
@@ -41,11 +31,7 @@ _EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
 
 
 def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
-    """The context to plan for if there is room.
-
-    Raises:
-        ContextLengthError: the context asked for is larger than the model allows.
-    """
+    """The context to plan for if there is room."""
     longest = manifest.geometry.max_positions
     if config.context is not None and config.context > longest:
         message = f"A context of {config.context} tokens was requested, but the model allows {longest}."
@@ -54,15 +40,7 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
 
 
 def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> Iterator[Configuration]:
-    """Every way to run that the caller left open, the one without any concession first.
-
-    Args:
-        drafts: ways to draft, from no concession to the largest (`drafting_ways`).
-
-    Raises:
-        ContextLengthError: as `wanted_context`.
-        UsageError: a kind of cache or of weights is asked for that the model does not have.
-    """
+    """Every way to run that the caller left open, the one without any concession first."""
     return map(plan_input.placed, _product(_dimensions(plan_input, config, drafts)))
 
 

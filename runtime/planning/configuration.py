@@ -8,8 +8,6 @@ from typing import Literal, Protocol
 
 from edgeinfer.records import dataclass
 
-__all__ = ["TOKENIZER", "Configuration", "Footprint", "GrammarMode", "ModelMemory", "TokenizerMode"]
-
 TOKENIZER = "tokenizer.json"
 # What free memory has counted already, as the process had it before; what the system may take back; and what is there
 # at other times. Pages of libraries are none of these, as the system counts files that are mapped as free.
@@ -117,16 +115,11 @@ class ModelMemory(Protocol):
         """Session, cache and the largest pass; "code" is of files that a second model on the backend shares."""
 
     def tokenizer(self, mode: TokenizerMode, *, used: bool) -> Footprint:
-        """What stays of the tokenizer: all, or what decoding needs.
-
-        Args:
-            used: with what it keeps of texts it has seen.
-        """
+        """What stays of the tokenizer: all, or what decoding needs."""
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
         """What the process is at times beyond what stays: while a tokenizer is parsed, while the session is made.
 
         Args:
             outside: the process without a model, while one is loaded.
-            running: the process while the model runs.
         """

@@ -14,8 +14,6 @@ from typing import Any
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 
-__all__ = ["BEST_SHARE", "BudgetPoint", "SpeedCurve", "WayToRun", "speed_curve"]
-
 # Of the best speed, what counts as keeping it.
 BEST_SHARE = 0.95
 
@@ -109,7 +107,6 @@ def speed_curve(first: WayToRun, others: Iterable[WayToRun]) -> SpeedCurve:
 
     Args:
         first: the one without concessions, which every budget gets that it fits.
-        others: in the order in which the search prefers equals.
     """
     ways = [first, *others]
     points = [*_changes(sorted(ways, key=lambda way: way.bytes), first)]

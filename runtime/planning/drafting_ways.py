@@ -16,8 +16,6 @@ from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.speed_model import SpeedModel
 from edgeinfer.wording import Setting
 
-__all__ = ["drafting_ways"]
-
 _LENGTHS = (MOST_DRAFTED, 7, 3, 1)
 # Stands for the draft model among the names of drafters.
 _MODEL = ""
@@ -26,11 +24,7 @@ _MODEL = ""
 def drafting_ways(
     plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, speed: SpeedModel
 ) -> tuple[Drafting, ...]:
-    """Every way to draft that the caller left open, from no concession to the largest.
-
-    Raises:
-        UsageError: drafts are asked for that cannot be taken back.
-    """
+    """Every way to draft that the caller left open, from no concession to the largest."""
     names, present = drafters_in(config.speculation), plan_input.drafter is not None
     most = plan_input.most_drafted
     if most == 0 and (config.speculation not in ("auto", "off") or config.draft_model not in (None, NO_DRAFT_MODEL)):

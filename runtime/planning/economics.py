@@ -13,19 +13,6 @@ from typing import NamedTuple
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.drafting import DrafterRecord
 
-__all__ = [
-    "CHEAP",
-    "Ahead",
-    "Prior",
-    "Prospect",
-    "asking_ms",
-    "asking_pays",
-    "decoding_rate",
-    "look_ahead",
-    "prospects_by",
-    "tokens_per_ms",
-]
-
 # A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.
 CHEAP = 0.02
 # Where asking tables costs more than this share of a pass, "auto" decodes plainly: a model so small would have to be
@@ -101,15 +88,7 @@ def prospects_by(
     guess_ms: Mapping[str, float] = MappingProxyType({}),
     records: Mapping[str, DrafterRecord] = MappingProxyType({}),
 ) -> tuple[Prospect, ...]:
-    """What drafters are expected to do, by what was measured of them as far as it was.
-
-    Args:
-        priors: of the drafters, in the order in which they are asked.
-        pass_ms: of a pass over one row.
-        guess_ms: measured, by drafter.
-        records: of the replies to new prompts that were decoded with the drafters in `guess_ms`; they count for as
-            much as they rest on.
-    """
+    """What drafters are expected to do, by what was measured of them as far as it was."""
     found, left = [], 1.0
     for name, prior in priors.items():
         ms = guess_ms.get(name, _LOOKUP_MS if prior.tables else prior.share * pass_ms)
@@ -125,14 +104,7 @@ def prospects_by(
 
 
 def tokens_per_ms(tokens: float, pass_ms: float, guessed_ms: float, round_ms: float) -> float:
-    """The rate of a round.
-
-    Args:
-        tokens: expected of it.
-        pass_ms: of the pass that verifies.
-        guessed_ms: of all guesses.
-        round_ms: of the rest.
-    """
+    """The rate of a round."""
     return tokens / (pass_ms + guessed_ms + round_ms)
 
 
@@ -161,13 +133,7 @@ def look_ahead(
 
     Args:
         pass_ms: of passes over 1, 2, ... rows.
-        size: guesses of the draft so far.
-        most: further ones.
-        likely: the probability of the path.
-        accepted: that of each further guess behind the one before.
         rate: tokens per millisecond that decoding achieves.
-        guess_ms: of one guess.
-        once: one guess pays for all of them.
     """
     worth, length, tokens = 0.0, 0, 0.0
     gained, now = 0.0, pass_ms[size]
@@ -184,9 +150,7 @@ def decoding_rate(prospects: Sequence[Prospect], pass_ms: Sequence[float], round
     """Tokens per millisecond of decoding that drafts wherever that pays; never less than plain decoding's.
 
     Args:
-        prospects: of the drafters, in the order in which they are asked.
         pass_ms: of passes over 1, 2, ... rows; one more than tokens in a draft at most.
-        round_ms: of a round in which drafters are asked, besides its pass and its guesses.
     """
     plain = 1 / pass_ms[0]
     asking = asking_ms(prospects, round_ms)

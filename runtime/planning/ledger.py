@@ -17,8 +17,6 @@ from edgeinfer.runtime.planning.planner import Replan
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.wording import Setting
 
-__all__ = ["Ledger", "MemoryRelief"]
-
 _log = logging.getLogger("edgeinfer")
 
 # Seconds between two looks: one takes some 30 microseconds.
@@ -77,11 +75,7 @@ class Ledger:
         self.peak = 0
 
     def terms(self, memory: ProcessMemory) -> dict[str, int]:
-        """Bytes in use now, by term; "process" is the whole process.
-
-        Args:
-            memory: of the process now.
-        """
+        """Bytes in use now, by term; "process" is the whole process."""
         return dict(self._terms()) | {"process": self.counted(memory)}
 
     def counted(self, memory: ProcessMemory) -> int:
@@ -91,9 +85,6 @@ class Ledger:
     def begin_turn(self) -> None:
         """A request begins: plans again if the program around the model has changed, and takes back what was given up
         where there is ample room.
-
-        Raises:
-            BudgetError: as `check`.
         """
         budget = self.plan.budget_bytes
         if budget is None:
@@ -112,11 +103,7 @@ class Ledger:
         self.check(now=True)
 
     def plan_grammars(self) -> None:
-        """A reply by a grammar begins: plans memory for such replies if the plan in force has none for them.
-
-        Raises:
-            BudgetError: there is no room for it.
-        """
+        """A reply by a grammar begins: plans memory for such replies if the plan in force has none for them."""
         if self.plan.configuration.grammars != "none":
             return
         plan = self._replan(self.plan, process_memory(), self._terms(), grammars=True)
@@ -139,9 +126,6 @@ class Ledger:
 
         Args:
             now: look even if the last time is a moment ago.
-
-        Raises:
-            BudgetError: nothing is left to give up, and the budget is exceeded.
         """
         budget = self.plan.budget_bytes
         clock = time.monotonic()

@@ -18,8 +18,6 @@ from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.system.memory import ProcessMemory
 
-__all__ = ["NEEDED_SHARE", "OUTSIDE", "RESERVE_BYTES", "MemoryModel"]
-
 # Terms of the process around the model.
 OUTSIDE = ("interpreter", "libraries")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle import Layout
+from edgeinfer.bundle.layouts import Layout
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 from edgeinfer.records import dataclass
@@ -13,8 +13,6 @@ from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.curve import SpeedCurve
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
 from edgeinfer.runtime.planning.speed_model import DiskReads, Speed
-
-__all__ = ["NOTHING_GIVEN_UP", "Alternative", "MemoryPlan"]
 
 # Name of the alternative without any concession.
 NOTHING_GIVEN_UP = "nothing given up"

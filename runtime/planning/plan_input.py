@@ -11,17 +11,16 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from edgeinfer.bundle import Bundle, Layout, Manifest
-from edgeinfer.bundle.manifest import Capabilities
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, GrammarMode, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-
-__all__ = ["BackendChoice", "OptionBytes", "PlanInput", "memory_on", "weights_modes_on"]
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,6 @@ def memory_on(device: Device, memory: ModelMemory, *, cache: bool) -> ModelMemor
     """What a model takes on a device.
 
     Args:
-        memory: what it takes on the CPU.
         cache: whether the cache is where the weights are.
     """
     return memory if device.memory == CPU_MEMORY else _OwnMemory(memory, cache)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mmap import PAGESIZE
 from typing import Any, NamedTuple, Protocol
 
-from edgeinfer.bundle import NATIVE, TensorEntry
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
@@ -46,8 +47,6 @@ from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms
 from edgeinfer.runtime.weights.windows import Run, layer_runs, window_bytes
 
-__all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
-
 
 class Replan(Protocol):
     """Makes another plan of the one in force."""
@@ -58,7 +57,6 @@ class Replan(Protocol):
         """The plan from now on.
 
         Args:
-            process: as it is now.
             used: bytes that the model's parts hold.
             grammars: with memory for replies by grammars, whether that fits or not.
         """
@@ -98,14 +96,8 @@ def make_plan(
     """Plans for a process that has nothing of the model loaded yet.
 
     Args:
-        speed: of the same input.
-        all_ways: list alternatives.
         process: as `process_before_loading` gave it, where something was loaded since; None asks now.
         loading: the model is loaded next, so what fits without a reserve fits.
-
-    Raises:
-        ContextLengthError: the context asked for is larger than the model allows.
-        UsageError: the budget is larger than the machine, or something is asked for that the model does not have.
     """
     config = with_measured_policy(config, plan_input.bundle)
     machine = machine_memory()
@@ -155,9 +147,6 @@ def _plan(
 
 def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     """Predicts the pace of a model from what is known of it on this device.
-
-    Args:
-        profiles: what was measured of a variant of the model.
 
     All speeds rest on one reference: the usual variant where it was measured, another where only that was, less what it
     reads again, or a guess. So does what drafts are expected to do, of which no variant knows more. A variant that
@@ -281,9 +270,6 @@ def _beside(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
 
     Two measurements on different days may differ by more than two variants do. So only what further rows cost is the
     variant's own; reading again is never faster.
-
-    Args:
-        row_ms: of a pass over one row, by the usual variant's pace and the type of cache.
     """
     scale = row_ms / own.passes.ms(1)
     if rereads:

@@ -32,8 +32,6 @@ from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.speed_model import Speed, SpeedModel
 from edgeinfer.runtime.system.machine import machine_memory
 
-__all__ = ["search"]
-
 # What half of the context is worth, of one longer than usual and of others, and a cache of 16, 8 or 4 bits instead of
 # floats, as a share of the speed. Of floats and the usual context is more than of 16 bits and the longest.
 _HALF_LONG_CONTEXT, _HALF_CONTEXT = 0.992, 0.7
@@ -67,14 +65,10 @@ def search(
     """The plan for a request; without a budget, the one without concessions but for the context's.
 
     Args:
-        all_ways: list alternatives.
         free: bytes that the process may come to for a longer context than usual where nothing was asked for; None is
             any number.
         among: which configurations there are to choose from; None takes all.
         hints: tell what would fit where nothing does, which takes longer than the search.
-
-    Raises:
-        ContextLengthError, UsageError: as `configurations`.
     """
     drafts = drafting_ways(plan_input, config, memory, speed)
     ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []
@@ -241,11 +235,7 @@ def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
 
 
 def _given_up(wanted: Configuration, chosen: Configuration, layers: int) -> tuple[str, ...]:
-    """What differs from the configuration without concessions, in words.
-
-    Args:
-        layers: of the model.
-    """
+    """What differs from the configuration without concessions, in words."""
     lost = []
     if chosen.context < wanted.context:
         lost.append(f"context {chosen.context} instead of {wanted.context}")

@@ -14,20 +14,6 @@ from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.windows import Run, dropped_windows, window_bytes
 
-__all__ = [
-    "LEAST_MS",
-    "REPLY_TOKENS",
-    "ROUND_MS",
-    "TURN_TOKENS",
-    "DiskReads",
-    "Pace",
-    "Speed",
-    "SpeedModel",
-    "cache_ms",
-    "guessed_passes",
-    "token_beside_ms",
-]
-
 # A turn of a chat, by which configurations are compared: so many new tokens of prompt, so many of reply.
 TURN_TOKENS, REPLY_TOKENS = 64, 128
 # Of a round that drafts, besides its pass (docs/LOG.md, 2026-11-21).
@@ -161,12 +147,7 @@ def cache_ms(geometry: Geometry, kv: str) -> float:
 
 
 def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lambda rows: 0.0) -> PassCosts:
-    """c(m) of a model that never ran here.
-
-    Args:
-        weight_bytes: that every pass reads.
-        expert_bytes: that a pass over so many rows reads besides, of the experts they choose.
-    """
+    """c(m) of a model that never ran here."""
 
     def ms(rows: int) -> float:
         return max(LEAST_MS, (weight_bytes + expert_bytes(rows)) / _READ_PER_MS)

@@ -6,13 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import OVERFLOWS, LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.kept import KeptMeasurement
-
-__all__ = ["AUTO", "KEPT_POLICY", "MeasuredPolicy", "with_measured_policy"]
 
 # What LoadConfig.overflow says to take what was measured.
 AUTO = "auto"

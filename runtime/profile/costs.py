@@ -16,8 +16,6 @@ import numpy as np
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.records import dataclass
 
-__all__ = ["Costs", "DraftCosts", "PassCosts"]
-
 # A day: no pass takes longer.
 _LONGEST_MS = 86_400_000.0
 _AGAIN = "Measure the costs again."
@@ -74,11 +72,7 @@ class PassCosts:
         return self.points[-1][0]
 
     def ms(self, rows: int) -> float:
-        """Milliseconds of a pass: never less than a smaller one's, between measured sizes a straight line.
-
-        Raises:
-            BackendError: no rows.
-        """
+        """Milliseconds of a pass: never less than a smaller one's, between measured sizes a straight line."""
         if rows < 1:
             raise BackendError(f"There is no pass of {rows} rows.")
         table = self._table
@@ -114,11 +108,7 @@ class PassCosts:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave.
-
-        Raises:
-            StorageError: anything is unknown, missing or impossible.
-        """
+        """Takes back what `to_dict` gave."""
         fields = _fields(data, ("points", "step"))
         points = fields["points"]
         pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)

@@ -27,15 +27,14 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Layout, write_file
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.system.machine import processor_name
 from edgeinfer.user_folders import make_private, user_cache, written
 from edgeinfer.version import VERSION
-
-__all__ = ["DeviceProfile", "forget", "profile_folder", "stamped"]
 
 T = TypeVar("T")
 
@@ -78,9 +77,6 @@ def profile_folder(
 
     Args:
         variant: of running it, where passes cost something else or round otherwise than in the usual one.
-
-    Raises:
-        StorageError: this user has no home folder.
     """
     files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
     key = json.dumps([files, layout, kernel, threads, exact, variant, VERSION], sort_keys=True)
@@ -92,11 +88,7 @@ def _all_profiles() -> Path:
 
 
 def forget(folder: Path | None = None) -> None:
-    """Removes a profile, or all of them.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Removes a profile, or all of them."""
     folders = [folder] if folder is not None else [f for f in _children(_all_profiles()) if _DIGEST.fullmatch(f.name)]
     for each in folders:
         with storage_errors(each):
@@ -172,19 +164,11 @@ class DeviceProfile:
         self._guarded(lambda folder: self._keep(folder / _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
     def arrays(self, name: str) -> dict[str, NDArray[Any]] | None:
-        """Arrays kept under a name; None where there are none. They can be written to.
-
-        Raises:
-            UsageError: not a name of lower-case letters, digits, dashes and underscores.
-        """
+        """Arrays kept under a name; None where there are none. They can be written to."""
         return self._read(_file_name(name), _MOST_ARRAYS_BYTES, _read_arrays)
 
     def save_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keeps arrays of numbers under a name; without any, drops what was kept.
-
-        Raises:
-            UsageError: a name as in `arrays`, or an array that is not of plain numbers.
-        """
+        """Keeps arrays of numbers under a name; without any, drops what was kept."""
         file_name = _file_name(name)
         for key, array in arrays.items():
             if not _plain(array.dtype) or not _KEY.fullmatch(key):

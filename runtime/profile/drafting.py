@@ -15,8 +15,6 @@ from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.seen_texts import MOST_SEEN, SeenTexts
 
-__all__ = ["DRAFTED", "TUNED_DRAFTING", "DraftHistory", "DrafterRecord", "TunedDrafting", "drafter_records"]
-
 # Name of its arrays in a profile.
 TUNED_DRAFTING = "tuning"
 DRAFTED = "drafted"
@@ -67,11 +65,7 @@ class TunedDrafting:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> TunedDrafting:
-        """Takes back what `state` gave, for a model of so many layers.
-
-        Raises:
-            StorageError: it is of another model.
-        """
+        """Takes back what `state` gave, for a model of so many layers."""
         mask, exits = state.get("layer_mask"), state.get("exit_layer")
         fits = mask is None or (mask.dtype == np.bool_ and mask.shape == (2 * layers,))
         if exits is not None:
@@ -110,10 +104,8 @@ class DraftHistory:
         """Counts a reply, if it is of a new text.
 
         Args:
-            prompt, reply: their tokens.
             rounds: of it; 0 where replies beside it decided what was drafted, too.
             plain: of them, without a draft.
-            drafters: what each did.
         """
         if not self._seen.observe(prompt, reply) or not rounds:
             return

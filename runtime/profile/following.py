@@ -17,8 +17,6 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.profile.costs import PassCosts
 
-__all__ = ["RanPasses", "TimedPass", "following", "pace"]
-
 # Rows of a pass, and its milliseconds.
 TimedPass = tuple[int, float]
 # Passes that tell anything at all.
@@ -69,9 +67,6 @@ def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
 
     Sizes that did not run move as the nearest ones that did: beliefs that one busy moment spoiled are mostly spoiled
     alike, and where nothing but small passes seemed to pay, larger ones have no other way to look better.
-
-    Args:
-        observed: passes in the order in which they ran.
     """
     ran = _within(costs, observed)
     if len(ran) < _FEWEST:
@@ -99,12 +94,7 @@ def _within(costs: PassCosts, observed: Sequence[TimedPass]) -> list[TimedPass]:
 
 
 def _differences(off: Floats, sizes: Ints, count: int) -> Floats:  # (N,), (N,) -> (M,)
-    """By how much sizes are off beside each other, as far as passes of different ones ran close together.
-
-    Args:
-        off: logarithms of what passes took, over what was believed.
-        sizes: which size each had, below `count`.
-    """
+    """By how much sizes are off beside each other, as far as passes of different ones ran close together."""
     near = range(1, min(_NEAR, len(off) - 1) + 1)
     first = np.concatenate([sizes[:-apart] for apart in near])
     second = np.concatenate([sizes[apart:] for apart in near])

@@ -10,8 +10,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from edgeinfer.bundle import Bundle, write_file
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.user_folders import make_private, user_cache
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 else:
     Measured = TypeVar("Measured")
 
-__all__ = ["KeptMeasurement"]
 
 _FORMAT = 1
 # A file is a few numbers and names.
@@ -65,11 +64,7 @@ class KeptMeasurement(Generic[Measured]):
             return None
 
     def keep(self, bundle: Bundle, measured: Measured) -> Path:
-        """Keeps what was measured of a model, in the place of an earlier result; where.
-
-        Raises:
-            StorageError: it cannot be kept.
-        """
+        """Keeps what was measured of a model, in the place of an earlier result; where."""
         path = self._file(bundle)
         data: dict[str, Any] = {"format": _FORMAT} | dataclasses.asdict(measured)
         with storage_errors(path.parent):
@@ -78,11 +73,7 @@ class KeptMeasurement(Generic[Measured]):
         return path
 
     def forget(self, bundle: Bundle) -> bool:
-        """Drops what was kept for a model; whether there was anything.
-
-        Raises:
-            StorageError: it cannot be dropped, or this user has no home folder.
-        """
+        """Drops what was kept for a model; whether there was anything."""
         path = self._file(bundle)
         with storage_errors(path.parent):
             there = path.is_file()

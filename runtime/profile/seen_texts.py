@@ -9,8 +9,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-__all__ = ["MOST_SEEN", "SeenTexts"]
-
 # Tokens of a window: texts of their own seldom share so many in a row.
 _WINDOW = 16
 # Of long texts one window in so many is kept, chosen by what it holds, so that they are the same wherever it begins; of

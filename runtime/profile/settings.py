@@ -10,14 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Self
 
-from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import processor_name, usable_cores, usable_processors
 from edgeinfer.version import VERSION
-
-__all__ = ["TUNED_WEIGHTS", "UNTUNED", "Fingerprint", "TunedSettings", "model_digest"]
 
 # Of WEIGHTS_MODES: the others are concessions to a budget.
 TUNED_WEIGHTS = ("packed", "mapped")
@@ -187,11 +186,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `dataclasses.asdict` gave.
-
-        Raises:
-            UsageError: anything is unknown, missing or of another type.
-        """
+        """Takes back what `dataclasses.asdict` gave."""
         if not isinstance(data, dict) or set(data) != {field.name for field in dataclasses.fields(cls)}:
             raise UsageError("The machine is not described as expected.")
         return cls(**data)

@@ -16,25 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from edgeinfer.bundle import write_file
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
 from edgeinfer.runtime.system.machine import usable_processors
 from edgeinfer.user_folders import make_private, user_cache, written
-
-__all__ = [
-    "OFF",
-    "TunedProfile",
-    "find_settings",
-    "forget_profile",
-    "keep_profile",
-    "kept_profile",
-    "read_profile",
-    "write_profile",
-]
 
 _FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -91,12 +79,7 @@ class TunedProfile:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Takes back what `to_json` gave.
-
-        Raises:
-            UsageError: anything is unknown, missing or impossible.
-            ValueError, RecursionError: it is no JSON.
-        """
+        """Takes back what `to_json` gave."""
         data = json.loads(text)
         names = {"format", *(field.name for field in dataclasses.fields(cls))}
         if not isinstance(data, dict) or set(data) != names:
@@ -111,11 +94,7 @@ class TunedProfile:
 
 
 def kept_profile(model: str) -> Path:
-    """Where this user's profile of a model is kept; it need not exist.
-
-    Raises:
-        StorageError: this user has no home folder.
-    """
+    """Where this user's profile of a model is kept; it need not exist."""
     return _folder() / f"{model}.json"
 
 
@@ -124,11 +103,7 @@ def _folder() -> Path:
 
 
 def keep_profile(profile: TunedProfile) -> Path:
-    """Keeps a profile for this user's next sessions, in the place of an older one; where.
-
-    Raises:
-        StorageError: it cannot be kept.
-    """
+    """Keeps a profile for this user's next sessions, in the place of an older one; where."""
     path = kept_profile(profile.model)
     with storage_errors(path.parent):
         make_private(path.parent)
@@ -138,20 +113,12 @@ def keep_profile(profile: TunedProfile) -> Path:
 
 
 def write_profile(profile: TunedProfile, path: Path) -> None:
-    """Writes a profile, whole or not at all.
-
-    Raises:
-        StorageError: the path cannot be written.
-    """
+    """Writes a profile, whole or not at all."""
     write_file(path, profile.to_json().encode())
 
 
 def forget_profile(model: str) -> bool:
-    """Removes the kept profile of a model; whether there was one.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Removes the kept profile of a model; whether there was one."""
     path = kept_profile(model)
     with storage_errors(path):
         try:
@@ -162,11 +129,7 @@ def forget_profile(model: str) -> bool:
 
 
 def read_profile(path: Path) -> TunedProfile:
-    """The profile in a file.
-
-    Raises:
-        UsageError: it is not there, no file, too large, or no profile; the message says which.
-    """
+    """The profile in a file."""
     try:
         if not path.is_file():
             raise UsageError(f"{path} is not a file.")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.kept import KeptMeasurement
-
-__all__ = ["KEPT_UNCERTAINTY", "MeasuredUncertainty", "uncertainty_of"]
 
 # Nats, where nothing was learnt.
 _UNMEASURED = 1.5

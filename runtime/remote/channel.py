@@ -12,8 +12,6 @@ from statistics import median
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.decoding.shares import Company
 
-__all__ = ["Channel", "Prices"]
-
 # Samples kept of each kind; the least of them says what it takes, as other work makes the rest longer.
 _KEPT = 8
 # Share of drafted tokens assumed to be accepted before any was seen, and how many tokens that assumption weighs.
@@ -284,7 +282,6 @@ class Channel:
 
         Args:
             row: how much longer a pass takes for each row, where that was not measured.
-            hoping: that rows cost so little, and rounds no more than expected, whatever was measured.
             share: of drafted tokens that is accepted; None as it was lately.
         """
         if self._room == 0:

@@ -8,9 +8,7 @@ from typing import Any, Protocol
 from edgeinfer.records import dataclass
 from edgeinfer.results import FinishReason
 from edgeinfer.runtime.decoding.shares import Company
-from edgeinfer.runtime.text import TokenizerLike
-
-__all__ = ["Decided", "RemoteAccess", "RemoteReply", "RemoteServer"]
+from edgeinfer.runtime.text.contract import TokenizerLike
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,7 @@ class RemoteReply(Protocol):
         """One round, which is sent again where the way fails: what is decided is always the same.
 
         Args:
-            reply: all tokens that were decided before.
             draft: what may follow them.
-            further: tokens wanted after those that come of the draft; they are told as they come.
-            tell: takes what is decided, in order, possibly nothing, and says whether more is wanted.
-
-        Raises:
-            RemoteError: the server cannot be reached, refuses, or is another than before.
         """
 
     def close(self) -> None:
@@ -100,18 +92,7 @@ class RemoteServer(Protocol):
         """Where it is."""
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Refuses options by which this server decides no reply.
-
-        Args:
-            options: those of GenerationConfig that were given and choose its tokens.
-
-        Raises:
-            UsageError: one of them is of that kind.
-        """
+        """Refuses options by which this server decides no reply."""
 
     def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> RemoteReply:
-        """A reply to a prompt, of which nothing is sent yet.
-
-        Args:
-            options: of GenerationConfig, by name, the seed that drafts are drawn by, and how many tokens are wanted.
-        """
+        """A reply to a prompt, of which nothing is sent yet."""

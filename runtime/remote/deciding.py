@@ -14,13 +14,12 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.remote.channel import Channel, Prices
 from edgeinfer.runtime.remote.contract import RemoteAccess, RemoteServer
 from edgeinfer.runtime.remote.decoding import RemoteDecoding
-from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.text import TokenizerLike
+from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.text.contract import TokenizerLike
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.entropy import Entropies
 
-__all__ = ["RemoteDeciding", "remote_deciding"]
 
 # What speaks with servers.
 _CLIENT = "edgeinfer.runtime.remote.http"
@@ -51,12 +50,7 @@ class RemoteDeciding:
             self._server = _new_server(config.remote_api, access)
 
     def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
-        """The strategy of one reply.
-
-        Raises:
-            UsageError: the server decides no replies with such options.
-            CapabilityError: it is not one that tells the digest of its model, which was asked for.
-        """
+        """The strategy of one reply."""
         server, options = self._answering(), _sent(config)
         server.check(options)
         given = (engine.backend, sampler, server, options | {"seed": sampler.seed}, self._channel)

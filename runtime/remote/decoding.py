@@ -18,9 +18,7 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.runtime.remote.channel import Channel
 from edgeinfer.runtime.remote.contract import Decided, RemoteReply, RemoteServer
-from edgeinfer.runtime.sampling import Sampler
-
-__all__ = ["RemoteDecoding"]
+from edgeinfer.runtime.sampling.sampler import Sampler
 
 # Seconds between two looks at whether the reply was cancelled.
 _LOOK_S = 0.05

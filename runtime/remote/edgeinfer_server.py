@@ -10,10 +10,8 @@ from edgeinfer.errors import RemoteError
 from edgeinfer.runtime.decoding.shares import Company
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, UnansweredError, tokens_in
-from edgeinfer.runtime.text import vocabulary_digest
+from edgeinfer.runtime.text.contract import vocabulary_digest
 from edgeinfer.wording import shown
-
-__all__ = ["EdgeInferServer"]
 
 _PATH = "/v1/verify"
 _LOST = "session_lost"
@@ -130,11 +128,7 @@ def _company(event: Mapping[str, Any]) -> Company | None:
 
 
 def _number(value: Any) -> float | None:
-    """A count, or milliseconds, of an answer; None where it has none.
-
-    Raises:
-        ValueError: it has something else there.
-    """
+    """A count, or milliseconds, of an answer; None where it has none."""
     if value is not None and not (isinstance(value, int | float) and 0 <= value < _LONGEST):
         raise ValueError("no number")
     return value

@@ -25,7 +25,6 @@ except ImportError as error:
         "Replies that another machine decides need httpcore.", "Install it: pip install 'edgeinfer[remote]'"
     ) from error
 
-__all__ = ["UNANSWERED", "Connection", "RemoteRefusalError", "RetriedReply", "UnansweredError", "tokens_in"]
 
 # Seconds until a connection is there, and until more of an answer comes: a long prompt takes its time, in which the
 # server sends nothing.
@@ -94,12 +93,7 @@ class Connection:
         self._pool = connection_pool(trusted)
 
     def get(self, path: str) -> Any:
-        """What the server has at a path.
-
-        Raises:
-            RemoteRefusalError, UnansweredError, others of `UNANSWERED`: nothing.
-            ValueError: not JSON.
-        """
+        """What the server has at a path."""
         with self._answer("GET", path, None) as answer:
             return _accepted(answer)
 
@@ -203,12 +197,7 @@ class RetriedReply:
             self.retries += 1
 
     def _round(self, reply: Sequence[int], draft: Sequence[int], further: int) -> Iterator[Decided]:
-        """One round, sent once: what is decided, in order, the last part marked so.
-
-        Raises:
-            UnansweredError, RemoteRefusalError, others of `UNANSWERED`: it was not answered.
-            RemoteError: the server is another than was meant.
-        """
+        """One round, sent once: what is decided, in order, the last part marked so."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -241,11 +230,7 @@ def _distrust(error: BaseException) -> str:
 
 
 def tokens_in(value: Any) -> tuple[int, ...]:
-    """Token ids of an answer.
-
-    Raises:
-        ValueError: it has something else there.
-    """
+    """Token ids of an answer."""
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("no token ids")
     return tuple(value)
@@ -291,12 +276,7 @@ def _body(answer: httpcore.Response) -> bytes:
 
 
 def _lines(answer: httpcore.Response) -> Iterator[bytes]:
-    """Lines of a stream, as they come.
-
-    Raises:
-        UnansweredError: it was cut off.
-        ValueError: a line is too long.
-    """
+    """Lines of a stream, as they come."""
     rest = b""
     for part in answer.iter_stream():
         *lines, rest = (rest + part).split(b"\n")

@@ -8,10 +8,8 @@ from edgeinfer.errors import RemoteError
 from edgeinfer.runtime.remote.contract import Decided
 from edgeinfer.runtime.remote.http import RemoteRefusalError
 from edgeinfer.runtime.remote.other_engines import OtherEngine, OtherEngineReply
-from edgeinfer.runtime.text import LiteralEncoder
 from edgeinfer.runtime.text.contract import BYTE_LEVEL
-
-__all__ = ["OpenAIServer"]
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 
 _PATH = "/v1/completions"
 # Vocabularies of pieces put a blank before a text; not before what follows this.

@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 from edgeinfer.errors import CapabilityError, RemoteError, UsageError
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RetriedReply
-from edgeinfer.runtime.text import TokenizerLike
+from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.wording import Setting, shown
-
-__all__ = ["OtherEngine", "OtherEngineReply", "decided_greedily", "spells_alike"]
 
 # Options that these engines have by the same names and meanings; ends of replies are looked after here.
 _TAKEN = ("temperature", "top_k", "top_p", "min_p")
@@ -128,12 +126,7 @@ def spells_alike(tokenizer: TokenizerLike, ids: Sequence[int]) -> bool:
 
 
 def decided_greedily(likeliest: Sequence[int], draft: Sequence[int], beyond: int) -> tuple[int, ...]:
-    """The tokens of a draft that are the likeliest, and the one that follows them.
-
-    Args:
-        likeliest: at each place of the draft.
-        beyond: the token behind the whole draft.
-    """
+    """The tokens of a draft that are the likeliest, and the one that follows them."""
     for place, (best, token) in enumerate(zip(likeliest, draft, strict=True)):
         if best != token:
             return (*draft[:place], best)

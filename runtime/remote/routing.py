@@ -14,8 +14,6 @@ from edgeinfer.runtime.layer_skip.divergence import entropy_bits
 from edgeinfer.runtime.layer_skip.entropy import EntropyPolicy
 from edgeinfer.runtime.remote.decoding import RemoteDecoding
 
-__all__ = ["RoutedDecoding"]
-
 
 class RoutedDecoding(RemoteDecoding):
     """Writes what is easy to predict here, and has the rest decided in rounds, drafts included.

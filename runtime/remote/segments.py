@@ -13,8 +13,6 @@ from typing import Any
 
 import httpcore
 
-__all__ = ["connection_pool"]
-
 # Seconds for which an unused connection is kept: no longer than servers keep theirs.
 _KEPT_S = 5.0
 

@@ -9,8 +9,6 @@ from edgeinfer.runtime.remote.contract import Decided
 from edgeinfer.runtime.remote.http import tokens_in
 from edgeinfer.runtime.remote.other_engines import OtherEngine, OtherEngineReply, decided_greedily
 
-__all__ = ["SGLangServer"]
-
 _PATH = "/generate"
 
 

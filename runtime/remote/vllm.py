@@ -10,8 +10,6 @@ from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import RemoteRefusalError, tokens_in
 from edgeinfer.runtime.remote.other_engines import OtherEngine, OtherEngineReply, decided_greedily
 
-__all__ = ["VLLMServer"]
-
 # Token ids in and out, where a server has it; the other evaluates the whole text again in each round.
 _TOKENS_PATH, _TEXT_PATH = "/inference/v1/generate", "/v1/completions"
 

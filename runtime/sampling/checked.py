@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.text import TokenizerLike
-
-__all__ = ["Checker", "TextCheck", "WeighedDraw", "first_accepted", "weighed_draw"]
+from edgeinfer.runtime.text.contract import TokenizerLike
 
 # What a caller gives: whether a text may still become a reply, or, where it has ended, is one.
 Checker = Callable[[str, bool], bool]
@@ -57,11 +55,7 @@ class TextCheck:
         del self._tokens[len(self._tokens) - count :]
 
     def accepts(self, token: int) -> bool:
-        """Whether the text with one more token passes; a character that is not whole yet is left out of it.
-
-        Raises:
-            UsageError: the check failed.
-        """
+        """Whether the text with one more token passes; a character that is not whole yet is left out of it."""
         text = self._tokenizer.decode([*self._tokens, token]).rstrip(_REPLACEMENT)
         try:
             return bool(self._verdict(text, token in self._stop_ids))
@@ -71,11 +65,7 @@ class TextCheck:
 
 
 def first_accepted(scores: NDArray[np.float64], accepts: Accepts) -> int:  # (S,)
-    """The index of the largest score that is accepted.
-
-    Raises:
-        UsageError: none of those that may be tried is.
-    """
+    """The index of the largest score that is accepted."""
     for index in islice(_ranked(scores), _MOST_CHECKS):
         if accepts(index):
             return index
@@ -102,10 +92,6 @@ def weighed_draw(
 
     The recursive estimator of Lipkin et al. (2025, arXiv 2504.05410): a rejected token of probability q among those
     that are left multiplies the estimate by 1 - q; of the accepted one the next token's verdict decides whether 1 or q.
-
-    Args:
-        logprobs: of a distribution.
-        scores: the same with Gumbel noise.
     """
     order, left, log_weight, checks = _ranked(scores), 1.0, 0.0, 0
     following = next(order, None)

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike
-
-__all__ = ["ChoiceLists", "ChoiceTrie"]
+from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 
 _Ints = NDArray[np.int64]
 
@@ -150,15 +149,7 @@ class ChoiceLists:
         self._last: tuple[object, ChoiceTrie] | None = None
 
     def trie(self, texts: tuple[str, ...], end_ids: Sequence[int], parse_special: bool) -> ChoiceTrie:
-        """The trie of a list.
-
-        Args:
-            end_ids: stop tokens of the reply.
-            parse_special: special tokens spelled out in a choice become those tokens.
-
-        Raises:
-            UsageError: a choice cannot be made of the model's tokens.
-        """
+        """The trie of a list."""
         key = (texts, tuple(end_ids), parse_special)
         with self._lock:
             if self._last is None or self._last[0] != key:

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
 
-__all__ = ["ChoiceConstraint", "Constraint", "ConstraintPlaces", "TextPlaces"]
-
 _Ints = NDArray[np.int64]
 
 

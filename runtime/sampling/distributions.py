@@ -12,8 +12,6 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 
-__all__ = ["Ids", "Logits", "TokenLogprobs", "argmax", "draw_from", "token_logprobs", "truncated", "uniform"]
-
 Logits = NDArray[np.floating[Any]]
 Ids = NDArray[np.int64]
 
@@ -41,11 +39,6 @@ def token_logprobs(logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
 
     Args:
         logits: that predicted the token. (V,)
-        token: the chosen id.
-        top: how many alternatives to list.
-
-    Raises:
-        BackendError: the logits hold NaN or allow no token.
     """
     best = float(logits[argmax(logits)])
     shifted = logits.astype(np.float64)

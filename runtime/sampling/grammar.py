@@ -21,8 +21,6 @@ from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
 from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried, wrong
 
-__all__ = ["GrammarConstraint", "GrammarCosts", "check_grammar", "fault"]
-
 
 @dataclass
 class GrammarCosts:
@@ -76,11 +74,7 @@ class GrammarConstraint:
         self.costs = GrammarCosts((time.perf_counter() - started) * 1e3)
 
     def allowed(self) -> NDArray[np.int64]:  # (A,)
-        """Token ids that may follow now, ascending, at least one. Not to be written to.
-
-        Raises:
-            UsageError: telling takes more than the engine may use.
-        """
+        """Token ids that may follow now, ascending, at least one. Not to be written to."""
         if self._beyond:
             return self._end_ids
         if self._known is None:
@@ -104,11 +98,7 @@ class GrammarConstraint:
         return tokens if len(self.allowed()) == 1 else []
 
     def push(self, token: int) -> None:
-        """Appends one token to the reply.
-
-        Raises:
-            UsageError: it takes more than the engine may use.
-        """
+        """Appends one token to the reply."""
         self._known = None
         if not self._beyond and self._may_follow(token):
             self._reply.append(token)
@@ -171,10 +161,6 @@ class GrammarConstraint:
 def check_grammar(config: GenerationConfig) -> None:
     """Refuses a form of replies that takes too much to compile, which may take seconds; making the reply then takes no
     such time. Safe from any thread.
-
-    Raises:
-        GrammarError, UsageError: as `grammar_source`, or it takes too much.
-        BackendError: it was not found out in time, and may be another time.
     """
     source = grammar_source(config)
     if source is not None:
@@ -182,11 +168,7 @@ def check_grammar(config: GenerationConfig) -> None:
 
 
 def fault(source: str) -> str:
-    """What is wrong with a grammar in the engine's words, empty where nothing is. Safe from any thread.
-
-    Raises:
-        BackendError: it was not found out in time, and may be another time.
-    """
+    """What is wrong with a grammar in the engine's words, empty where nothing is. Safe from any thread."""
     try:
         return _tried(source)
     except TimeoutError as error:  # which is not kept, other than what is wrong with it

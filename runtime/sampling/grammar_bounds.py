@@ -9,18 +9,6 @@ from typing import Any, NoReturn, TypeGuard
 from edgeinfer.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_numbers import NEXT_TO_ZERO
 
-__all__ = [
-    "EXACT",
-    "LOWER",
-    "UPPER",
-    "add_short_decimals",
-    "bound_integers",
-    "is_number",
-    "mend_numbers",
-    "names_larger",
-    "refuse",
-]
-
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OUTERMOST = 10**18  # bounds of 64-bit integers are taken for this, up to which the engine writes ranges

@@ -9,8 +9,6 @@ from typing import Any
 from edgeinfer.errors import GrammarError
 from edgeinfer.records import dataclass
 
-__all__ = ["NEWEST", "SchemaDraft", "content_pattern", "draft_of"]
-
 
 @dataclass(frozen=True)
 class SchemaDraft:
@@ -65,11 +63,7 @@ _ANY_TEXT = ("text/plain", "text/markdown")
 
 
 def draft_of(schema: Mapping[str, Any]) -> SchemaDraft:
-    """The draft that a schema names; the newest where it names none.
-
-    Raises:
-        GrammarError: it names another.
-    """
+    """The draft that a schema names; the newest where it names none."""
     uri = schema.get("$schema")
     if not isinstance(uri, str):
         return NEWEST
@@ -83,9 +77,6 @@ def draft_of(schema: Mapping[str, Any]) -> SchemaDraft:
 def content_pattern(schema: Mapping[str, Any], draft: SchemaDraft) -> str | None:
     """An expression, as the grammar engine writes it, of the texts that a schema's content keywords allow; None where
     they allow every text.
-
-    Raises:
-        GrammarError: an expression cannot tell which they allow.
     """
     encoding, kind = schema.get("contentEncoding"), schema.get("contentMediaType")
     if not draft.checks_content:

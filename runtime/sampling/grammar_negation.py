@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 
 from edgeinfer.runtime.sampling.grammar_neutral import DEMANDING
 
-__all__ = ["decide_alternatives"]
-
 Schema: TypeAlias = bool | dict[str, Any]
 
 _TYPES = ("null", "boolean", "object", "array", "string", "number")

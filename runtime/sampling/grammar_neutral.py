@@ -12,8 +12,6 @@ from urllib.parse import unquote
 
 from edgeinfer.runtime.sampling.grammar_drafts import SchemaDraft
 
-__all__ = ["DEMANDING", "Neutral", "malformed", "subschemas"]
-
 _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "string": (
         "minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema"

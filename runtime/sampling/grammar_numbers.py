@@ -9,8 +9,6 @@ from decimal import Decimal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEXT_TO_ZERO", "NumberLimit", "digits_ahead"]
-
 # What stands for a bound of 0 that is excluded; numbers need not come near it.
 NEXT_TO_ZERO = Decimal("1e-22")
 
@@ -30,11 +28,7 @@ _LAST = re.compile(rb"(?<![\w.\"+-])-?(\d+)(?:\.(\d+))?(?:[eE][+-]?(\d+))?\Z")
 
 
 def digits_ahead(tokens: Sequence[bytes], special: bytes) -> NDArray[np.uint8]:  # (V,)
-    """How many digits each token of a vocabulary begins with; `_OTHER` where no number of JSON goes on so.
-
-    Args:
-        special: beginning of tokens that have no text.
-    """
+    """How many digits each token of a vocabulary begins with; `_OTHER` where no number of JSON goes on so."""
     return np.fromiter((_ahead(token, special) for token in tokens), np.uint8, len(tokens))
 
 
@@ -69,13 +63,7 @@ class NumberLimit:
     def within(
         self, ids: NDArray[np.int64], ends: NDArray[np.int64], reply: Sequence[int]
     ) -> NDArray[np.int64]:  # (A,), (E,) -> (B,)
-        """Those of `ids` by which the last number of a reply stays short enough; all where none does.
-
-        Args:
-            ids: that the grammar allows.
-            ends: stop tokens.
-            reply: tokens so far.
-        """
+        """Those of `ids` by which the last number of a reply stays short enough; all where none does."""
         if not reply or not self._text_of(reply[-1])[-1:].isdigit():
             return ids
         longest = max(self._whole + self._fraction + 2 * _EXPONENT, self._text_digits + 1)

@@ -12,8 +12,6 @@ from typing import NoReturn
 
 from edgeinfer.errors import GrammarError
 
-__all__ = ["FORMATS", "translated", "without_assertions"]
-
 # By Unicode's categories: Zl and Zp are one line end each. No four digits stand side by side here and below, which
 # would look like a large number to the trial.
 _LINE_ENDS = r"\n\r\p{Zl}\p{Zp}"
@@ -128,10 +126,6 @@ def translated(pattern: str, keyword: str) -> str:
 
     Args:
         pattern: ECMAScript's, which is looked for anywhere in a text.
-        keyword: of the schema that has it, for messages.
-
-    Raises:
-        GrammarError: it is no such expression, or has what cannot be followed.
     """
     return _Translation(pattern, keyword).whole()
 

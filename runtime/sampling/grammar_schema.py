@@ -31,8 +31,6 @@ from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
 from edgeinfer.runtime.sampling.grammar_neutral import Neutral, malformed
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated, without_assertions
 
-__all__ = ["has_open_escapes", "mended"]
-
 # Of all drafts since the fourth. Others are annotations, by the standard; one of these that neither the engine nor
 # `FORMATS` has is refused.
 _FORMATS = frozenset(
@@ -70,11 +68,7 @@ def mended(schema: Mapping[str, Any], left_out: set[str] | None = None) -> dict[
     """A schema of the same documents that the engine follows.
 
     Args:
-        schema: plain values of JSON, of bounded depth.
         left_out: is given keywords that cannot be followed; the documents are more then. None refuses them.
-
-    Raises:
-        GrammarError: a part of it cannot be followed.
     """
     # Through its text, so that what stands in several places is mended in each, once.
     text = json.dumps(schema, allow_nan=False)

@@ -12,8 +12,6 @@ from edgeinfer.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_schema import has_open_escapes, mended
 from edgeinfer.runtime.sampling.grammar_tokens import engine
 
-__all__ = ["MAX_SOURCE", "grammar_source", "in_words", "json_rule"]
-
 MAX_SOURCE = 2**20  # characters of a schema, an expression or a grammar
 _MAX_REGEX = 4096  # the engine's time and memory grow with its square
 _MAX_GBNF = 2**16
@@ -39,12 +37,7 @@ _OF_KEYWORD = (("Pointer", "$ref"), ("Resource", "$ref"), ("Unknown format", "fo
 
 
 def grammar_source(config: GenerationConfig) -> str | None:
-    """The engine's source of the form that a reply must have; None where there is none, or a list of choices.
-
-    Raises:
-        GrammarError: it is too large or too deep, or not JSON where it should be.
-        UsageError: the engine is not installed.
-    """
+    """The engine's source of the form that a reply must have; None where there is none, or a list of choices."""
     if config.json_schema is not None:
         return f"start: {json_rule(config.json_schema)}{_DIRECTIVE}"
     if config.json_object:
@@ -80,9 +73,6 @@ def json_rule(schema: Mapping[str, Any] | str, left_out: set[str] | None = None)
 
     Args:
         left_out: is given keywords that cannot be followed; the rule has more documents then. None refuses them.
-
-    Raises:
-        GrammarError: it is too large or too deep, or not JSON.
     """
     if isinstance(schema, str):
         _check_size("json_schema", schema, MAX_SOURCE)

@@ -15,8 +15,6 @@ from edgeinfer.runtime.sampling.grammar_numbers import digits_ahead
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike, bytes_of, piece_bytes, token_bytes
 
-__all__ = ["GrammarVocabulary", "engine", "grammar_bytes", "spelled"]
-
 # One of these is among the decoding steps of every tokenizer that spells spaces as SentencePiece does.
 _PIECES = frozenset({"Replace", "Metaspace"})
 # How the engine is told that a token is special: no text leads to it.
@@ -34,11 +32,7 @@ _ENGINE_BYTES, _GRAMMAR_BYTES, _FURTHER_GRAMMAR_BYTES = 2_000_000, 8_000_000, 4_
 
 
 def engine() -> Any:
-    """The module `llguidance`.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """The module `llguidance`."""
     try:
         import llguidance
     except ImportError as error:
@@ -52,9 +46,6 @@ def spelled(tokenizer: TokenizerLike, size: int) -> list[bytes]:
 
     Args:
         size: ids of the model; the tokenizer may have fewer or more.
-
-    Raises:
-        TokenizerError: its tokens spell neither bytes nor SentencePiece's pieces.
     """
     kinds = tokenizer.decoder_types
     if kinds != BYTE_LEVEL and _PIECES.isdisjoint(kinds):
@@ -74,10 +65,6 @@ def spelled(tokenizer: TokenizerLike, size: int) -> list[bytes]:
 def grammar_bytes(mode: GrammarMode, size: int, replies: int) -> tuple[int, int]:
     """What replies by grammars take at most: the vocabulary as the engine has it and grammars; and while the former is
     made.
-
-    Args:
-        size: tokens of the vocabulary.
-        replies: side by side.
     """
     kept, made = (_ENGINE_BYTES + each * size for each in _TOKEN_BYTES[mode])
     return kept + _GRAMMAR_BYTES + (replies - 1) * _FURTHER_GRAMMAR_BYTES, made
@@ -102,10 +89,6 @@ class GrammarVocabulary:
     def tokens(self) -> Any:
         """The engine's `LLTokenizer`. One id behind the model's stands for the end of every grammar, whatever ends
         replies of this model.
-
-        Raises:
-            UsageError: the engine is not installed.
-            TokenizerError: as `spelled`.
         """
         with self._lock:
             return self._made[0]

@@ -15,8 +15,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENGINE_LIMITS", "needs_trial", "tried", "wrong"]
-
 # What the engine may take. Its other defaults bound a mask to some tens of milliseconds; a state of its lexer takes up
 # to 2 kB, and nothing in jsonschemabench needs more than a tenth of these.
 ENGINE_LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
@@ -41,15 +39,7 @@ def needs_trial(grammar: str) -> bool:
 
 
 def tried(grammar: str, library: Any) -> str:
-    """What is wrong with a grammar, empty where nothing is; takes as long as compiling it and 0.1 s, at most some 10 s.
-
-    Args:
-        grammar: Lark source.
-        library: the module `llguidance`, which is imported from the same place.
-
-    Raises:
-        TimeoutError: it took 10 s by the clock, but not by the processor: the machine was busy or asleep.
-    """
+    """What is wrong with a grammar, or empty; takes as long as compiling it and 0.1 s, at most some 10 s."""
     command = [sys.executable, "-I", "-S", __file__, str(Path(library.__file__).parent.parent)]
     try:
         done = subprocess.run(command, input=grammar.encode("utf-8"), capture_output=True, timeout=2 * _SECONDS)

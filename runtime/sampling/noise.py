@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.sampling.distributions import Ids, Logits
 
-__all__ = ["GumbelNoise"]
-
 # Tokens of the largest noise that are looked at first. Of 32 to 512, all are as fast at 4 thousand and 152 thousand.
 _LOUD = 128
 _BITS = 32
@@ -58,7 +56,6 @@ class GumbelNoise:
         large logits can still win, and no exponential of the whole vocabulary is needed.
 
         Args:
-            best: index of the largest.
             temperature: above 0.
             position: absolute position of the token, in [0, 2**64).
             ids: of the tokens of the row; None is all in order. (A,)

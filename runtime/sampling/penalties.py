@@ -12,8 +12,6 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 
-__all__ = ["Penalties", "TokenCounts"]
-
 # A bias of +inf means "force". A large finite number does that and keeps the arithmetic free of inf - inf.
 _FORCED = np.float32(1e30)
 
@@ -101,11 +99,7 @@ class Penalties:
 
     @classmethod
     def from_config(cls, config: GenerationConfig, vocab_size: int) -> Self:
-        """The penalties a generation asks for.
-
-        Raises:
-            UsageError: a biased token id is outside the vocabulary.
-        """
+        """The penalties a generation asks for."""
         for token in config.logit_bias:
             if not 0 <= token < vocab_size:
                 raise UsageError(

@@ -12,8 +12,6 @@ from edgeinfer.runtime.sampling.distributions import Ids, Logits, argmax, trunca
 from edgeinfer.runtime.sampling.noise import GumbelNoise
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 
-__all__ = ["LogitsProcessor"]
-
 # Copying a whole row costs as much as copying one of this many logits by its id (measured at 152 thousand).
 _SPARSE = 32
 # Positions of further noise lie so many bits behind those of texts.
@@ -78,12 +76,7 @@ class LogitsProcessor:
 
         Args:
             logits: of one position. (V,)
-            counts: tokens before that position.
             allowed: ids that may follow, ascending, at least one; None is all. (A,)
-
-        Raises:
-            BackendError: the logits hold NaN or allow no token.
-            UsageError: the bias bans all that may follow.
         """
         ids, weights = self.support(logits, counts, allowed)
         full = np.zeros(self._vocab_size)
@@ -96,10 +89,6 @@ class LogitsProcessor:
         """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor.
 
         The arrays are valid until the next call and must not be written to.
-
-        Raises:
-            BackendError: the logits hold NaN or allow no token.
-            UsageError: the bias bans all that may follow.
         """
         row = self._masked(logits, counts, allowed)
         best = self._best(row, logits, allowed)
@@ -116,13 +105,7 @@ class LogitsProcessor:
 
         Args:
             logits: that predict this position. (V,)
-            position: absolute index of the token in prompt plus reply.
-            counts: tokens before that position.
             allowed: ids that may follow, ascending, at least one; None is all. (A,)
-
-        Raises:
-            BackendError: the logits hold NaN or allow no token.
-            UsageError: the bias bans all that may follow.
         """
         row, ids = self._masked(logits, counts, allowed), allowed
         chosen = self._best(row, logits, allowed)
@@ -137,11 +120,7 @@ class LogitsProcessor:
     def sample_checked(
         self, logits: Logits, position: int, counts: TokenCounts | None, allowed: Ids | None, accepts: Accepts
     ) -> int:  # (V,)
-        """As `sample`, of the tokens that are accepted; each is asked about only when its turn comes.
-
-        Raises:
-            BackendError, UsageError: as `sample`, or too many tokens were refused.
-        """
+        """As `sample`, of the tokens that are accepted; each is asked about only when its turn comes."""
         if self._noise is None:
             row = self._masked(logits, counts, allowed)
             self._best(row, logits, allowed)
@@ -168,7 +147,6 @@ class LogitsProcessor:
 
         Args:
             logits: of one position. (V,)
-            counts: tokens before that position.
             allowed: ids that may follow; None is all. (A,)
         """
         row = self._masked(logits, counts, allowed)

@@ -22,8 +22,6 @@ from edgeinfer.runtime.sampling.distributions import (
 from edgeinfer.runtime.sampling.penalties import TokenCounts
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 
-__all__ = ["Sampler"]
-
 Probabilities = NDArray[np.float64]
 
 # Streams of the generator besides the sampler's own, 0: even ones draw drafts, odd ones decide, far ones shape drafts.
@@ -130,9 +128,6 @@ class Sampler:
 
         Returns it, or None where none is, and the logarithm of an estimate, exact without a check, of what these
         powers add up to.
-
-        Args:
-            stream: of several draws at a position.
         """
         with self._along(path):
             probabilities = self._processor.probabilities(logits, self._counts)
@@ -183,11 +178,7 @@ class Sampler:
         self.accept_told(token, self.logprobs_of(token, logits) if self.tells_logprobs else None)
 
     def logprobs_of(self, token: int, logits: Logits) -> TokenLogprobs:  # (V,)
-        """What is told of a token, by the model's own logits of its place.
-
-        Raises:
-            BackendError: the logits hold NaN or allow no token.
-        """
+        """What is told of a token, by the model's own logits of its place."""
         assert self._alternatives is not None, "log-probabilities were asked for"
         return token_logprobs(logits, token, self._alternatives)
 

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
-from edgeinfer.runtime.text import TokenizerLike
-
-__all__ = ["ThinkingBudget", "thinking_tags"]
+from edgeinfer.runtime.text.contract import TokenizerLike
 
 # What models write around a thought; of Qwen3, DeepSeek-R1 and SmolLM3, of Magistral, and of Seed-OSS.
 _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))

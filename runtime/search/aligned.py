@@ -19,10 +19,8 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
-from edgeinfer.runtime.text import ReplyText
+from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.wording import Setting
-
-__all__ = ["Aligned", "Beginning"]
 
 
 @dataclass(eq=False)
@@ -100,11 +98,7 @@ class Aligned(SearchStrategy):
         self._tree = Beginning()
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply.
-
-        Raises:
-            UsageError: nothing that the model may draw follows the grammar.
-        """
+        """The whole reply."""
         count, rounds = self._config.samples, self._config.rounds
         most, first_logits = self._share(count, room), logits.copy()
         self._reply_rows = self._backend.cache.length

@@ -22,8 +22,6 @@ from edgeinfer.runtime.layer_skip.contract import SmallModel
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, logprob
 from edgeinfer.searching import SearchUse
 
-__all__ = ["Anchored", "DivergenceBudget", "Fused", "fuse", "prefix_debt"]
-
 Distribution = NDArray[np.float64]
 T = TypeVar("T")
 
@@ -123,12 +121,7 @@ class DivergenceBudget:
 
 
 def prefix_debt(ratios: Sequence[float], count: int) -> float:
-    """What a prompt owes that the model finds likelier than the anchor: the mean of its largest positive log-ratios.
-
-    Args:
-        ratios: log p_model(token) - log p_anchor(token) of the prompt's tokens.
-        count: how many of the largest count.
-    """
+    """What a prompt owes that the model finds likelier than the anchor: the mean of its largest positive log-ratios."""
     positive = sorted((ratio for ratio in ratios if ratio > 0), reverse=True)[:count]
     return sum(positive) / len(positive) if positive else 0.0
 
@@ -187,11 +180,7 @@ class Anchored(SearchStrategy):
 
 
 def _said(said: T | None, text: Sequence[int]) -> T:
-    """What the anchor says of a text.
-
-    Raises:
-        ContextLengthError: its context has no room for it.
-    """
+    """What the anchor says of a text."""
     if said is None:
         message = f"The draft model's context has no room for {len(text)} tokens, so it cannot anchor the reply."
         raise ContextLengthError(message, "Ask for a shorter reply, or choose a draft model with a larger context.")

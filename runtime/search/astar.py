@@ -8,9 +8,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchStrategy, asked_score, logprob
-from edgeinfer.runtime.text import ReplyText
-
-__all__ = ["AStar"]
+from edgeinfer.runtime.text.streaming import ReplyText
 
 # Tokens of a step that meets no end of a line.
 _LONGEST = 48

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.sampling import ConstraintPlaces
+from edgeinfer.runtime.sampling.constraint import ConstraintPlaces
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
-
-__all__ = ["Beam"]
 
 Logs = NDArray[np.float64]
 

@@ -15,8 +15,6 @@ from edgeinfer.runtime.backends.contract import ForwardInput, PreemptedError, To
 from edgeinfer.runtime.backends.forks import forking
 from edgeinfer.runtime.search.strategy import Passes
 
-__all__ = ["Branch", "Branches"]
-
 
 @dataclass(eq=False)
 class Branch:
@@ -87,19 +85,11 @@ class Branches:
         self._backend.cache.trim(self._trunk)
 
     def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Floats:  # (B, V)
-        """Feeds tokens of several branches, and gives the logits behind the last one of each.
-
-        Raises:
-            BackendError: a pass failed, was cancelled or does not fit.
-        """
+        """Feeds tokens of several branches, and gives the logits behind the last one of each."""
         return np.concatenate(self.feed_chains([(branch, part, 1) for branch, part in fed]))
 
     def feed_chains(self, fed: Sequence[tuple[Branch, Sequence[int], int]]) -> list[Floats]:  # of (R, V)
-        """Feeds tokens of several branches, and gives the logits behind so many of the last ones of each.
-
-        Raises:
-            BackendError: a pass failed, was cancelled or does not fit.
-        """
+        """Feeds tokens of several branches, and gives the logits behind so many of the last ones of each."""
         rows = sum(len(part) for _, part, _ in fed)
         if rows > self.room:
             raise BackendError(f"A pass over several texts does not fit: there is room for {self.room} tokens.")

@@ -13,8 +13,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy
 
-__all__ = ["Cautious", "trials_for"]
-
 _LOWEST, _HIGHEST, _MOST_TRIALS = 0.01, 1.5, 10
 _ENDS = frozenset(".,\n?!:;)]}")
 # Tokens of a trial that meets no punctuation.

@@ -13,10 +13,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
-from edgeinfer.runtime.text import LiteralEncoder
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.wording import Setting
-
-__all__ = ["Contrast", "contrasted"]
 
 # As the authors ran it (github.com/alphadl/CodeGen-USCD at c4bf692). Tokens below this share of the mean probability
 # stay out.
@@ -58,11 +56,7 @@ class Contrast(SearchStrategy):
         self._prompt = 0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after both prompts.
-
-        Raises:
-            UsageError: the worse prompt is empty, or the context has no room for both.
-        """
+        """The token after both prompts."""
         limit = self._config.max_tokens
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
         if not self._lame:

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchStrategy, logprob
-from edgeinfer.runtime.text import ReplyText
-
-__all__ = ["BestOf", "Drawn", "FirstFinish", "Vote", "answer_of", "draw_next", "elect", "most_steps"]
+from edgeinfer.runtime.text.streaming import ReplyText
 
 _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
@@ -147,11 +145,7 @@ def most_steps(texts: Sequence[str], count: int) -> list[int]:
 
 
 def elect(answers: Sequence[str], means: Sequence[float]) -> int:
-    """Index of the likeliest reply among those with the commonest answer; of answers as common, the likelier in mean.
-
-    Args:
-        means: mean log-probability of each reply's tokens.
-    """
+    """Index of the likeliest reply with the commonest answer; ties go to the answer likelier in mean."""
     voters: defaultdict[str, list[int]] = defaultdict(list)
     for index, answer in enumerate(answers):
         voters[answer].append(index)

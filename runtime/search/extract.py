@@ -17,10 +17,9 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy
-from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, bytes_of
+from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.wording import Setting
-
-__all__ = ["Extract", "beginnings"]
 
 # Spans that a result tells of.
 _TOLD = 8
@@ -87,11 +86,7 @@ class Extract(SearchStrategy):
         self._best = -math.inf  # of their scores
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply.
-
-        Raises:
-            UsageError: there is no span, no stop token or no room.
-        """
+        """The whole reply."""
         longest = min(self._share(1, room) - 1, _LONGEST)
         texts = beginnings(self._config.passage or "", self._parts.tokenizer, self._encoder, longest)
         texts = [tokens for tokens in texts if max(tokens) < self._vocabulary]

@@ -10,8 +10,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy, likeliest, log_probabilities
 
-__all__ = ["Lookahead"]
-
 _CANDIDATES = 3
 
 

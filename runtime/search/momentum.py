@@ -11,8 +11,6 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
 
-__all__ = ["Momentum", "Runs"]
-
 _CANDIDATES = 5
 # Earlier places of a token that are looked at: those of a longer text's commonest tokens would take too long.
 _MOST_PLACES = 512

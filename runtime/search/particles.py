@@ -21,11 +21,9 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, asked_score, logprob
-from edgeinfer.runtime.text import ReplyText
+from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.searching import SearchedText
 from edgeinfer.wording import Setting
-
-__all__ = ["Particles", "systematic"]
 
 # Particles are resampled where fewer of them than this share still count (the published code's default).
 _EFFECTIVE_SHARE = 0.5
@@ -82,11 +80,7 @@ class Particles(SearchStrategy):
         self.log_evidence = 0.0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply.
-
-        Raises:
-            UsageError: no particle is left, or the scorer or checker failed.
-        """
+        """The whole reply."""
         count = self._config.samples
         most, first_logits = self._share(count, room), logits.copy()
         self._reply_rows = self._backend.cache.length
@@ -179,11 +173,7 @@ class Particles(SearchStrategy):
 
     @staticmethod
     def _weights(particles: Sequence[_Particle]) -> tuple[NDArray[np.float64], float]:  # (N,)
-        """The particles' shares of the weight, and the logarithm of their mean weight.
-
-        Raises:
-            UsageError: none is left.
-        """
+        """The particles' shares of the weight, and the logarithm of their mean weight."""
         logs = np.array([particle.log_weight for particle in particles])
         best = float(logs.max())
         if best == -math.inf:

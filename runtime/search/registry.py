@@ -24,8 +24,6 @@ from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 from edgeinfer.wording import Setting
 
-__all__ = ["SEARCH_KINDS", "make_search"]
-
 
 @dataclass(frozen=True)
 class SearchKind:
@@ -74,15 +72,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
 
 
 def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
-    """Makes the search that the options ask for.
-
-    Args:
-        forgets: the context is made to hold more than it has room for, by a context shift.
-
-    Raises:
-        UsageError: it does not go together with another option.
-        CapabilityError: the backend's text cannot go on in several ways.
-    """
+    """Makes the search that the options ask for."""
     name = parts.config.search
     kind = SEARCH_KINDS[name]
     _check_sampling(name, kind, parts.config)

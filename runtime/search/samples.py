@@ -10,8 +10,6 @@ from edgeinfer.runtime.search.drawn import Drawn, draw_next
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 from edgeinfer.searching import SearchUse
 
-__all__ = ["ParallelSamples"]
-
 
 class ParallelSamples(SearchStrategy):
     """Answers with reply 0; the others stand in the result."""

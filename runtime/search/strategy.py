@@ -22,23 +22,13 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCance
 from edgeinfer.runtime.backends.forks import copied_bytes
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
 from edgeinfer.runtime.layer_skip.contract import SmallModel
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
-from edgeinfer.runtime.text import ReplyText, TokenizerLike
+from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.searching import SearchedText, SearchUse
 from edgeinfer.wording import Setting
-
-__all__ = [
-    "MOST_ROWS",
-    "Passes",
-    "SearchParts",
-    "SearchStrategy",
-    "asked_score",
-    "entropy",
-    "likeliest",
-    "log_probabilities",
-    "logprob",
-]
 
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
 MOST_ROWS = 16
@@ -83,11 +73,7 @@ class SearchParts:
         return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
 
     def room(self, copied: int = 0) -> tuple[int, str]:
-        """Rows that texts side by side may take behind the reply's, and the option that bounds them.
-
-        Args:
-            copied: further rows of which they take copies.
-        """
+        """Rows that texts side by side may take behind the reply's, and the option that bounds them."""
         free, row = self.backend.cache.capacity - self.backend.cache.length, copied_bytes(self.backend, 1)
         if self.spare_bytes is None or row == 0:
             return free, "context"
@@ -165,11 +151,7 @@ class Passes:
         return output.logits
 
     def check(self) -> None:
-        """Ends the reply where it was cancelled between two passes.
-
-        Raises:
-            PassCancelledError: it was.
-        """
+        """Ends the reply where it was cancelled between two passes."""
         if self.parts.cancelled():
             raise PassCancelledError("The reply was cancelled between two passes.")
 
@@ -221,11 +203,7 @@ class SearchStrategy(DecodingStrategy):
         return self._passes.feed(token)
 
     def _take(self, tokens: Sequence[int], logits: Floats) -> Sequence[int]:  # (V,)
-        """The tokens join the reply, and all but the last the cache, by passes of the reply's own text.
-
-        Args:
-            logits: of the first one's place; a copy.
-        """
+        """The tokens join the reply, and all but the last the cache, by passes of the reply's own text."""
         for token in tokens[:1]:
             self._accept(token, logits)
         for token, row in zip(tokens[1:], self._passes.chain(tokens[:-1]), strict=True):
@@ -233,11 +211,7 @@ class SearchStrategy(DecodingStrategy):
         return tokens
 
     def _share(self, count: int, room: int) -> int:
-        """Tokens that each of `count` replies side by side may have.
-
-        Raises:
-            UsageError: so many were asked for that they do not fit.
-        """
+        """Tokens that each of `count` replies side by side may have."""
         rows, limit = self._parts.room()
         free, larger = rows // count, "load the model with a larger " + Setting(limit) + "."
         if self._config.max_tokens is not None and free < room:
@@ -263,22 +237,14 @@ class SearchStrategy(DecodingStrategy):
 
     @staticmethod
     def _searched_text(reply: ReplyText, score: float) -> SearchedText:
-        """A reply that was looked at to the end.
-
-        Args:
-            score: the sum of its tokens' log-probabilities.
-        """
+        """A reply that was looked at to the end."""
         reply.finish()
         reason = "stop" if reply.ended else "length"
         return SearchedText(reply.text, tuple(reply.tokens), score / len(reply.tokens), reason)
 
 
 def asked_score(scorer: Callable[[str, bool], float], text: str, ended: bool) -> float:
-    """What a caller's scorer says of a text.
-
-    Raises:
-        UsageError: it failed, or gives no number below infinity.
-    """
+    """What a caller's scorer says of a text."""
     try:
         score = float(scorer(text, ended))
     except Exception as error:

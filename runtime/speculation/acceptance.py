@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.speculation.mixing import MixingWeights
 
-__all__ = ["SUREST", "Acceptance"]
-
 # A prior counts as this many observations: few enough that twenty rounds outweigh it, enough that two do not.
 _PRIOR_WEIGHT = 4.0
 # Observations a cell remembers: the text may turn from copied to new within a paragraph.
@@ -80,12 +78,7 @@ class Acceptance:
         self._records[drafter] = _Record(priors)
 
     def estimate(self, drafter: str, sign: int, depth: int, rank: int = 0) -> float:
-        """Probability that the target chooses this guess, if all before it in the draft are accepted.
-
-        Args:
-            depth: nodes of the draft above it.
-            rank: the drafter's guesses for this place before it.
-        """
+        """Probability that the target chooses this guess, if all before it in the draft are accepted."""
         record, place, rank = self._records[drafter], min(depth, _DEPTHS - 1), min(rank, _RANKS - 1)
         factor = (record.came[place][rank] + _DEPTH_WEIGHT) / (record.expected[place][rank] + _DEPTH_WEIGHT)
         return min(record.estimates[sign][rank] * factor, SUREST)
@@ -126,11 +119,7 @@ class Acceptance:
         return arrays
 
     def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
-        """Takes back what `state` gave for one drafter; nothing where it is not in it, or has other signs.
-
-        Raises:
-            StorageError: the arrays are not counts.
-        """
+        """Takes back what `state` gave for one drafter; nothing where it is not in it, or has other signs."""
         record = self._records[drafter]
         self.mixing.restore(drafter, state)
         accepted, seen = (state.get(f"{drafter}_{what}") for what in ("accepted", "seen"))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["LossAccount", "Trials"]
-
 # What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
 # have taken so far. Beyond that a draft may only risk what earlier ones saved.
 _LOSS_BUDGET = 0.01

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import read_heads
 from edgeinfer.bundle.nesting import nested_drafter, trained_depths
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import ModelError
@@ -22,20 +22,12 @@ from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.weights.layouts import runs_native
 
-__all__ = ["bundled_drafter", "make_draft_backend", "make_speculator", "require_models"]
-
-
 # Drafters that run a draft model.
 _OF_A_MODEL = frozenset({"model", "hierarchical", "rapid"})
 
 
 def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
-    """The drafter inside of a bundle, where it is one of those asked for and can run here.
-
-    Raises:
-        BundleError: it is damaged.
-        UsageError: there is no such drafter as is asked for.
-    """
+    """The drafter inside of a bundle, where it is one of those asked for and can run here."""
     names = drafters_in(config.speculation)
     found = nested_drafter(target) if names else None
     module = None if found is None else found.manifest.module
@@ -49,11 +41,7 @@ def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
 
 
 def require_models(*bundles: Bundle | None) -> None:
-    """Refuses a draft module, which runs in its target's bundle alone.
-
-    Raises:
-        ModelError: one of them is one.
-    """
+    """Refuses a draft module, which runs in its target's bundle alone."""
     for bundle in bundles:
         if bundle is not None and bundle.manifest.module is not None:
             hint = f"Use the model's own, {bundle.path.parent}: it drafts with this by itself."
@@ -73,14 +61,8 @@ def make_speculator(
 
     Args:
         target: the model's backend, whose cache is empty.
-        plan: in force.
-        profile: of the model on this device.
         drafter, model: the draft model, and what runs it; None where there is none.
         bundle: the target's, which may have heads that draft.
-
-    Raises:
-        UsageError: a drafter is asked for that needs what is not there.
-        CapabilityError: the backend cannot do what a drafter that is asked for needs.
     """
     cached_experts = None
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
@@ -108,9 +90,6 @@ def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: Memo
     """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip).
 
     Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target.
-
-    Raises:
-        ModelError: it cannot be loaded.
     """
     if drafter is None:
         return None

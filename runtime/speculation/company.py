@@ -10,8 +10,6 @@ from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 
-__all__ = ["CompanyCosts", "CompanyGovernor", "SequenceDrafting"]
-
 # Plain steps after which it is looked again how many texts share the passes.
 _LOOK = 16
 # How likely a draft's tokens are at best. By c(m) eight texts of a 0.5B would gain 3% by drafts that are always right,

@@ -15,7 +15,8 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
-from edgeinfer.runtime.sampling import Sampler, TokenLogprobs
+from edgeinfer.runtime.sampling.distributions import TokenLogprobs
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
     DraftContext,
@@ -31,8 +32,6 @@ from edgeinfer.runtime.speculation.evaluated import Evaluated, LogitRows, head_o
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.probing import tree_rows
 from edgeinfer.runtime.speculation.verification import RoundView, VerificationRule
-
-__all__ = ["SpeculativeDecoding"]
 
 # Plain steps between two entries in the statistics where there is no drafter to ask.
 _UNASKED = 64
@@ -110,11 +109,7 @@ class SpeculativeDecoding(DecodingStrategy):
             drafter.begin(latest)
 
     def next(self, room: int, lost: int = 0) -> Sequence[int]:
-        """One round or one plain step: the tokens it committed, of which all but the last were fed then.
-
-        Raises:
-            BackendError: a pass failed or was cancelled; the cache is as it was before the round.
-        """
+        """One round or one plain step: the tokens it committed, of which all but the last were fed then."""
         base, self._lost = self._backend.cache.length, lost
         assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
         if self._plain_left == 0:
@@ -148,11 +143,7 @@ class SpeculativeDecoding(DecodingStrategy):
         return tokens
 
     def _round(self, base: int, room: int) -> Sequence[int]:
-        """Proposes, verifies and commits: one to `room` tokens.
-
-        Args:
-            base: rows of the cache, which holds all of the text but the root.
-        """
+        """Proposes, verifies and commits: one to `room` tokens."""
         started, self.pass_ns = time.perf_counter_ns(), 0
         self._backend.cache.hold(base)
         self._catch_up()

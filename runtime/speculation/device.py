@@ -35,8 +35,6 @@ from edgeinfer.runtime.speculation.measuring import (
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
 from edgeinfer.runtime.system.memory import release_code
 
-__all__ = ["DeviceCosts"]
-
 _log = logging.getLogger("edgeinfer")
 
 # Plain steps timed beside passes.

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 
-__all__ = ["Asked", "NodeCandidate", "Tree"]
-
 # A guess that counts as certain.
 _SURE = 0.995
 

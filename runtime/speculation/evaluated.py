@@ -15,8 +15,6 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.head import HEAD_ROWS, HeadBackend
 from edgeinfer.runtime.backends.wrapped import uncounted
 
-__all__ = ["Evaluated", "LogitRows", "head_of"]
-
 
 class LogitRows:
     """The logits after the rows of a pass, by number; those that are not in memory are computed in place of the others.

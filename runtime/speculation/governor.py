@@ -24,8 +24,6 @@ from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext,
 from edgeinfer.runtime.speculation.mixing import Answer, Mixer, Mixture
 from edgeinfer.runtime.speculation.probing import choose_probe_rows
 
-__all__ = ["Governor", "RoundCosts"]
-
 # A draft must beat the empty one by this factor: a measured c(m) is good to a few percent.
 _MARGIN = 1.02
 # Places looked ahead to see whether a step of c(m), as from two rows to four, pays by its end.
@@ -178,12 +176,7 @@ class Governor:
         return self._tokens / self._ms
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
-        """Builds the draft to verify next; empty where nothing pays.
-
-        Args:
-            rows: that the cache has room for; each token of the draft takes one.
-            depth: tokens that the reply has room for; no path of the draft is longer.
-        """
+        """Builds the draft to verify next; empty where nothing pays."""
         self._begin(context, depth)
         most, tree = min(rows, self._most), Tree()
         best, length = self._worth(tree), 0
@@ -218,9 +211,6 @@ class Governor:
         """How many probe rows the pass over the last draft has, for a drafter's next guesses.
 
         They must promise more tokens than their milliseconds could decode otherwise, and be paid for like any draft.
-
-        Args:
-            each, most, spread: as `choose_probe_rows`.
 
         Returns:
             Of the root and of each node those behind it; empty where there is none.
@@ -320,11 +310,7 @@ class Governor:
         return guesses
 
     def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float, *, once: bool = False) -> float:
-        """The most that further nodes behind a path are worth if each is accepted with this probability.
-
-        Args:
-            once: one guess pays for all of them.
-        """
+        """The most that further nodes behind a path are worth if each is accepted with this probability."""
         most = min(_AHEAD, self._most - size)
         return look_ahead(self._prices, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
 

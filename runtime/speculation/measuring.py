@@ -19,8 +19,6 @@ from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter
 from edgeinfer.runtime.speculation.evaluated import head_of
 
-__all__ = ["filler_tokens", "measure_guesses", "measure_passes", "measure_reading", "sizes_to_measure"]
-
 # Every size that short drafts have, then steps that show where the cost turns steep.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 # Sizes that tell anything at all; they are measured even where that takes longer than the budget.
@@ -57,11 +55,8 @@ def measure_passes(
     share of the budget, so large passes run once where they are slow. What does not fit the budget is not measured.
 
     Args:
-        backend: the target, whose cache is given up.
         budget_s: seconds; two sizes are measured even where that takes longer.
         past: rows in the cache before each pass, fewer where it is small.
-        step: passes are padded to a multiple of so many rows; of larger passes only those multiples are measured.
-        most: rows of the largest pass, for whose logits there is memory.
     """
     capacity = backend.cache.capacity
     past = min(past, max(0, capacity - _SIZES[-1]))
@@ -131,7 +126,6 @@ def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0
     left there.
 
     Args:
-        drafter: which has started with this context.
         budget_s: seconds, beyond which no further chain is started.
     """
     deadline = time.perf_counter() + budget_s
@@ -147,11 +141,7 @@ def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0
 
 
 def measure_reading(drafter: Drafter, context: DraftContext) -> tuple[int, float]:
-    """Tokens that a drafter has to read before its first guess here, and milliseconds of that guess with them.
-
-    Args:
-        drafter: which has started with this context.
-    """
+    """Tokens that a drafter has to read before its first guess here, and milliseconds of that guess with them."""
     unread, started = drafter.unread(context), time.perf_counter()
     drafter.guesses(context, (), 1)
     return unread, (time.perf_counter() - started) * 1e3

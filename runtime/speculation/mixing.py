@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.speculation.drafters.contract import Guess
 
-__all__ = ["Answer", "Mixer", "MixingWeights", "Mixture"]
-
 # How fast weights follow what comes, and the terms of a reply.
 _RATE, _REPLY_RATE = 0.04, 0.1
 # Counts of drafters that say the same are told apart up to this one. Several that agree begin with weights whose sum is
@@ -89,11 +87,7 @@ class MixingWeights:
         return arrays | {_DIFFERENCES: np.array(self.differences)} if arrays else {}
 
     def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
-        """Takes back a drafter's part of what `state` gave, and who was right; what is not in it stays as it is.
-
-        Raises:
-            StorageError: the arrays are not weights and counts.
-        """
+        """Takes back a drafter's part of what `state` gave, and who was right; what is not in it stays as it is."""
         weights, differences = state.get(f"{drafter}_weights"), state.get(_DIFFERENCES)
         # NaN compares false with everything.
         if weights is not None and weights.shape == (2, _AGREEING, 2):

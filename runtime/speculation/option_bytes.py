@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from edgeinfer.bundle import Bundle, Geometry
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.heads import MOST_HEADS, heads_bytes
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
@@ -14,8 +15,6 @@ from edgeinfer.runtime.planning.plan_input import OptionBytes
 from edgeinfer.runtime.sampling.grammar_tokens import grammar_bytes
 from edgeinfer.runtime.speculation.prospects import priors_of
 from edgeinfer.runtime.speculation.registry import KINDS
-
-__all__ = ["OPTION_BYTES", "drafting_bytes", "heads_taken"]
 
 # The governor's and the drafters' own objects, besides their tables; and those of a further text.
 _BOOKKEEPING_BYTES, _BOOKKEEPING_BESIDE_BYTES = 1_000_000, 100_000
@@ -31,12 +30,7 @@ def drafting_bytes(
     *,
     apart: bool = False,
 ) -> int:
-    """Bytes of these drafters' tables and of what the largest verification pass gives out.
-
-    Args:
-        heads: what drafters with heads take, as `heads_taken`.
-        apart: a few rows have their logits at once, and the states of all are copied.
-    """
+    """Bytes of these drafters' tables and of what the largest verification pass gives out."""
     taken = heads or {}
     tables = sum(KINDS[name].table_bytes(geometry, context) + taken.get(name, 0) for name in drafters)
     rows = 1 + draft_max

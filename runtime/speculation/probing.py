@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.drafters.contract import Draft, main_branch_end
 
-__all__ = ["ProbeRows", "choose_probe_rows", "tree_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeRows:
@@ -42,10 +40,6 @@ def choose_probe_rows(
     """The rows that promise the most beyond what their milliseconds could decode otherwise.
 
     Args:
-        accepted: how often a guess that a probe row gives is accepted behind one that was.
-        each: rows behind a node at most.
-        most: rows in all at most.
-        pass_ms: of a pass over so many rows.
         rate: tokens per millisecond that decoding achieves.
         spread: whether other nodes than the last one of the main branch may have any.
     """

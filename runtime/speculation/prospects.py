@@ -11,8 +11,6 @@ from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 
-__all__ = ["PRIORS", "TABLES", "priors_of"]
-
 # Heads that a file usually holds; a guess reads one of them.
 _HEADS = 4
 # Of a pass: half of the layers or of the experts; 8-bit weights without their low bits.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle import Bundle, Geometry
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.heads import Heads, has_heads, read_heads
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -22,8 +23,6 @@ from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
-
-__all__ = ["KINDS", "DrafterParts", "asked_by_auto", "make_drafter"]
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,7 @@ class DrafterParts:
         return self.bundle is not None and has_heads(self.bundle, kind) and self.target.capabilities.hidden
 
     def heads(self, kind: str) -> Heads:
-        """The heads of a kind.
-
-        Raises:
-            UsageError: there are none.
-            BundleError: they are damaged.
-        """
+        """The heads of a kind."""
         found = None if self.bundle is None else read_heads(self.bundle, kind)
         if found is None:
             message = f"The model's bundle has no {kind} heads."
@@ -114,11 +108,7 @@ class DrafterKind:
 
 
 def _required_model(parts: DrafterParts) -> Backend:
-    """The draft model.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The draft model."""
     if parts.whole_model is None:
         hint = "Name one with " + Setting("draft_model") + ", or leave this drafter out."
         raise UsageError("No draft model was given.", hint)
@@ -236,11 +226,7 @@ def _dflash(parts: DrafterParts) -> Drafter:
 
 
 def _module(parts: DrafterParts, drafter: str, what: str, hint: str) -> OpenModule:
-    """The draft module of a drafter.
-
-    Raises:
-        UsageError: there is none, or no target whose passes it can follow.
-    """
+    """The draft module of a drafter."""
     from edgeinfer.bundle.draft_tokens import read_draft_tokens
     from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
 
@@ -312,12 +298,7 @@ KINDS: dict[str, DrafterKind] = {
 
 
 def make_drafter(name: str, parts: DrafterParts) -> Drafter:
-    """Makes the drafter of this name, a key of KINDS.
-
-    Raises:
-        UsageError: it needs something that is not there.
-        CapabilityError: the target's backend cannot do what it needs.
-    """
+    """Makes the drafter of this name, a key of KINDS."""
     return KINDS[name].make(parts)
 
 

@@ -35,8 +35,6 @@ import numpy as np
 from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, TargetView, Verdict
 
-__all__ = ["ratio", "residual", "solve_rho", "verify_kseq", "verify_rejection", "without"]
-
 Uniform = Callable[[int], float]  # the uniform draw of a place by its number
 # Any rho that is too large is still lossless and accepts less often by no more than this.
 _PRECISION = 1e-4

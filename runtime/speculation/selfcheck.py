@@ -21,8 +21,6 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.measuring import filler_tokens
 
-__all__ = ["ExactCheck", "check_exact", "near_edge"]
-
 # Passes begin amid a vector of eight or sixteen numbers, and the text reaches into the next one.
 _PROMPT = 11
 _TEXT = 8
@@ -97,7 +95,6 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     agree by accident.
 
     Args:
-        backend: the target, whose cache is given up.
         budget_s: seconds for measuring the noise where rows differ, in which at least one row is compared.
     """
     size = min(_TEXT, backend.cache.capacity)
@@ -202,10 +199,6 @@ def near_edge(choose: Callable[[Floats], int], logits: Floats, noise: float) -> 
 
     The largest sum of logit and Gumbel noise changes first where all other tokens gain and the chosen one loses. Of the
     edge of a truncation that finds what this move shows.
-
-    Args:
-        choose: the choice as a function of the logits alone, with penalties, mask, truncation and draw inside.
-        logits: as the target gave them.
     """
     shift = np.float32(noise)
     moved = logits + shift

@@ -29,8 +29,6 @@ from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import VerificationRule
 
-__all__ = ["BeamGovernor", "BranchingGovernor", "stochastic_governor"]
-
 # Depths looked ahead to see whether a step of c(m) pays by its end.
 _AHEAD = 6
 

@@ -21,7 +21,7 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationSta
 from edgeinfer.runtime.planning.economics import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.company import CompanyGovernor, SequenceDrafting
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
@@ -30,8 +30,6 @@ from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.registry import DrafterParts, asked_by_auto, make_drafter
 from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification, verification_of
-
-__all__ = ["Speculator"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -121,12 +119,7 @@ class Speculator:
         self._costs.observe(rows, ms)
 
     def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
-        """Makes the strategy of a generation: speculative, or plain decoding.
-
-        Raises:
-            UsageError: it asks for drafters that the model was not loaded with, or that need what is not there.
-            CapabilityError: the backend cannot do what a drafter needs.
-        """
+        """Makes the strategy of a generation: speculative, or plain decoding."""
         names, limit = self._names(config.speculation), self._limit
         if not names or not limit:
             return DecodingStrategy(self._parts.target, sampler)
@@ -160,11 +153,7 @@ class Speculator:
         Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it decodes plainly.
 
         Args:
-            drafting: of its sequence.
             before: decoded the reply until now; None where it begins.
-
-        Raises:
-            UsageError, CapabilityError: as `strategy`.
         """
         verification, names = find_verification(config.verification), self._names(config.speculation)
         drafters = drafting.beside([self._drafter(name) for name in names]) if self._limit else []

@@ -20,8 +20,6 @@ from edgeinfer.runtime.speculation.draft_tree import Asked
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 
-__all__ = ["ChainsGovernor", "StochasticGovernor"]
-
 # How fast the estimate of siblings that are no longer drawn recovers: some seventy rounds to half.
 _RECOVERY = 0.01
 

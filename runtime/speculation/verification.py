@@ -13,26 +13,12 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import require
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, TargetView, Verdict, Verifier
 from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.rejection import verify_kseq, verify_rejection
 from edgeinfer.runtime.speculation.selfcheck import near_edge
-
-__all__ = [
-    "VERIFIERS",
-    "RoundView",
-    "TokenJudge",
-    "VerificationRule",
-    "find_verification",
-    "normed_states",
-    "threshold",
-    "verification_of",
-    "verify_judge",
-    "verify_keyed",
-    "verify_typical",
-]
 
 # Medusa's constants: a probability that always suffices, and its square root for the share of exp(-entropy), which is
 # what a token of a flat distribution with that entropy has.
@@ -182,23 +168,14 @@ VERIFIERS: dict[str, VerificationRule] = {
 
 
 def find_verification(name: str) -> VerificationRule:
-    """The rule of this name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The rule of this name."""
     if name not in VERIFIERS:
         raise UsageError(f"There is no verification {name!r}.", f"Choose one of {', '.join(VERIFIERS)}.")
     return VERIFIERS[name]
 
 
 def verification_of(name: str, parts: DrafterParts) -> VerificationRule:
-    """The rule of this name, with the judge of the model's bundle where it asks one.
-
-    Raises:
-        UsageError: there is no such rule, or no judge.
-        CapabilityError: the backend gives no states to judge by.
-    """
+    """The rule of this name, with the judge of the model's bundle where it asks one."""
     rule = find_verification(name)
     if rule.name != _JUDGE:
         return rule

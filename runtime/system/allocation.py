@@ -14,8 +14,6 @@ from edgeinfer.errors import BudgetError, EdgeInferError
 from edgeinfer.runtime.system.memory import has_room, release_freed
 from edgeinfer.wording import Setting
 
-__all__ = ["allocating", "is_refusal", "name_refusal", "refused", "require_room"]
-
 _HINT = "Free memory, or load the model with a smaller " + Setting("context") + " or " + Setting("memory") + " budget."
 # How onnxruntime, the C++ library under it and the native kernel put it.
 _REPORTS = re.compile(r"bad[ _]alloc|failed to allocate memory|out of memory|cannot allocate memory", re.IGNORECASE)
@@ -28,24 +26,13 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def refused(what: str, error: BaseException) -> BudgetError:
-    """The error to raise from one for which `is_refusal` holds.
-
-    Args:
-        what: needed the memory, as the subject of a sentence.
-    """
+    """The error to raise from one for which `is_refusal` holds."""
     return _refused(what, _requested_bytes(error))
 
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Names what a block, or as a decorator a function, needs memory for.
-
-    Args:
-        what: as `refused` takes it.
-
-    Raises:
-        BudgetError: memory was refused inside; what was freed on the way has gone back to the system.
-    """
+    """Names what a block, or as a decorator a function, needs memory for."""
     try:
         yield
     except Exception as error:
@@ -54,22 +41,14 @@ def allocating(what: str) -> Iterator[None]:
 
 
 def name_refusal(what: str, error: Exception) -> None:
-    """Raises a budget error for one that says that memory was refused; else nothing happens.
-
-    Raises:
-        BudgetError: as `allocating`.
-    """
+    """Raises a budget error for one that says that memory was refused; else nothing happens."""
     if not isinstance(error, EdgeInferError) and is_refusal(error):
         release_freed()
         raise refused(what, error) from error
 
 
 def require_room(what: str, nbytes: int) -> None:
-    """Refuses work for which there is no memory, before native code begins it that would end the process then.
-
-    Raises:
-        BudgetError: the system would not give so much.
-    """
+    """Refuses work for which there is no memory, before native code begins it that would end the process then."""
     if not has_room(nbytes):
         raise _refused(what, nbytes)
 

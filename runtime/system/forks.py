@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["RenewedLock", "finalize_here", "keep_for_good", "renewed_in_children"]
-
 
 class Renewable(Protocol):
     """What has locks or threads, or rests on those of others."""

@@ -10,16 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "free_memory",
-    "load_average",
-    "machine_memory",
-    "pinning",
-    "processor_name",
-    "usable_cores",
-    "usable_processors",
-]
-
 # The control groups of this process, and where they are: those of cgroup 1 under the names of their controllers. In
 # containers their own group may be the mount itself.
 _GROUPS = Path("/proc/self/cgroup")

@@ -24,21 +24,6 @@ from typing import ClassVar, Self, TypeVar
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.forks import RenewedLock
 
-__all__ = [
-    "MappedFile",
-    "ProcessMemory",
-    "apart",
-    "has_room",
-    "keeping_freed",
-    "process_memory",
-    "proportional_bytes",
-    "release_code",
-    "release_freed",
-    "releases_pages",
-    "return_large_frees",
-    "stack_bytes",
-]
-
 T = TypeVar("T")
 
 _STATUS = Path("/proc/self/status")

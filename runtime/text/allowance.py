@@ -7,17 +7,6 @@ import time
 from collections.abc import ItemsView, Iterable, KeysView, Mapping, ValuesView
 from typing import Any, NoReturn
 
-__all__ = [
-    "MAX_INTEGER_BITS",
-    "MAX_UNITS",
-    "STEP_COST",
-    "Allowance",
-    "LimitError",
-    "RefusedError",
-    "size_of",
-    "units_for",
-]
-
 # A unit is about one byte built, or what 10 ns do. What a render may build, and so what it may hold, grows with what
 # it is given: published templates spend less than twenty units on a byte of a message.
 BASE_UNITS = 8_000_000
@@ -67,11 +56,7 @@ class Allowance(threading.local):
         self._deadline = time.monotonic() + DEADLINE_SECONDS
 
     def spend(self, units: int) -> None:
-        """Takes from the allowance.
-
-        Raises:
-            LimitError: it is used up, or the deadline has passed.
-        """
+        """Takes from the allowance."""
         self.left -= units
         if self.left < 0:
             raise LimitError("the template does too much work for the messages it is given")

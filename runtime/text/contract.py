@@ -8,20 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Protocol
 
-__all__ = [
-    "BYTE_LEVEL",
-    "BYTE_TOKEN",
-    "MARK",
-    "TokenizerLike",
-    "byte_token",
-    "bytes_of",
-    "longest_token",
-    "piece_bytes",
-    "surely_longer",
-    "token_bytes",
-    "vocabulary_digest",
-]
-
 # Stands for a special token that was told of apart from the text; no token has this id.
 MARK = -1
 # Decoding steps of byte-level tokenizers, and how others spell a byte.
@@ -61,26 +47,13 @@ class TokenizerLike(Protocol):
 
         Args:
             text: any text without lone surrogates.
-            add_special_tokens: let the tokenizer add its own, such as a beginning-of-text token.
             parse_special: turn special tokens spelled out in the text into their ids, as a rendered template needs.
                 False takes them as plain text, as text from strangers needs. Added tokens that the tokenizer does not
                 mark as special are parsed either way.
-
-        Raises:
-            PromptError: the text holds lone surrogates, so it is not Unicode text.
-            TokenizerError: the tokenizer failed.
-            BudgetError: there is not enough memory for it.
         """
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens, of which it is known where they are.
-
-        Args:
-            parts: every second one is a special token, for which MARK stands in the ids; the others are plain text.
-
-        Raises:
-            PromptError, TokenizerError, BudgetError: as `encode`.
-        """
+        """Token ids of text with special tokens, of which it is known where they are."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""
@@ -148,9 +121,6 @@ def surely_longer(tokenizer: TokenizerLike, text: str, tokens: int, longest: Cal
     """Whether a text has more tokens than some number, found out by its size, else by the tokens of its beginning.
 
     False does not say that it has no more.
-
-    Args:
-        longest: gives what `longest_token` does; asked of long texts only.
     """
     part = tokens * _USUAL
     if len(text) <= part:

@@ -17,8 +17,6 @@ from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, MARK, TokenizerLike, byte_token, bytes_of
 
-__all__ = ["ControlMarks", "LiteralEncoder", "Stand", "mapped", "strings_in"]
-
 # An end token that is not marked as special counts as a mark where it is written like one, and not as a word.
 _LIKE_A_MARK = re.compile(r"[<\[({].+[>\])}]", re.DOTALL)
 _PRIVATE = re.compile("[\ue000-\uf8ff]")
@@ -193,11 +191,7 @@ class LiteralEncoder:
         self._by_character: dict[int, tuple[int, ...]] = {}
 
     def literal(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text that is data.
-
-        Args:
-            add_special_tokens: as of `contract.TokenizerLike.encode`; the tokenizer's own are the only ones then.
-        """
+        """Token ids of a text that is data."""
         tokenizer = self._tokenizer
         ids = tokenizer.encode(text, add_special_tokens, parse_special=False)
         if self._controls.isdisjoint(ids):

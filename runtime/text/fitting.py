@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 from edgeinfer.records import dataclass
 
-__all__ = ["AS_GIVEN", "Form", "Marked", "call_text", "forms", "joined", "told"]
-
 Message = dict[str, Any]
 
 # Hermes' and Qwen's notation, which any model is told of calls in where its template does not know them.
@@ -106,7 +104,6 @@ def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[
     """Other forms that a conversation can have, those that change least first.
 
     Args:
-        parts: whether the template takes a user's content as a list of parts only.
         lists: whether it may want a list of tools where there are none.
     """
     roles = [message["role"] for message in messages]

@@ -16,8 +16,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.text.control_marks import ControlMarks, Stand, mapped, strings_in
 from edgeinfer.runtime.text.template import ChatTemplate
 
-__all__ = ["GuardedTemplate"]
-
 # Templates write them between pieces of marks.
 _ROLES = frozenset(
     ("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython", "environment",
@@ -48,14 +46,7 @@ class GuardedTemplate:
         variables: Mapping[str, Any] | None = None,
         partial_reply: str = "",
     ) -> list[str]:
-        """The conversation in parts of which every second one is a mark of the template's.
-
-        Args:
-            partial_reply: text that the reply already begins with.
-
-        Raises:
-            PromptError, TemplateError: as `ChatTemplate.render`.
-        """
+        """The conversation in parts of which every second one is a mark of the template's."""
         if tools and self._tool_use is not None:
             return self._tool_use.parts(messages, tools, variables, partial_reply)
         messages, tools = self.template.fitted(messages, True, tools, variables)

@@ -15,16 +15,14 @@ from typing import Self
 import tokenizers
 from tokenizers import AddedToken
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.array_file import ArrayFileError
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE, VERSION, TokenizerTable
 from edgeinfer.errors import StorageError, TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.contract import MARK
 from edgeinfer.runtime.text.tokenizer import SEEN_WORDS, SHORT, Tokenizer, library_errors
 from edgeinfer.user_folders import make_private, user_cache
-
-__all__ = ["MappedTokenizer", "find_table", "make_table", "mapped_tokenizer_bytes"]
 
 _TOKENIZER = "tokenizer.json"
 # A smaller tokenizer.json is parsed within some 20 ms.
@@ -67,11 +65,7 @@ class MappedTokenizer(Tokenizer):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Maps a tokenizer.table.
-
-        Raises:
-            TokenizerError: the file is missing, unreadable or not such a table.
-        """
+        """Maps a tokenizer.table."""
         with allocating("The tokenizer"), library_errors(f"{path} is not a usable tokenizer"):
             try:
                 tokenizer = cls(TokenizerTable(Path(path)))
@@ -83,12 +77,7 @@ class MappedTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, bundle: Bundle) -> Self:
-        """That of a bundle with a table.
-
-        Raises:
-            TokenizerError: as `from_file`.
-            BundleError: the bundle's own table differs from its digest.
-        """
+        """That of a bundle with a table."""
         if bundle.has(TABLE):
             bundle.check(TABLE)
         return cls.from_file(find_table(bundle) or bundle.path / TABLE)
@@ -150,11 +139,7 @@ def find_table(bundle: Bundle) -> Path | None:
 
 
 def mapped_tokenizer_bytes(table: Path, *, used: bool) -> int:
-    """What stays of a mapped tokenizer in memory of its own; 0 where the table cannot be read.
-
-    Args:
-        used: with the words it keeps of texts that it has seen.
-    """
+    """What stays of a mapped tokenizer in memory of its own; 0 where the table cannot be read."""
     with suppress(ArrayFileError, OSError, KeyError, ValueError):
         symbols = TokenizerTable(table).tokenizer
         return _LIBRARY_BYTES + _PARSED * len(symbols) + (SEEN_WORDS * _SEEN_WORD_BYTES if used else 0)

@@ -21,8 +21,6 @@ from typing import Any
 from edgeinfer.runtime.system.forks import renewed_in_children
 from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, Rendered, pack, unpack
 
-__all__ = ["RenderProcess", "RenderProcessError", "can_start"]
-
 KILL_AFTER_SECONDS = 15.0  # to start, compile and render; the sandbox itself gives a render five
 # What the worker is started with. The packages above the sandbox have names only, so that nothing heavy is imported.
 _BOOT = """\
@@ -74,14 +72,7 @@ class RenderProcess:
         return None if self._process is None else self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> list[Rendered]:
-        """What comes of a request, in a process that is started if need be.
-
-        Args:
-            request: the arguments of `Rendering.render`.
-
-        Raises:
-            RenderProcessError: the process cannot be started, took too long or died.
-        """
+        """What comes of a request, in a process that is started if need be."""
         closes = self._closes
         with self._lock:
             # A kept process may have ended for want of work just now, so that one failure of it says nothing.
@@ -155,12 +146,7 @@ class RenderProcess:
         return outcomes
 
     def _converse(self, process: subprocess.Popen[bytes], frame: bytes) -> list[Rendered]:
-        """Writes a frame and reads the answer.
-
-        Raises:
-            OSError: the process has ended.
-            ValueError: what came is no answer.
-        """
+        """Writes a frame and reads the answer."""
         to, back = process.stdin, process.stdout
         assert to is not None and back is not None
         to.write(frame)

@@ -28,20 +28,6 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = [
-    "LENGTH",
-    "MAX_FRAME_BYTES",
-    "MAX_OUTPUT_CHARACTERS",
-    "RenderError",
-    "Rendered",
-    "Rendering",
-    "check_syntax",
-    "main",
-    "memory_for",
-    "output_limit",
-    "pack",
-    "unpack",
-]
 
 MAX_OUTPUT_CHARACTERS = 8_000_000  # several times the text of the longest contexts
 _OUTPUT_BASE, _OUTPUT_PER_BYTE = 1_000_000, 16
@@ -115,11 +101,7 @@ def output_limit(given_bytes: int) -> int:
 
 
 def check_syntax(source: str) -> None:
-    """Looks whether a template can be read at all, without compiling it.
-
-    Raises:
-        RenderError: it cannot.
-    """
+    """Looks whether a template can be read at all, without compiling it."""
     environment = GuardedEnvironment()
     try:
         environment.parse(source)
@@ -153,9 +135,6 @@ class Rendering:
         """What comes of each attempt up to the first whose text has all marks.
 
         Args:
-            attempts: what the template sees: JSON types alone.
-            given_bytes: their size, by which the allowance of all of them goes.
-            moment: what `strftime_now` gives for each directive.
             marks: that the text must have.
         """
         allowance = self._environment.allowance
@@ -225,11 +204,7 @@ def pack(value: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What a frame holds, without its length.
-
-    Raises:
-        ValueError: it is no frame.
-    """
+    """What a frame holds, without its length."""
     return json.loads(data.decode("utf-8", "surrogatepass"))
 
 

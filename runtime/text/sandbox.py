@@ -32,8 +32,6 @@ from edgeinfer.runtime.text.allowance import (
 from edgeinfer.runtime.text.template_filters import Filters, template_tests
 from edgeinfer.runtime.text.template_values import Values
 
-__all__ = ["GuardedEnvironment", "TemplateFunction"]
-
 MAX_RANGE = 100_000  # as jinja2's sandbox has it
 _PIECE_COST = 32  # of a piece of output, besides its text
 _LOOP_ATTRIBUTES = frozenset(
@@ -219,11 +217,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _check(node: nodes.Node) -> None:
-    """Refuses what has no place in a chat template.
-
-    Raises:
-        TemplateSyntaxError: names it.
-    """
+    """Refuses what has no place in a chat template."""
     if type(node) not in _NODES:
         raise TemplateSyntaxError(f"{type(node).__name__} has no place in a chat template", node.lineno)
     if getattr(node, "dyn_args", None) is not None or getattr(node, "dyn_kwargs", None) is not None:

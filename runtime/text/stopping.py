@@ -6,8 +6,6 @@ from array import array
 
 from edgeinfer.records import dataclass
 
-__all__ = ["CallMark", "CallStops", "StopMatcher"]
-
 
 class StopMatcher:
     """Knuth, Morris and Pratt's search for each of the stop strings, fed with text in pieces of any size.

@@ -14,8 +14,6 @@ from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLik
 from edgeinfer.runtime.text.control_marks import ControlMarks
 from edgeinfer.runtime.text.stopping import CallMark, CallStops, StopMatcher
 
-__all__ = ["ReplyText", "StreamDecoder"]
-
 # Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
 _CONTEXT_TOKENS = 32
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.text.render_process import RenderProcess
     from edgeinfer.runtime.text.rendering import Rendered, Rendering
 
-__all__ = ["MAX_GIVEN_BYTES", "MAX_SOURCE_CHARACTERS", "ChatTemplate", "is_known"]
 
 MAX_SOURCE_CHARACTERS = 100_000  # the largest published templates have some 30,000
 MAX_GIVEN_BYTES = 8_000_000  # of messages, tools and variables: several times the longest contexts
@@ -183,13 +182,7 @@ class ChatTemplate:
         Args:
             messages: mappings with a str `role` and a `content` that is a str or a list of text parts; `content` may be
                 None or absent beside `tool_calls`. Other keys pass through.
-            add_generation_prompt: end with what introduces the assistant's reply.
             tools: JSON schemas of functions, as OpenAI shapes them.
-            variables: further names for the template, such as enable_thinking; add_generation_prompt among them counts.
-
-        Raises:
-            PromptError: messages, tools or variables are malformed or too long.
-            TemplateError: the template failed, rejected the messages, leaves some of them out or does too much work.
         """
         if tools and self.tool_use is not None:
             return self.tool_use.render(messages, add_generation_prompt, tools, variables)

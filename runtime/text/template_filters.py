@@ -20,8 +20,6 @@ from edgeinfer.runtime.text.allowance import (
 )
 from edgeinfer.runtime.text.template_values import MAX_WIDTH, SafeText, Values, lines_in
 
-__all__ = ["Filters", "template_tests"]
-
 _MAX_INDENT = 16  # of JSON
 _MAX_DIGITS = 1000
 _WORD_ENDS = re.compile(r"([-\s({\[<]+)")  # as jinja2 splits a title

@@ -20,8 +20,6 @@ from edgeinfer.runtime.text.allowance import (
     size_of,
 )
 
-__all__ = ["MAX_WIDTH", "SafeText", "Values", "lines_in"]
-
 MAX_WIDTH = 1000  # of a field of a format, an indent, digits behind the point
 _CASED_CHARACTER = 12  # bytes: one character may become three, and four bytes each while it is made
 _PERCENT = re.compile(r"%(?:\(\w*\))?[-#0 +]*(\d*)(?:\.(\d*))?[diouxXeEfFgGcrsa%]")

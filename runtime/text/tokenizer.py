@@ -26,19 +26,6 @@ from edgeinfer.runtime.system.allocation import allocating, require_room
 from edgeinfer.runtime.system.memory import apart
 from edgeinfer.runtime.text.contract import MARK
 
-__all__ = [
-    "MAX_FILE_BYTES",
-    "SEEN_WORDS",
-    "SHORT",
-    "MarkStands",
-    "Tokenizer",
-    "has_pairs",
-    "kept_bytes",
-    "library_errors",
-    "parsing_bytes",
-    "table_bytes",
-]
-
 # Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
 MAX_FILE_BYTES = 256 * 1024**2
 # Characters that are encoded within a millisecond or two.
@@ -82,12 +69,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Reads a tokenizer.json.
-
-        Raises:
-            TokenizerError: the file is missing, unreadable, larger than MAX_FILE_BYTES or not a tokenizer.
-            BudgetError: there is not enough memory to parse it.
-        """
+        """Reads a tokenizer.json."""
         path = Path(path)
         try:
             size = path.stat().st_size
@@ -131,11 +113,7 @@ class Tokenizer:
 
     @contextmanager
     def _encoding(self, text: str, parse_special: bool) -> Iterator[None]:
-        """Where the library turns this text into tokens.
-
-        Raises:
-            PromptError, TokenizerError, BudgetError: as `encode`.
-        """
+        """Where the library turns this text into tokens."""
         if not text.isascii():
             try:
                 text.encode("utf-8")
@@ -318,12 +296,7 @@ def _token(name: str, way: _Way, kept: bool) -> AddedToken:
 
 
 def kept_bytes(tokens: int, *, used: bool = True) -> int:
-    """A tokenizer that stays in memory.
-
-    Args:
-        tokens: in its vocabulary.
-        used: with the words it keeps of texts that it has seen.
-    """
+    """A tokenizer that stays in memory."""
     parsed = _TOKEN_BYTES * tokens + _BUCKET_BYTES * _buckets(tokens)
     return parsed + _KEPT_BYTES + (_SEEN_WORD_BYTES * SEEN_WORDS if used else 0)
 
@@ -334,23 +307,13 @@ def has_pairs(contents: bytes | mmap.mmap) -> bool:
 
 
 def parsing_bytes(file_bytes: int, tokens: int, *, pairs: bool) -> int:
-    """The most that is in use while a tokenizer.json is parsed, the result included.
-
-    Args:
-        file_bytes: its size.
-        tokens: in its vocabulary.
-        pairs: as `has_pairs` says.
-    """
+    """The most that is in use while a tokenizer.json is parsed, the result included."""
     parsed = _PARSED_TOKEN_BYTES[pairs] * tokens + _PARSED_BUCKET_BYTES[pairs] * _buckets(tokens)
     return file_bytes + parsed + _PARSER_BYTES
 
 
 def table_bytes(file_bytes: int, tokens: int) -> int:
-    """What stays of a tokenizer at rest: each token's spelling and where it begins.
-
-    Args:
-        file_bytes, tokens: as of `parsing_bytes`.
-    """
+    """What stays of a tokenizer at rest: each token's spelling and where it begins."""
     return file_bytes // 3 + (4 + _LEFT_TOKEN_BYTES) * (tokens + 1) + _LEFT_BYTES
 
 

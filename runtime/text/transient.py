@@ -17,8 +17,6 @@ from edgeinfer.runtime.system.memory import release_code, release_freed
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, token_bytes
 from edgeinfer.runtime.text.tokenizer import Tokenizer, has_pairs
 
-__all__ = ["TokenizerFacts", "TransientTokenizer", "tokenizer_facts"]
-
 # Quotes inside a text of a JSON file are escaped, so this is never part of one.
 _BYTE_LEVEL_DECODER = re.compile(rb'"decoder"\s*:\s*\{\s*"type"\s*:\s*"ByteLevel"')
 
@@ -65,12 +63,7 @@ class TransientTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Reads a tokenizer.json; the library's tokenizer is there until the first `rest`.
-
-        Raises:
-            TokenizerError: as `Tokenizer.from_file`, or tokens of this tokenizer do not spell bytes.
-            BudgetError: there is not enough memory to parse it.
-        """
+        """Reads a tokenizer.json; the library's tokenizer is there until the first `rest`."""
         tokenizer = Tokenizer.from_file(path)
         if tokenizer.decoder_types != BYTE_LEVEL:
             raise TokenizerError(f"{path} is not a byte-level tokenizer.", "Keep it loaded, with a larger budget.")
@@ -154,11 +147,7 @@ def _nothing() -> None:
 
 
 def _version(path: Path) -> tuple[int, int]:
-    """What changes when a file does.
-
-    Raises:
-        TokenizerError: it is gone.
-    """
+    """What changes when a file does."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 
 if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile
     from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary
 
-__all__ = ["vocabulary_difference"]
 
 _TOKENIZER = "tokenizer.json"
 _MERGES = "tokenizer.ggml.merges"
@@ -21,11 +20,7 @@ _UNUSED = 5
 
 
 def vocabulary_difference(target: Bundle, other: Bundle) -> str | None:
-    """What keeps token ids of the target from meaning the same to another model; None where nothing does.
-
-    Raises:
-        BundleError: a bundle has neither a tokenizer.json nor a vocabulary in its model file, or a damaged one.
-    """
+    """What keeps token ids of the target from meaning the same to another model; None where nothing does."""
     if target.has(_TOKENIZER) and other.has(_TOKENIZER):
         return _between_tokenizers(target, other)
     ours, theirs = _gguf(target), _gguf(other)

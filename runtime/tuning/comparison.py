@@ -16,8 +16,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.tuning.work import Times
 
-__all__ = ["FULL", "GAIN", "QUICK", "Effort", "TimingVerdict", "Trial", "compare", "judge", "median_below"]
-
 # A gain that is worth a setting of one's own, and a loss that is not noticed.
 GAIN, _LOSS = 0.03, 0.03
 # Probability of taking a way for faster that is not, and for no slower that is, at each look at the timings.
@@ -54,7 +52,6 @@ def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> TimingV
     """Whether a way is better.
 
     Args:
-        ratios: of each pair, by what was timed: the second way's time in units of the first's.
         aims: of these the second way must be faster in one.
     """
     medians = {part: median(values) for part, values in ratios.items()}
@@ -120,7 +117,6 @@ def compare(
     """Whether the second way is better than the first.
 
     Args:
-        timed: visits a way once.
         aims: parts of which the second must be faster in one.
         clock: in seconds.
         report: called with pairs done and at most to do.

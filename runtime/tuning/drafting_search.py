@@ -29,8 +29,6 @@ from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
-__all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]
-
 Progress = Callable[[int, int], None]
 
 # Most tokens of each reply that are scored. SWIFT scores 33; logits of that many rows fit anywhere.
@@ -87,16 +85,7 @@ class _Scorer:
 
 
 def best_exit(backend: Backend, samples: Sequence[Sample], costs: BlockCosts, *, granularity: int = 1) -> SkipSet:
-    """The exit layer that drafts fastest by its match rate; its mask runs the layers before it. Empties the cache.
-
-    Args:
-        granularity: exits are after every so many layers.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-        UsageError: no samples, a granularity below 1, or the model is too small to be left at that granularity.
-        BackendError: a text does not fit the cache.
-    """
+    """The exit layer that drafts fastest by its match rate; its mask runs the layers before it. Empties the cache."""
     layers = backend.geometry.num_layers
     if not 0 < granularity < layers:
         message = f"A model of {layers} layers has no exit after every {granularity} of them."
@@ -127,14 +116,7 @@ def best_skip_set(
     """Searches the set of skipped blocks that drafts fastest. The same arguments give the same set. Empties the cache.
 
     Args:
-        granularity: consecutive layers whose attention blocks are skipped together, and whose MLP blocks are.
-        evaluations: most sets to score, a pass over the samples each.
         progress: called with sets scored and to score.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-        UsageError: no samples, or a granularity or number of evaluations below 1.
-        BackendError: a text does not fit the cache.
     """
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
     scorer = _Scorer(backend, samples)
@@ -265,14 +247,8 @@ def tune(
     """Measures costs and searches; empties the cache.
 
     Args:
-        samples: texts of the model's own to score by.
         granularity: consecutive layers that are skipped together, and after which alone a pass may end.
-        evaluations: most sets of blocks to score.
         progress: called with sets scored and to score.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-        UsageError: no samples, a context that is too small, or a model of one layer.
     """
     costs = measure_costs(backend)
     exits = best_exit(backend, samples, costs, granularity=granularity)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
@@ -17,26 +18,10 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.evaluated import head_of
 from edgeinfer.runtime.speculation.measuring import filler_tokens
-
-__all__ = [
-    "TokenScores",
-    "TurnTimes",
-    "WorkTimes",
-    "attention_work",
-    "decode_times",
-    "last_state",
-    "pass_times",
-    "pass_work",
-    "prefill_times",
-    "score_tokens",
-    "token_logits",
-    "turn_times",
-    "work_times",
-]
 
 # Rows of a pass whose logits are all asked for: 16 of a 152k vocabulary are 10 MB. Where the head runs apart, plans
 # count fewer rows of logits, and it is asked for those.
@@ -88,11 +73,7 @@ def _require_room(engine: Engine, tokens: int) -> None:
 
 
 def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWork:
-    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the table of a bundle's weights.
-
-    Raises:
-        UsageError: the bundle has no such table.
-    """
+    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the table of a bundle's weights."""
     # The embedding is looked up by rows; a head that shares its bytes is listed by its own name.
     through = [
         (tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if not is_looked_up(tensor.name)
@@ -119,9 +100,6 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
     """Milliseconds of passes over each number of tokens, all logit rows, after `past` tokens; sizes take turns.
 
     What the cache holds of the past stays, so that coming back costs nothing.
-
-    Raises:
-        UsageError: the context is too small.
     """
     _require_room(engine, past + max(sizes))
     backend = engine.backend
@@ -142,22 +120,14 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
 
 
 def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
-    """Milliseconds of evaluating a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits.
-
-    Raises:
-        UsageError: the context is too small.
-    """
+    """Milliseconds of evaluating a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits."""
     times = [work_times(engine, tokens, 0, past=0).ms for _ in range(repeats)]
     engine.forget()
     return times
 
 
 def decode_times(engine: Engine, tokens: int, *, past: int) -> list[float]:
-    """Milliseconds of each token that is decoded greedily after `past` others.
-
-    Raises:
-        UsageError: the context is too small.
-    """
+    """Milliseconds of each token that is decoded greedily after `past` others."""
     _require_room(engine, past + tokens)
     engine.forget()
     steps = engine.generate(_filler(engine, past), _Greedy(), max_tokens=tokens + 1, stop_ids=frozenset())
@@ -178,9 +148,6 @@ class WorkTimes:
 def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTimes:
     """Evaluates a prompt of so many tokens behind `past` others, which are not timed, then decodes greedily in as many
     passes as `reply` says.
-
-    Raises:
-        UsageError: there is nothing to do, or the context is too small.
     """
     if prompt < 0 or reply < 0 or past < 0 or prompt + reply == 0:
         raise UsageError("There is nothing to time.", "Give a prompt or a reply of at least one token.")
@@ -207,11 +174,7 @@ class TurnTimes:
 
 
 def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
-    """Evaluates a prompt of so many tokens, then decodes greedily in as many passes as `reply` says; empties the cache.
-
-    Raises:
-        UsageError: the context is too small.
-    """
+    """Evaluates a prompt of this many tokens, decodes greedily for `reply` passes, and empties the cache."""
     _require_room(engine, prompt + reply)
     engine.forget()
     tokens = _filler(engine, prompt)
@@ -226,10 +189,6 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     """Feeds a text and yields the logits after each of its tokens, a few rows (R, V) at a time; empties the cache.
 
     Rows are views that the next ones overwrite.
-
-    Raises:
-        UsageError: no token, or more than the context where it is not shifted; or the model was used for something else
-            in between.
     """
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
@@ -268,12 +227,7 @@ def _require_unused(engine: Engine, fed: int) -> None:
 
 
 def last_state(engine: Engine, tokens: Sequence[int]) -> Floats:  # (D,)
-    """The hidden state after the last layer in the row of a text's last token; keeps what the cache shares with it.
-
-    Raises:
-        UsageError: no token, or more than the context.
-        CapabilityError: the backend gives no hidden states.
-    """
+    """The hidden state after the last layer in the row of a text's last token; keeps what the cache shares with it."""
     hint = "Use a natively exported bundle."
     require(engine.backend.capabilities.hidden, engine.backend, "give hidden states", hint)
     _require_room(engine, len(tokens))
@@ -288,11 +242,7 @@ def last_state(engine: Engine, tokens: Sequence[int]) -> Floats:  # (D,)
 
 
 def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
-    """Feeds a text and scores every token under the model; empties the cache.
-
-    Raises:
-        UsageError: fewer than two tokens, or more than the context where it is not shifted.
-    """
+    """Feeds a text and scores every token under the model; empties the cache."""
     if len(tokens) < 2:
         raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")
     ids = np.array(tokens, np.int64)

@@ -17,11 +17,9 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.divergence import divergence
-from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.tuning.measure import token_logits
-
-__all__ = ["ReplyReading", "read_reply"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,6 @@ def read_reply(
 
     Args:
         make: the strategy of a sampler's reply; None computes in full.
-
-    Raises:
-        UsageError: there is no prompt, or fewer than two tokens of a reply; or they do not fit the context.
     """
     if not prompt or len(reply) < 2:
         raise UsageError("There is no reply to read.", "Give a prompt and at least two tokens after it.")

@@ -17,8 +17,6 @@ from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.comparison import Effort, Trial, compare
 from edgeinfer.runtime.tuning.work import LOAD, PREFILL, TURN, Times
 
-__all__ = ["LOADED", "PROMPTS", "TURNS", "Attempt", "SettingChoices", "SettingsFound", "Timer", "search_settings"]
-
 # What a timer times: turns of a chat; long prompts alone; loading and then a turn.
 TURNS, PROMPTS, LOADED = "turns", "prompts", "loaded"
 # Times a way once, at one of these tasks; BudgetError where there is no memory for it.

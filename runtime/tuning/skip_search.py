@@ -25,8 +25,6 @@ from edgeinfer.runtime.layer_skip.entropy import Entropies, rolling_means
 from edgeinfer.runtime.layer_skip.policies import SkipLevels, layers_mask
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
-__all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "search_skip_levels", "skip_units"]
-
 Progress = Callable[[int, int], None]
 
 # Tokens of each reply that are read: logits of as many rows are in memory at once.
@@ -53,14 +51,7 @@ def search_skip_levels(
     """Searches sets of blocks to skip, by texts of the model's own; empties the cache.
 
     Args:
-        granularity: consecutive layers whose attention blocks are skipped together, and whose MLP blocks are.
-        evaluations: most sets to score, a pass over the samples each.
         progress: called with sets scored and to score.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-        UsageError: no samples, or a granularity or number of evaluations below 1.
-        BackendError: a text does not fit the cache.
     """
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
     search = _Search(_Scorer(backend, samples), costs, units, evaluations, progress)
@@ -90,11 +81,7 @@ def calibrate_skips(
 
 
 def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sample]) -> Entropies:
-    """Has the small model read replies of the large one, keeps how unsure it is, and uses that.
-
-    Raises:
-        UsageError: there is no small model.
-    """
+    """Has the small model read replies of the large one, keeps how unsure it is, and uses that."""
     small, means = reduced.require_small(), list[float]()
     for sample in samples:
         text: list[int] = [*sample.prompt]
@@ -113,11 +100,7 @@ def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sampl
 
 
 def skip_units(num_layers: int, granularity: int, evaluations: int) -> NDArray[np.bool_]:  # (U, 2 L)
-    """What a search skips together: attention blocks of a group of layers, and its MLP blocks.
-
-    Raises:
-        UsageError: a granularity or number of evaluations below 1.
-    """
+    """What a search skips together: attention blocks of a group of layers, and its MLP blocks."""
     if min(granularity, evaluations) < 1:
         raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     layer, is_mlp = np.arange(2 * num_layers) // 2, np.arange(2 * num_layers) % 2

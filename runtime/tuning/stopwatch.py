@@ -16,8 +16,6 @@ from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, TURNS
 from edgeinfer.runtime.tuning.work import LOAD, TURN, Times, Work, fitting, sized, verified_rows
 
-__all__ = ["Stopwatch"]
-
 # The most work of a visit: more tells nothing more. A prompt as long as the largest chunk tried, twice that where
 # prompts alone are timed.
 _LONGEST_PROMPT, _LONGEST_PROMPTS, _LONGEST_REPLY = 256, 512, 64
@@ -77,11 +75,7 @@ class Stopwatch:
         return self._work[PROMPTS].prompt
 
     def __call__(self, settings: TunedSettings, task: str) -> Times:
-        """Milliseconds of one visit.
-
-        Raises:
-            BudgetError: there is no memory for these settings.
-        """
+        """Milliseconds of one visit."""
         work = self._work[task]
         if task != LOADED:
             loaded = self._load(settings)

@@ -21,8 +21,6 @@ from edgeinfer.runtime.speculation.prospects import TABLES
 from edgeinfer.runtime.tuning.measure import pass_times, turn_times
 from edgeinfer.wording import Setting
 
-__all__ = ["DECODE", "LOAD", "PREFILL", "TURN", "VERIFY", "Times", "Work", "fitting", "sized", "verified_rows"]
-
 # Milliseconds: of a token of a long prompt, of a plain token, of a pass that verifies, of a turn; of loading.
 PREFILL, DECODE, VERIFY, TURN, LOAD = "prompt", "decode", "verify", "turn", "load"
 Times = Mapping[str, float]
@@ -73,7 +71,6 @@ def sized(times: Times, visit_ms: float, most: Work) -> Work:
     """Work that takes about so long.
 
     Args:
-        times: of any work.
         most: more is not needed.
     """
     share = visit_ms / (2 if most.reply else 1)
@@ -83,11 +80,7 @@ def sized(times: Times, visit_ms: float, most: Work) -> Work:
 
 
 def fitting(work: Work, context: int) -> Work:
-    """Cuts the work to what a context holds.
-
-    Raises:
-        UsageError: the context is too small to measure in.
-    """
+    """Cuts the work to what a context holds."""
     if context < _LEAST_CONTEXT:
         message = f"Tuning needs a context of {_LEAST_CONTEXT} tokens, but there are {context}."
         raise UsageError(message, "Use a larger " + Setting("context") + ", or leave it out.")

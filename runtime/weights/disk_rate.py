@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgeinfer.bundle import write_file
+from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.user_folders import make_private, user_cache
-
-__all__ = ["DiskMeter", "keep_rate", "kept_rate"]
 
 _log = logging.getLogger("edgeinfer")
 

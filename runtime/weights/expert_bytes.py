@@ -9,12 +9,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 
-from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.spec import DecoderSpec, MoESpec
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
-
-__all__ = ["AROUND_BYTES", "ExpertBytes", "expected_experts"]
 
 # What the system may map around an expert that is touched: of pieces of 64 KB in which it lies, those that begin before
 # it and end after it.

@@ -14,10 +14,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
 
-from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, write_file
 from edgeinfer.bundle.conversion import convert_weights, is_converted
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.layouts import (
+    LAYOUT_VERSIONS,
+    NATIVE,
+    PORTABLE,
+    STATIC,
+    WEIGHTS,
+    Layout,
+    model_name,
+    weights_name,
+)
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import native_kernel, switched_off
@@ -25,8 +34,6 @@ from edgeinfer.runtime.system.forks import finalize_here
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 from edgeinfer.user_folders import user_cache
-
-__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare", "runs_native", "weights_place"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -69,11 +76,6 @@ def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) ->
         native: None uses the native kernel where it works and the bundle stores its layout, or has the cache that is
             wanted in it alone; False never; True always.
         kv: type of cache that is wanted; None is any.
-
-    Raises:
-        NativeUnavailableError: the kernel is required and not there.
-        UsageError: the kernel is required and the bundle has no graph for it.
-        BundleError: the bundle has no graph for the layout that can run.
     """
     stored = bundle.manifest.layout
     if stored == STATIC:
@@ -102,11 +104,7 @@ def _needs_native(bundle: Bundle, kv: str | None) -> bool:
 
 
 def kernel_of(bundle: Bundle, layout: Layout) -> str:
-    """What multiplies where a layout runs: an instruction set of the native kernel, else the operator.
-
-    Raises:
-        NativeUnavailableError: the native layout runs, and there is no native kernel.
-    """
+    """What multiplies where a layout runs: an instruction set of the native kernel, else the operator."""
     if not bundle.quantized:
         return "MatMul"
     return native_kernel().isa if layout == NATIVE else "MatMulNBits"
@@ -134,12 +132,7 @@ def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None) ->
     """The graph of a layout with its weights, which are converted if they are not there yet.
 
     Args:
-        layout: one of the bundle's.
         progress: called during the conversion with a tensor's name, how many are done and how many there are.
-
-    Raises:
-        BundleError: a file of the bundle is damaged.
-        StorageError: there is no place for the converted weights.
     """
     model, weights = bundle.model_file(layout), bundle.weights_file(layout)
     if layout == bundle.manifest.layout or not bundle.quantized or _is_sound(bundle, layout, weights):

@@ -18,8 +18,6 @@ from edgeinfer.errors import StorageError
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.windows import PIECE_BYTES, Run
 
-__all__ = ["ReadAhead"]
-
 _LIBC = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")  # Windows never comes here
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 
@@ -53,11 +51,7 @@ class ReadAhead:
         self._failed = False
 
     def ask(self, runs: Iterable[Run], running: Iterable[Run] = ()) -> None:
-        """Asks for the runs of a window; returns at once.
-
-        Args:
-            running: of the window that runs now. What else was asked for before is given up.
-        """
+        """Asks for the runs of a window; returns at once."""
         asked = tuple(runs)
         self._wanted = (tuple(running), asked)
         self._thread.submit(self._read_asked, asked)
@@ -86,11 +80,7 @@ class ReadAhead:
             self._failed = True
 
     def read(self, runs: Sequence[Run], wanted: Callable[[], bool] = lambda: True) -> None:
-        """Reads them on the thread that asks, for as long as they are wanted.
-
-        Raises:
-            OSError: the system cannot read them.
-        """
+        """Reads them on the thread that asks, for as long as they are wanted."""
         for offset, length in runs:
             for begin in range(offset // PIECE_BYTES * PIECE_BYTES, offset + length, PIECE_BYTES):
                 if not wanted():

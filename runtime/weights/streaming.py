@@ -9,23 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from edgeinfer.bundle import PORTABLE, TensorEntry
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors
 from edgeinfer.runtime.weights.windows import LAYER, PIECE_BYTES, layer_runs, window_bytes
-
-__all__ = [
-    "READ_BETWEEN",
-    "WORTH_DROPPING",
-    "layers_stay",
-    "loading_bytes",
-    "looked_up_bytes",
-    "making_bytes",
-    "mapped_bytes",
-    "packed_bytes",
-    "pass_bytes",
-    "reread_ms",
-    "streamed_bytes",
-]
 
 _PER_LAYER = "per_layer."
 # Bits that packed values have at least, and what stands before them.
@@ -92,7 +79,6 @@ def streamed_bytes(
     embeddings are made of is read by every window. A window of all layers stays in memory, beside a part of the rest.
 
     Args:
-        kept_layers: that stay beside the windows, with head and embedding.
         dropping_threads: of operators that drop what they have read of embedding and head: each has a job's share of
             every large array in memory, and a piece around it. None of them do where it is 0.
     """
@@ -130,13 +116,7 @@ def pass_bytes(tensors: Iterable[TensorEntry]) -> int:
 
 
 def reread_ms(weight_bytes: float, arrays: int = 0, layers_decided: int = 0) -> float:
-    """Milliseconds that a pass takes besides where weights come back to memory from the system's cache of their file.
-
-    Args:
-        weight_bytes: that come back.
-        arrays: that these are of, each in a mapping of its own.
-        layers_decided: of all windows together, each of which decides about every layer whether it runs.
-    """
+    """Milliseconds added to a pass where weights come back to memory from the system's file cache."""
     return _FAULT_MS * (weight_bytes / _FAULT_BYTES + 2 * arrays) + _DECIDED_MS * layers_decided
 
 
@@ -156,10 +136,6 @@ def _read_bytes(tensor: TensorEntry) -> int:
 
 
 def looked_up_bytes(tensors: Iterable[TensorEntry], rows: int = 0) -> int:
-    """Bytes in memory of embeddings of which only rows are read, and dropped from time to time.
-
-    Args:
-        rows: of the largest pass.
-    """
+    """Bytes in memory of embeddings of which only rows are read, and dropped from time to time."""
     most = max(_LOOKUPS, rows) * _LOOKUP_BYTES
     return sum(min(t.nbytes, most) for t in tensors if is_looked_up(t.name))

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.digests import FileIdentity, hash_file, published_digest
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, EdgeInferError, InternalError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.memory import has_room
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
-
-__all__ = ["SMALL_BYTES", "FileCheck", "Outcome", "Verification", "accept_file", "check_file", "files_of"]
 
 # Up to this size files are read at every load: it takes some 10 to 40 ms.
 SMALL_BYTES = 16_000_000
@@ -92,9 +90,6 @@ def check_file(
     Args:
         identity: what the file was when loading began; None takes what it is now.
         again: reads it also where it has not changed since.
-
-    Raises:
-        BundleError: it is another one, or cannot be read.
     """
     with _reading(check.path):
         now = identity or FileIdentity.of(check.path)
@@ -118,11 +113,7 @@ def check_file(
 
 
 def accept_file(check: FileCheck, notes: VerifiedFiles) -> Outcome:
-    """Takes a file without a digest as the right one from now on.
-
-    Raises:
-        BundleError: it cannot be read.
-    """
+    """Takes a file without a digest as the right one from now on."""
     with _reading(check.path):
         notes.keep(check.path, *_hash(check.path, lambda: False))
         return "first"
@@ -204,11 +195,7 @@ class Verification:
         return "now"
 
     def finish(self) -> None:
-        """Waits for the small files, and looks whether any file was changed or replaced since the beginning.
-
-        Raises:
-            BundleError: one was, or is damaged.
-        """
+        """Waits for the small files, and looks whether any file was changed or replaced since the beginning."""
         self._small_done.wait()
         self._raise()
         for check, identity in self._identities.items():
@@ -216,12 +203,7 @@ class Verification:
                 raise _changed(check)
 
     def require(self) -> None:
-        """Waits for all files.
-
-        Raises:
-            BundleError: one is damaged.
-            UsageError: the model was closed meanwhile.
-        """
+        """Waits for all files."""
         self._done.wait()
         self._raise()
         if self._stopped.is_set():

@@ -22,8 +22,6 @@ from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.user_folders import make_private, user_cache, written
 
-__all__ = ["Note", "VerifiedFiles"]
-
 _log = logging.getLogger("edgeinfer")
 
 _FORMAT = 1

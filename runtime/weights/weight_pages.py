@@ -13,15 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.layouts import RunnableGraph
 from edgeinfer.runtime.weights.windows import LayerWindow, Run, streamed_runs
-
-__all__ = ["LookedUp", "WeightPages", "WeightPart"]
 
 # Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them stay in memory.
 _LOOKUPS = 64

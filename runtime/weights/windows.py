@@ -12,19 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from edgeinfer.bundle import TensorEntry
-
-__all__ = [
-    "LAYER",
-    "PIECE_BYTES",
-    "LayerWindow",
-    "Run",
-    "dropped_windows",
-    "layer_runs",
-    "layer_windows",
-    "streamed_runs",
-    "window_bytes",
-]
+from edgeinfer.bundle.manifest import TensorEntry
 
 # Offset and length of bytes in a file.
 Run = tuple[int, int]
@@ -48,8 +36,6 @@ def layer_windows(layers: int, window_layers: int, kept_layers: int = 0) -> tupl
     """The windows of a pass, in order.
 
     Args:
-        layers: of the model.
-        window_layers: streamed layers in each.
         kept_layers: that are not streamed. They are spread evenly, so that one window computes while another is read.
     """
     streamed = layers - kept_layers
@@ -99,7 +85,6 @@ def window_bytes(runs: tuple[Run, ...], window_layers: int, kept_layers: int = 0
 
     Args:
         runs: where each layer lies.
-        window_layers, kept_layers: as of `layer_windows`.
     """
     windows = layer_windows(len(runs), window_layers, kept_layers)
     return tuple(length for _, length in streamed_runs(runs, windows))

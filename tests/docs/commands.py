@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HAS", "INSTEAD", "NOT_RUN", "Rule"]
-
 
 @dataclass(frozen=True)
 class Rule:

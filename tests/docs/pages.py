@@ -11,8 +11,6 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-__all__ = ["DOCS", "GENERATED", "README", "ROOT", "Block", "Link", "Page", "pages"]
-
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"

@@ -22,8 +22,6 @@ from tests.docs.commands import INSTEAD, NOT_RUN, Rule
 from tests.docs.pages import ROOT, Block
 from tests.hub_server import hub_environment
 
-__all__ = ["Reader"]
-
 SHELL = ("sh", "console")
 # What only a shell understands.
 _SHELL_SIGNS = re.compile(r"[|<>$;`]")

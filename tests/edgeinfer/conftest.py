@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device

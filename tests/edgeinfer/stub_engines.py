@@ -12,8 +12,6 @@ from typing import Any
 import edgeinfer
 from tests.waiting import TIME_LIMIT
 
-__all__ = ["StubEngine", "answering", "stub"]
-
 # What follows a text that is not the learnt one, and what a cache that is not to be read says.
 _ASTRAY, _STALE = 7, 3
 _BLOCK = 16

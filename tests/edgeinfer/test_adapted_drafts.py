@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.array_file import encode_arrays
+from edgeinfer.bundle.opening import open_bundle
 from tests.cache import made
 from tests.edgeinfer.test_eagle import make_bundle as make_eagle
 from tests.edgeinfer.test_mtp import make_bundle as make_mtp

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import (
     BudgetError,

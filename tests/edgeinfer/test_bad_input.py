@@ -12,7 +12,9 @@ from typing import Any
 import onnx
 import pytest
 
-from edgeinfer.bundle import MANIFEST, MODEL, WEIGHTS, open_bundle, seal
+from edgeinfer.bundle.layouts import MODEL, WEIGHTS
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.writing import MANIFEST, seal
 from tests.cache import export_checkpoint, made
 from tests.cli import contents, edgeinfer, refuses
 from tests.factories import make_checkpoint

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import edgeinfer
 from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.shares import draft_rows

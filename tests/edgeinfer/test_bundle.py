@@ -17,26 +17,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import (
-    MANIFEST,
-    MODEL,
-    NATIVE,
-    PORTABLE,
-    WEIGHTS,
-    Blob,
-    Capabilities,
-    DecoderSpec,
-    Layout,
-    Manifest,
-    MoESpec,
-    RopeSpec,
-    TensorEntry,
-    open_bundle,
-    seal,
-    write_bundle,
-    write_file,
-)
+from edgeinfer.bundle.layouts import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.manifest import Blob, Capabilities, Manifest, TensorEntry
 from edgeinfer.bundle.manifest_json import read
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 from edgeinfer.errors import BundleError, StorageError
 from tests.tables import each_row
 

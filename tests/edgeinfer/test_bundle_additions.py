@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.bundle import Bundle, open_bundle, opening, writing
+from edgeinfer.bundle import opening, writing
 from edgeinfer.bundle.heads import add_heads, read_heads
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, StorageError
 from tests.heads import random_heads
 

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import MANIFEST, Bundle, FileEntry, open_bundle, opening
+from edgeinfer.bundle import opening
 from edgeinfer.bundle.array_file import decode_arrays, encode_arrays
 from edgeinfer.bundle.heads import HEADS, Heads, add_heads, copy_with_heads, has_heads, heads_bytes, read_heads
+from edgeinfer.bundle.manifest import FileEntry
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from tests.heads import random_heads
 

@@ -20,23 +20,16 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import (
-    LAYOUTS,
-    MANIFEST,
-    NATIVE,
-    PORTABLE,
-    WEIGHTS,
-    Bundle,
-    Layout,
-    open_bundle,
-    seal,
-)
 from edgeinfer.bundle.codecs import CODECS, NativeCodec
 from edgeinfer.bundle.conversion import convert_bundle, convert_weights, is_converted, relocate
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
+from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from tests.cache import export_checkpoint
 from tests.cli import contents
 from tests.factories import make_checkpoint

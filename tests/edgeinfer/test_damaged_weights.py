@@ -15,9 +15,10 @@ import pytest
 
 import edgeinfer
 from edgeinfer import loading
-from edgeinfer.bundle import MODEL, WEIGHTS, open_bundle
 from edgeinfer.bundle.digests import hash_file
+from edgeinfer.bundle.layouts import MODEL, WEIGHTS
 from edgeinfer.bundle.nesting import nest_drafter
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, ModelError
 from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
 from edgeinfer.runtime.weights import verification

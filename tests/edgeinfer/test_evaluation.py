@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import ModelError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.tables import each_row

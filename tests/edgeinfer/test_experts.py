@@ -13,13 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, Bundle, TensorEntry, open_bundle
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.experts import common_format, expert_tensor, find_expert, widen
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, dense_rows, pack, unpack
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.tables import each_row

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.bundle.gguf.reader import GgufArray
+from edgeinfer.bundle.gguf.metadata import GgufArray
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, TemplateError
 from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.cli import edgeinfer, edgeinfer_process, refuses

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle import Bundle, Capabilities, Manifest, open_bundle, seal
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token, manifest_of
+from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.gguf_builder import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, small_model

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle, seal
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import TemplateError
 from edgeinfer.runtime.text import render_process
 from tests.runtime.text.hostile_templates import EXAMPLES, HOSTILE, LOOPS

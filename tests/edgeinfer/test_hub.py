@@ -15,7 +15,8 @@ import pytest
 from huggingface_hub import constants, errors
 
 from edgeinfer import hub
-from edgeinfer.bundle import Capabilities, FileEntry, Geometry, Manifest
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
 from edgeinfer.errors import BundleError, EdgeInferError, HubError, InternalError, ModelError, StorageError
 from edgeinfer.hub.conversion import FetchJob, fetch
 

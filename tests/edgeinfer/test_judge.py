@@ -13,8 +13,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads, read_heads
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tools import judging, tune_judge

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import seal
 from edgeinfer.bundle.manifest import Manifest
+from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import HubError, ModelError
 from edgeinfer.openai.response_request import read_request
 from tests.gguf_builder import FLOAT32, INT32, small_model

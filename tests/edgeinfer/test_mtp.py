@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle import open_bundle
-from edgeinfer.export import ExportConfig
-from edgeinfer.export import export_checkpoint as export_anew
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
 from tests.cache import made

@@ -11,10 +11,13 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, Bundle, Layout, open_bundle, seal
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.nesting import nest_drafter
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import UsageError
 from edgeinfer.export.renewal import renew_bundle
 from edgeinfer.runtime.backends.contract import ForwardInput

@@ -17,8 +17,8 @@ from edgeinfer.apps.bench.spec import SpecOptions
 from edgeinfer.apps.bench.speed import SpeedConfig, SpeedTest
 from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.apps.server.security import Security
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.geometry import KVLayer, StateLayer
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.parts import HeadsSpec
 from edgeinfer.bundle.recurrence import ConvSpec

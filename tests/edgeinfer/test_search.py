@@ -12,7 +12,8 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.results import Result
 from edgeinfer.searching import SEARCHES, SearchMethod
 from tests.cache import made

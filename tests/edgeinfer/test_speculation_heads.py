@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import add_heads
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.head import runs_apart
 from edgeinfer.runtime.speculation.option_bytes import drafting_bytes, heads_taken

@@ -11,7 +11,7 @@ import pytest
 import edgeinfer
 from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
-from edgeinfer.export import export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.speculation.registry import KINDS
 from tests.cache import made

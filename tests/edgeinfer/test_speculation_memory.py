@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BudgetError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.head import HEAD_ROWS, runs_apart
 from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT

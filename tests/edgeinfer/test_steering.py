@@ -12,7 +12,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.steering import SteeringVector, add_steering, read_steering, steering_names
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, UsageError

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["COHERE_ROUTED", "GEMMA", "GGUF_CASES", "GROUPED", "LATENT", "MINICPM3", "ROUTED", "TIED", "YARN", "layers"]
-
 GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
 LOCAL: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e3}
 PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}

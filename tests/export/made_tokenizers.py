@@ -12,19 +12,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from edgeinfer.bundle.gguf import pre_tokenizers as names
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE
 
-__all__ = [
-    "ROWS",
-    "SPECIAL",
-    "TOKENIZERS",
-    "byte_level",
-    "metaspace",
-    "pieces",
-    "sentence_piece_spaces",
-    "split",
-    "whole_words",
-    "write_words",
-]
-
 ROWS = 900
 UNDERLINE = "\u2581"
 SPECIAL = ["<s>", "</s>", "<|user|>"]

@@ -12,8 +12,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.factories import make_checkpoint
 
-__all__ = ["make_mxfp4"]
-
 
 def make_mxfp4(folder: Path) -> Any:
     """A random gpt-oss whose experts are packed; returns the model that transformers reads of them."""

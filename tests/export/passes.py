@@ -10,13 +10,14 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, graph, open_bundle
+from edgeinfer.bundle import graph
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.backends.contract import ExpertChoice
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.paging.layout import PageLayout
-
-__all__ = ["TOKENS", "Runner", "expected_logits", "feeds", "pool", "rotary_tables"]
 
 Array = NDArray[Any]
 Rotary = tuple[NDArray[np.float32], NDArray[np.float32]]

@@ -16,19 +16,25 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, open_bundle
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.weights.folding import fold_head, fold_layer
-from edgeinfer.quant import METHODS, InputStatistics, QuantPolicy
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate
+from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.quant.policy import QuantPolicy
+from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.factories import make_checkpoint, make_tokenizer

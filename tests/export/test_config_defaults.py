@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, EdgeInferError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.source import defaults

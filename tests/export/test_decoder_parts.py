@@ -15,8 +15,10 @@ from transformers import HunYuanDenseV1Config
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
 
-from edgeinfer.bundle import NATIVE, Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.described import describe, read_spec, require_graphs, require_plain

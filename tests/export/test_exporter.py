@@ -14,9 +14,11 @@ import onnx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, bfloat16, graph, open_bundle
+from edgeinfer.bundle import bfloat16, graph
 from edgeinfer.bundle.codecs import NativeCodec
 from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.layouts import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import (
     BudgetError,
     CheckpointError,
@@ -25,7 +27,8 @@ from edgeinfer.errors import (
     UnsupportedArchitectureError,
     UsageError,
 )
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from tests.cache import made
 from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import CheckpointError, StorageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from tests.factories import make_checkpoint
 
 pytest.importorskip("gguf")

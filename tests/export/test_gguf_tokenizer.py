@@ -12,24 +12,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf import pre_tokenizers as names
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import open_gguf
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tokenizer_table import encode_table
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenizer, llama_encoder
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
-from edgeinfer.runtime.text import LiteralEncoder, MappedTokenizer, TokenizerLike
-from edgeinfer.runtime.text import Tokenizer as Tokenized
+from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.runtime.text.tokenizer import Tokenizer as Tokenized
 from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
 from tests.factories import make_checkpoint
 from tests.rare_texts import rare_texts

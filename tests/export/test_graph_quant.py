@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from edgeinfer.export.optimum_route import quantize_graph
-from edgeinfer.quant import QuantPolicy
+from edgeinfer.quant.policy import QuantPolicy
 from tests.tables import each_row
 
 K, N, V = 64, 96, 40

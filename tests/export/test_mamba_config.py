@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.source.hf_config import HFConfig

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
-from edgeinfer.export import ExportConfig
-from edgeinfer.export import export_checkpoint as export_anew
+from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.training.dflash import DflashOptions, train_dflash
 from edgeinfer.export.training.eagle import EagleOptions, train_eagle
 from edgeinfer.export.training.hydra import HydraOptions, train_hydra

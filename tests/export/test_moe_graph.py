@@ -14,11 +14,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, graph, open_bundle
+from edgeinfer.bundle import graph
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.conversion import convert_weights
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made

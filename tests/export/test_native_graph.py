@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from edgeinfer.bundle import NATIVE, Blob, Bundle, TensorEntry, graph, open_bundle
+from edgeinfer.bundle import graph
 from edgeinfer.bundle.arithmetic import rms_norm, rope_tables, rotate, silu, softmax
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.graph.attention import PagedLayer
 from edgeinfer.export.graph.decoder import build_decoder_graph
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from edgeinfer.bundle import LAYOUTS, PORTABLE, Layout, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE, Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.factories import make_checkpoint

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.export import ExportConfig
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.export.options.config import ExportConfig, StaticOptions
 from edgeinfer.export.source.hf_config import HFConfig
-from edgeinfer.quant import QuantScheme
 from edgeinfer.quant.calibration import CalibrationOptions
 from edgeinfer.quant.gptq import GptqOptions
+from edgeinfer.quant.policy import QuantScheme
 from tests.bounds import bounds, facts, near, told
 from tests.recorded import check_recorded
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from edgeinfer.bundle import MANIFEST, Bundle, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig, StaticOptions
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 

@@ -9,7 +9,8 @@ from typing import Any
 from edgeinfer.apps.bench.synthetic import pseudo_text, write_tokenizer
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
-from edgeinfer.runtime.text import Tokenizer, tokenizer_facts
+from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.transient import tokenizer_facts
 from tests.tables import each_row
 
 CONFIG = HFConfig({"bos_token_id": 1, "eos_token_id": 2})

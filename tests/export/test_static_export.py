@@ -13,10 +13,13 @@ import numpy as np
 import onnx
 import pytest
 
-from edgeinfer.bundle import MANIFEST, STATIC, WEIGHTS, Bundle, open_bundle
+from edgeinfer.bundle.layouts import STATIC, WEIGHTS
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig, StaticOptions
 from tests.cli import edgeinfer, refuses
 from tests.factories import make_checkpoint
 from tests.tables import each_row

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.quant import Grid, InputStatistics, QuantScheme, StatisticsAccumulator
-
-__all__ = ["correlated_inputs", "form", "grids", "random_matrix", "schemes", "statistics_of"]
+from edgeinfer.quant.blocks import Grid
+from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
 Floats = NDArray[np.float32]
 

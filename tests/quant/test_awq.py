@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.quant import Grid, QuantScheme, approximate, output_error
 from edgeinfer.quant.awq import scale_search, solver
+from edgeinfer.quant.blocks import Grid
+from edgeinfer.quant.methods import approximate
+from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.statistics import output_error
 from tests.quant.samples import Floats, correlated_inputs, random_matrix, statistics_of
 from tests.tables import each_row
 

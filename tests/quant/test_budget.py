@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.quant import QuantScheme
 from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
+from edgeinfer.quant.policy import QuantScheme
 from tests.quant.samples import form
 from tests.recorded import check_recorded
 from tests.tables import each_row

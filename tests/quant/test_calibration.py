@@ -12,15 +12,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
-from edgeinfer.quant import InputStatistics
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate
 from edgeinfer.quant.calibration_layers import LayerWalk
+from edgeinfer.quant.statistics import InputStatistics
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 from tests.tables import each_row

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import Grid, InputStatistics, approximate, output_error
-from edgeinfer.quant.blocks import restored
+from edgeinfer.quant.blocks import Grid, restored
 from edgeinfer.quant.gptq import GptqOptions, damped, solver
+from edgeinfer.quant.methods import approximate
+from edgeinfer.quant.statistics import InputStatistics, output_error
 from tests.quant.samples import Floats, correlated_inputs, grids, random_matrix, statistics_of
 from tests.tables import each_row
 

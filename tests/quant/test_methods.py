@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import blocks_per_row, packed_bytes, unpack
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.quant import (
-    METHODS,
-    Grid,
-    InputStatistics,
-    QuantScheme,
-    approximate,
-    dequantized,
-    method_for,
-    output_error,
-    quantize,
-)
+from edgeinfer.quant.blocks import Grid, dequantized
+from edgeinfer.quant.methods import METHODS, approximate, method_for, quantize
+from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.statistics import InputStatistics, output_error
 from tests.quant.samples import correlated_inputs, grids, random_matrix, schemes, statistics_of
 
 each_method = pytest.mark.parametrize("method", METHODS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.quant import QuantPolicy, QuantScheme, default_group_size, default_head_bits
-from edgeinfer.quant.policy import effective_block
+from edgeinfer.quant.policy import QuantPolicy, QuantScheme, default_group_size, default_head_bits, effective_block
 from tests.quant.samples import form
 from tests.recorded import check_recorded
 from tests.tables import each_row

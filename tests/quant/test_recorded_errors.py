@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.quant import Grid, approximate, output_error, rtn
+from edgeinfer.quant import rtn
 from edgeinfer.quant.awq import scale_search
+from edgeinfer.quant.blocks import Grid
+from edgeinfer.quant.methods import approximate
 from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.statistics import output_error
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
 from tests.recorded import check_recorded
 

@@ -16,7 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize, unpack
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import InputStatistics, QuantScheme, output_error, quantize
+from edgeinfer.quant.methods import quantize
+from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.statistics import InputStatistics, output_error
 from tests.quant.samples import Floats, correlated_inputs, random_matrix, schemes, statistics_of
 from tests.tables import each_row
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.arithmetic import rms_norm
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
-from edgeinfer.quant import QuantScheme
 from edgeinfer.quant.calibration_layers import LayerWalk
+from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import expert_group, probe_decoder, probe_tokens, rounded
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 from tests.factories import make_checkpoint

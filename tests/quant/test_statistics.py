@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import InputStatistics, StatisticsAccumulator, output_error
+from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator, output_error
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
 from tests.tables import each_row
 

@@ -14,11 +14,12 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.packing import QuantizedShape, dense_rows
 from edgeinfer.bundle.vectors import MAGNITUDES, join_codes, read_vectors, split_codes
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import Grid, InputStatistics, QuantScheme, approximate, output_error, quantize
-from edgeinfer.quant.blocks import dequantized
+from edgeinfer.quant.blocks import Grid, dequantized
 from edgeinfer.quant.budget import candidate_schemes
 from edgeinfer.quant.gptq import GptqOptions, damped
-from edgeinfer.quant.policy import make_scheme
+from edgeinfer.quant.methods import approximate, quantize
+from edgeinfer.quant.policy import QuantScheme, make_scheme
+from edgeinfer.quant.statistics import InputStatistics, output_error
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
 from tests.tables import each_row
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle
-from edgeinfer.export import ExportConfig
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.export.options.config import ExportConfig
 from tests.factories import VARIANTS
 from tests.runtime.models import bundle_of, checkpoint_of
 

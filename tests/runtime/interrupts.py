@@ -12,8 +12,6 @@ import pytest
 
 from tests.waiting import TIME_LIMIT
 
-__all__ = ["elsewhere", "within_runs"]
-
 
 def elsewhere(act: Callable[[], object]) -> None:
     """Does something on a thread of its own, and waits for its end."""

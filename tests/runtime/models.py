@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from tests.cache import made
 from tests.factories import make_checkpoint
-
-__all__ = ["bundle_of", "checkpoint_of"]
 
 Settings = list[tuple[str, Any]]
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import PORTABLE, Bundle
-from edgeinfer.export import ExportConfig
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.runtime.models import bundle_of

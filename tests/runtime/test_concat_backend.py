@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, concat_graph, open_bundle, seal
+from edgeinfer.bundle import concat_graph
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.layouts import MODEL
+from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats
@@ -25,8 +31,8 @@ from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
-from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.runtime.interrupts import within_runs
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit, TrimmedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 

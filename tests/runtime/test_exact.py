@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import LAYOUTS, open_bundle
-from edgeinfer.export import ExportConfig
+from edgeinfer.bundle.layouts import LAYOUTS
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

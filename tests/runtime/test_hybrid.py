@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
 from edgeinfer.bundle.conversion import convert_bundle
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
 from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.runtime.backends.contract import ForwardInput

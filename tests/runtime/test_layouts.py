@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle, seal
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import edgeinfer
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from tests.export.passes import expected_logits
 from tests.factories import make_checkpoint
 

@@ -16,10 +16,12 @@ import onnxruntime as ort
 import pytest
 
 from edgeinfer.apps.bench.watch import resident_bytes
-from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, open_bundle
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, WEIGHTS
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError, StorageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx import opening, packed_room

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, KVLayer, open_bundle
+from edgeinfer.bundle.geometry import KVLayer
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
@@ -24,8 +26,8 @@ from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
 from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
-from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.speculation import random_bundle
 from tests.tables import each_row
 

@@ -20,7 +20,9 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle, KVLayer, open_bundle
+from edgeinfer.bundle.geometry import KVLayer
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache

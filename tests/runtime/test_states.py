@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import NATIVE, Bundle, open_bundle
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
@@ -24,7 +27,8 @@ from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.system.memory import releases_pages
 from tests.factories import make_checkpoint

@@ -12,12 +12,13 @@ import numpy as np
 import onnx
 import pytest
 
-from edgeinfer.bundle import Bundle, open_bundle, seal
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import MOST_DRAFTED, drafters_in
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.export import ExportConfig
-from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.export.options.config import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

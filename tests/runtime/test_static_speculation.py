@@ -11,8 +11,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.export import ExportConfig
-from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.export.options.config import ExportConfig, StaticOptions
 from tests.cli import edgeinfer as command
 from tests.cli import edgeinfer_process, refuses
 from tests.edgeinfer.conftest import TEMPLATE

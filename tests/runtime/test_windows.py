@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, PORTABLE
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, StorageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend

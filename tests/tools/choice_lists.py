@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie
+from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
 
 _END = 0
 _ROUNDS = 7

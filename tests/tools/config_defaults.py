@@ -17,8 +17,6 @@ import transformers
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.export.source.defaults import FILE
 
-__all__ = ["known_defaults", "text_config_class"]
-
 _EXPORT = Path(__file__).parents[2] / "export"
 # What ends a text is said by generation_config.json and the tokenizer, and whether a head is tied by the tensors.
 _TOLD_ELSEWHERE = {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}

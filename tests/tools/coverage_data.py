@@ -14,8 +14,6 @@ from pathlib import Path
 
 from coverage import CoverageData
 
-__all__ = ["ROOMS", "breadth", "by_test", "lines_of"]
-
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("edgeinfer", "export", "quant", "runtime", "apps")
 

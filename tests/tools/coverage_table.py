@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tests.tools.coverage_data import ROOMS, Lines, lines_of
 
-__all__ = ["main"]
-
 ENOUGH = 0.9  # of a module's lines, in the fast tier
 
 

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.apps.bench.render import markdown_table
-from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.experts.statistics import active_experts
@@ -31,8 +33,6 @@ from edgeinfer.runtime.planning.speed_model import guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes, expected_experts
 from tests.tools.shape_speed import write_checkpoint
-
-__all__ = ["measure"]
 
 ROWS = (1, 2, 4, 8, 16, 32)
 _PAST, _CONTEXT, _VOCABULARY = 64, 256, 8192

@@ -19,8 +19,6 @@ from types import CodeType, FunctionType
 
 import pytest
 
-__all__ = ["Job", "Runner"]
-
 # Seconds without the end of a test, of which each has a limit of its own; a fault that makes one hang has been found.
 PATIENCE = 400
 CRASHED = "(the process)"

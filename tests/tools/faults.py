@@ -31,8 +31,6 @@ from pathlib import Path
 from tests.tools.coverage_data import ROOMS, ROOT, breadth, by_test, lines_of
 from tests.tools.fault_runner import Job
 
-__all__ = ["main"]
-
 COMPARISONS = {
     **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
     **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},

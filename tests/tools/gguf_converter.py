@@ -35,8 +35,6 @@ from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
 from tests.gguf_logits import GgufModel
 
-__all__ = ["Comparison", "compare", "convert"]
-
 # Keys of no model, which are for people or of tokenizers.
 _OTHER = ("general.", "tokenizer.", "GGUF.")
 # What the loader takes where a file lacks a key.

@@ -24,8 +24,6 @@ from typing import Any
 from edgeinfer.errors import GrammarError
 from tests.runtime.sampling.json_texts import accepts, follow
 
-__all__ = ["DRAFTS", "READINGS", "spellings", "verdicts"]
-
 DRAFTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",

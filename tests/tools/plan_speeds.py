@@ -29,8 +29,6 @@ from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["BudgetChoice", "PlanSpeed", "PlanTimer", "choices_within", "draw_ways", "enumerated_ways", "main"]
-
 # What is drawn; streaming is seldom, as it is slow.
 _KV = (None, "float16", "int8", "int4")
 _WEIGHTS = (None, None, None, "streamed")

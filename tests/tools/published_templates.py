@@ -12,8 +12,6 @@ from pathlib import Path
 from edgeinfer.runtime.text.template import ChatTemplate
 from tests.runtime.text.template_shapes import SHAPES, TOKENS, judged
 
-__all__ = ["main"]
-
 
 def main(folder: Path, every: int = 1) -> None:
     """Prints the counts."""

@@ -28,8 +28,6 @@ from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwri
 
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
-__all__ = ["main", "take", "take_real", "take_report"]
-
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDE, _NARROW, _REPORT = (1280, 800), (380, 760), (1100, 1500)
 _PATIENCE_MS = 60_000

@@ -25,17 +25,16 @@ import numpy as np
 from edgeinfer.apps.bench.model_files import write_q4_0
 from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, encode, write_tokenizer
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.bundle.gguf.library import llama_library
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import stored_tensors
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
-
-__all__ = ["SHAPES", "write_checkpoint"]
 
 PROMPT, CONTEXT, ROUNDS, PROCESSES = 512, 1024, 24, 3
 GROUP = 128

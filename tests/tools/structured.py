@@ -23,8 +23,6 @@ from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["Followed", "add_reply_options", "follow", "main", "read_schemas", "sample_groups"]
-
 T = TypeVar("T")
 _PROMPT = "Write a JSON document:\n"
 _SHOWN = 12  # reasons of refusals

@@ -18,8 +18,6 @@ from rich.text import Text
 
 from tests.waiting import wait_until
 
-__all__ = ["Picture", "Terminal", "draw"]
-
 _COLUMNS, _LINES = 88, 48
 _SHELL_PROMPT, _CHAT_PROMPT = "$", ">"
 # rich asks the web for a font; a picture must do without.

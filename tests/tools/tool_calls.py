@@ -31,8 +31,6 @@ from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read
 from edgeinfer.results import Chunk
 from tests.tools.structured import add_reply_options, sample_groups
 
-__all__ = ["CallOutcome", "Entry", "json_schema", "main", "read_entries", "run_entry"]
-
 _PREFIX = "BFCL_v4_"
 # Its names of types, which are Python's, in JSON Schema's words; None allows all.
 _TYPES: Mapping[str, str | None] = {"dict": "object", "float": "number", "tuple": "array", "any": None}

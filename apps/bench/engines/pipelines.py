@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EdgeInferEngine", "GenaiEngine", "OpenVinoGenaiEngine", "save_openvino_model"]
-
 # Tokens that every vocabulary has, for prompts to begin with: the first of them, and how many.
 _ORDINARY, _FIRSTS = 5, 200
 

@@ -14,8 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LlamaCppEngine", "OpenVinoPassesEngine", "SteppedEngine", "TransformersEngine"]
-
 
 class SteppedEngine:
     """Times what its subclass does: `evaluate`, `choices` and `truncate`.

@@ -7,8 +7,6 @@ import re
 from edgeinfer.bundle.gguf.metadata import GgufArray, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile
 
-__all__ = ["check_heads", "check_layers", "check_types"]
-
 # Types of weights that llama.cpp has no product for, and the tables of integers that some architectures have.
 _NOT_MULTIPLIED = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
 _TABLES = re.compile(r".*tid2eid.*")

@@ -24,8 +24,6 @@ from edgeinfer.bundle.gguf.types import ARRAY, BOOL, GGML_TYPES, ITEM_TYPES, STR
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["GgufTensor", "Part", "read_part"]
-
 # The largest headers, of vocabularies of 260,000 tokens with their merges, have some 17 MB.
 MAX_HEADER_BYTES = 64_000_000
 MAX_METADATA = 4096  # published models have some dozens
@@ -97,11 +95,7 @@ class Part:
 
 
 def read_part(path: Path, split: int = 0) -> Part:
-    """Reads the header of one file and checks that its tensors lie in it.
-
-    Raises:
-        BundleError: it is missing, cut off, malformed, or larger than anything that is meant to be run.
-    """
+    """Reads the header of one file and checks that its tensors lie in it."""
     try:
         if not path.is_file():
             raise BundleError(f"{path} is not a file.", "Give the path of a .gguf file.")

@@ -18,19 +18,6 @@ from typing import Any
 
 from edgeinfer.errors import UsageError
 
-__all__ = [
-    "SUPPORTED",
-    "cpu_device",
-    "extra_buffer_types",
-    "functions",
-    "installed_version",
-    "is_installed",
-    "listening",
-    "llama_library",
-    "logged_error",
-    "without_amx",
-]
-
 # The structures that are passed to llama.cpp change with most releases: from the first version on, before the second.
 SUPPORTED = ("0.3.36", "0.3.37")
 _INSTALL = (
@@ -82,11 +69,7 @@ _kept: list[Any] = []  # callbacks, as long as the library may call them
 
 
 def llama_library() -> Any:
-    """llama-cpp-python's low-level module, which says nothing on stderr from now on.
-
-    Raises:
-        UsageError: it is not installed, is a version that is not supported, or does not compute what it should.
-    """
+    """llama-cpp-python's low-level module, which says nothing on stderr from now on."""
     with _lock:
         return _checked()
 
@@ -187,11 +170,7 @@ def is_installed() -> bool:
 
 
 def installed_version() -> str:
-    """The version of llama-cpp-python, "unknown" where it does not say.
-
-    Raises:
-        UsageError: it is not installed, or cannot be read.
-    """
+    """The version of llama-cpp-python, "unknown" where it does not say."""
     try:
         found = re.search(r'__version__ = "([^"]+)"', (_folder() / "__init__.py").read_text("utf-8"))
     except OSError as error:
@@ -257,11 +236,7 @@ _RESULTS: dict[str, Any] = {
 
 @cache
 def functions(name: str) -> Any:
-    """ggml's functions in the library of this name, whose pointers go in as `c_void_p` and come out as numbers.
-
-    Raises:
-        OSError, AttributeError: it has not all of them.
-    """
+    """ggml's functions in the library of this name, whose pointers go in as `c_void_p` and come out as numbers."""
     ggml = ctypes.CDLL(name)
     for function, result in _RESULTS.items():
         getattr(ggml, function).restype = result

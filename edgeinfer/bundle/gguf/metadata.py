@@ -14,8 +14,6 @@ from edgeinfer.bundle.gguf.types import BOOL, ITEM_TYPES, STRING
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["AGAIN", "GgufArray", "Metadata", "Value", "damaged"]
-
 AGAIN = "The file is damaged, incomplete or not meant to be run: download or export it again."
 _LENGTH = struct.Struct("<Q")
 
@@ -46,11 +44,7 @@ class GgufArray:
         return self.strings() if self.item_type == ITEM_TYPES[STRING].name else self.numbers()
 
     def numbers(self) -> NDArray[Any]:  # (count,)
-        """The items of an array of numbers or booleans.
-
-        Raises:
-            BundleError: they are text, or the file has changed.
-        """
+        """The items of an array of numbers or booleans."""
         kind = next(kind for kind in ITEM_TYPES.values() if kind.name == self.item_type)
         if kind.number == STRING:
             raise damaged(self.path, "an array that should hold numbers holds text")
@@ -58,22 +52,14 @@ class GgufArray:
         return items.astype(np.bool_) if kind.number == BOOL else items
 
     def strings(self) -> list[str]:
-        """The items of an array of text.
-
-        Raises:
-            BundleError: they are numbers, or the file has changed.
-        """
+        """The items of an array of text."""
         try:
             return [spelling.decode("utf-8") for spelling in self.spellings()]
         except UnicodeDecodeError as error:
             raise damaged(self.path, "it changed while it was read") from error
 
     def spellings(self) -> Iterator[bytes]:
-        """The items of an array of text one by one, in UTF-8.
-
-        Raises:
-            BundleError: they are numbers, or the file has changed.
-        """
+        """The items of an array of text one by one, in UTF-8."""
         if self.item_type != ITEM_TYPES[STRING].name:
             raise damaged(self.path, "an array that should hold text holds numbers")
         data, at = self._bytes(), 0

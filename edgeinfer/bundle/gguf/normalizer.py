@@ -14,8 +14,6 @@ from typing import Any
 from edgeinfer.bundle.gguf.metadata import Metadata
 from edgeinfer.errors import BundleError
 
-__all__ = ["NORMALIZER_KEY", "STEPS", "GgufNormalizer", "default_steps", "normalizer_steps"]
-
 # An array of strings: names of steps in their order.
 NORMALIZER_KEY = "edgeinfer.tokenizer.normalizer"
 # GGUF has no key for what a tokenizer.json does first. These pre-tokenizers are of models whose tokenizers all compose
@@ -31,11 +29,7 @@ def default_steps(pre: str) -> tuple[str, ...]:
 
 
 def normalizer_steps(metadata: Metadata) -> tuple[str, ...]:
-    """The steps of a file.
-
-    Raises:
-        BundleError: what it says of them is no list of names.
-    """
+    """The steps of a file."""
     if NORMALIZER_KEY in metadata:
         return tuple(metadata.array(NORMALIZER_KEY, "string").strings())
     return default_steps(metadata.text("tokenizer.ggml.pre", ""))
@@ -109,11 +103,7 @@ class GgufNormalizer:
         return "".join(part if i % 2 else self.run(part, first=i == 0) for i, part in enumerate(parts))
 
     def run(self, run: str, *, first: bool = True) -> str:
-        """A run between special tokens.
-
-        Args:
-            first: no other text comes before it.
-        """
+        """A run between special tokens."""
         for step in self._steps:
             if run and (first or step != "first_prefix"):
                 run = STEPS[step](run)

@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DEEPSEEK_CODER",
-    "DEEPSEEK_V3",
-    "GPT4O",
-    "LLAMA3",
-    "PRE_TOKENIZERS",
-    "QWEN2",
-    "QWEN35",
-    "TEKKEN",
-    "steps_of",
-]
-
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST

@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 
 from edgeinfer.bundle.gguf.header import GgufTensor, Part, read_part
-from edgeinfer.bundle.gguf.metadata import GgufArray, Metadata, Value, damaged
+from edgeinfer.bundle.gguf.metadata import Metadata, damaged
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
-
-__all__ = ["GgufArray", "GgufFile", "GgufTensor", "Metadata", "Part", "Value", "read_gguf"]
 
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MAX_SPLITS = 1024
@@ -86,11 +84,7 @@ class GgufFile:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """64 hexadecimal digits that differ where headers, sizes or samples of the data do; no digest of the whole.
-
-        Raises:
-            BundleError: a file cannot be read any more.
-        """
+        """64 hexadecimal digits that differ where headers, sizes or samples of the data do; no digest of the whole."""
         digest = hashlib.sha256()
         for split in self.splits:
             digest.update(f"{split.size} {split.header_bytes} ".encode())
@@ -114,11 +108,7 @@ def _sample(split: Part, digest: hashlib._Hash) -> None:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads the header of a model file; of one that was split into parts, the headers of all, given the first.
-
-    Raises:
-        BundleError: a file is missing, malformed or cut off, or parts do not belong together.
-    """
+    """Reads the header of a model file; of one that was split into parts, the headers of all, given the first."""
     first = read_part(path)
     metadata = Metadata(path, first.metadata)
     count = metadata.integer("split.count", 1)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["device_fault", "smoke_test", "tiny_gguf"]
-
 _WIDTH, _VOCABULARY, _ALIGNMENT = 32, 16, 32
 _LAYERS = 2  # with the head, as llama.cpp counts them
 _TOKENS = (3, 7, 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from edgeinfer.records import dataclass
 
-__all__ = ["ARRAY", "BOOL", "GGML_TYPES", "ITEM_TYPES", "STRING", "GgmlType", "ItemType", "ggml_type"]
-
 
 @dataclass(frozen=True)
 class GgmlType:

@@ -17,8 +17,6 @@ from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["STRIP_KEYS", "GgufVocabulary", "read_vocabulary"]
-
 # Of our own: ids of special tokens that take the white space before them, and behind them, for which GGUF has no keys.
 STRIP_KEYS = ("edgeinfer.tokenizer.lstrip", "edgeinfer.tokenizer.rstrip")
 
@@ -125,11 +123,7 @@ class GgufVocabulary:
 
 
 def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
-    """The vocabulary of a file.
-
-    Raises:
-        BundleError: there is none, or its parts do not agree.
-    """
+    """The vocabulary of a file."""
     data, path = gguf.metadata, gguf.path
     model = data.text("tokenizer.ggml.model", "none")
     if model in _NO_VOCABULARY:

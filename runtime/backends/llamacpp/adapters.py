@@ -14,8 +14,6 @@ from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import AdapterError, BackendError
 
-__all__ = ["LlamaAdapters"]
-
 
 class LlamaAdapters:
     """Adapters that are loaded beside a model of llama.cpp, which frees them with itself.
@@ -45,11 +43,7 @@ class LlamaAdapters:
             self._pointers[name] = pointer
 
     def choose(self, context: Any, name: str | None) -> None:
-        """Has the next passes of a context use one of them alone, or none.
-
-        Raises:
-            BackendError: llama.cpp refuses.
-        """
+        """Has the next passes of a context use one of them alone, or none."""
         chosen = [] if name is None else [self._pointers[name]]
         pointers = (self._lib.llama_adapter_lora_p_ctypes * max(1, len(chosen)))(*chosen)
         scales = (ctypes.c_float * 1)(1.0)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle, Capabilities
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, LLAMA_KV
+from edgeinfer.bundle.manifest import Capabilities
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import AdapterError, BackendError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
@@ -31,8 +32,6 @@ from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, cell_
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
 from edgeinfer.runtime.backends.llamacpp.recurrent_cache import RecurrentCache
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec
-
-__all__ = ["LlamaCppBackend"]
 
 _BLOCK = 32
 
@@ -139,11 +138,7 @@ class LlamaCppBackend:
         self._adapters.choose(self._context.pointer, name)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`.
-
-        Raises:
-            BackendError: also where positions do not follow the rows, or a tree has more rows or paths than planned.
-        """
+        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self.cache.check_kept()

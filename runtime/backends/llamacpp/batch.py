@@ -19,8 +19,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.memory import is_head_packed, looks_up, packed_bytes
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
 
-__all__ = ["Batch", "RowSteps"]
-
 Ints = NDArray[np.int64]
 _TOGETHER, _MOST_TOGETHER = 4, 16
 # Rows left over, and the share of repacked weights from which on filling them up to four pays.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from edgeinfer.bundle import KVLayer
+from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
@@ -25,8 +25,6 @@ from edgeinfer.runtime.backends.cache import (
 )
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec
-
-__all__ = ["TEXT", "LlamaCache", "TreePaths"]
 
 TEXT = 0  # sequence
 
@@ -133,11 +131,7 @@ class LlamaCache(TrimmedCache):
         self.length, self.pending = start, None
 
     def trim(self, length: int) -> None:
-        """Drops all rows from `length` on; of a pending tree, the first rows can stay where they are a path.
-
-        Raises:
-            BackendError: there are fewer rows, or the rows of a tree that would stay are no path.
-        """
+        """Drops all rows from `length` on; of a pending tree, the first rows can stay where they are a path."""
         check_length(length, self.length)
         tree = self.pending
         if tree is not None:
@@ -152,11 +146,7 @@ class LlamaCache(TrimmedCache):
         self.length, self.pending = 0, None
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows, which follow each other, of the pass that began at `start`.
-
-        Raises:
-            BackendError: they do not follow each other.
-        """
+        """Keeps these rows, which follow each other, of the pass that began at `start`."""
         tree = self.pending
         if tree is None:
             if list(rows) != list(range(len(rows))):
@@ -177,11 +167,7 @@ class LlamaCache(TrimmedCache):
         self.pending, self.length = None, stop
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
-        """Copies all rows, or rows start..stop-1.
-
-        Raises:
-            CapabilityError: llama.cpp's copies have parts that edgeinfer does not know, or lack rows.
-        """
+        """Copies all rows, or rows start..stop-1."""
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
         if start == stop:

@@ -20,8 +20,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.batch import Batch
 from edgeinfer.runtime.backends.llamacpp.threads import SpareThreads
 
-__all__ = ["ABORTED", "ContextOptions", "LlamaContext"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -109,12 +107,7 @@ class LlamaContext:
         return int(self._lib.llama_n_ctx(self.pointer))
 
     def run(self, size: int, padding: int = 0, outputs: int = 0) -> int:
-        """Evaluates the first tokens of the batch; llama_decode's answer, 0 where it went well.
-
-        Args:
-            padding: rows behind them that are computed and dropped.
-            outputs: of those rows, logits of so many are computed too.
-        """
+        """Evaluates the first tokens of the batch; llama_decode's answer, 0 where it went well."""
         self.batch.pad(size, padding, outputs)
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
@@ -147,11 +140,7 @@ class LlamaContext:
         self._abort[0] = b"\1"
 
     def cut(self, sequence: int, start: int) -> None:
-        """Drops a sequence's tokens from this position on.
-
-        Raises:
-            BackendError: its cache cannot be cut there.
-        """
+        """Drops a sequence's tokens from this position on."""
         if not self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise BackendError(f"llama.cpp cannot cut its cache to {start} tokens.")
 
@@ -164,14 +153,7 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, False)
 
     def state(self, sequence: int, *, partial: bool = False) -> NDArray[np.uint8]:  # (bytes,)
-        """A sequence's cache in llama.cpp's own format.
-
-        Args:
-            partial: of recurrent layers alone.
-
-        Raises:
-            BackendError: llama.cpp cannot copy it.
-        """
+        """A sequence's cache in llama.cpp's own format."""
         lib, flags, size = self._lib, self._flags(partial), self.state_bytes(sequence, partial=partial)
         blob = np.empty(size, np.uint8)
         if size == 0 or lib.llama_state_seq_get_data_ext(self.pointer, _bytes(blob), size, sequence, flags) != size:
@@ -183,11 +165,7 @@ class LlamaContext:
         return int(self._lib.llama_state_seq_get_size_ext(self.pointer, sequence, self._flags(partial)))
 
     def set_state(self, sequence: int, blob: NDArray[np.uint8], *, partial: bool = False) -> None:
-        """Replaces a sequence, or what recurrent layers keep of it, by what `state` gave.
-
-        Raises:
-            BackendError: llama.cpp refuses it.
-        """
+        """Replaces a sequence, or what recurrent layers keep of it, by what `state` gave."""
         size, flags = len(blob), self._flags(partial)
         if self._lib.llama_state_seq_set_data_ext(self.pointer, _bytes(blob), size, sequence, flags) != size:
             raise BackendError(f"llama.cpp refuses the copied cache: {logged_error()}.")

@@ -21,8 +21,6 @@ from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary
 from edgeinfer.runtime.text.contract import byte_token
 
-__all__ = ["ExactWords"]
-
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # What patterns without regard to case take for an s.
 _LONG_S = "\N{LATIN SMALL LETTER LONG S}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import MOST_DRAFTED
 from edgeinfer.errors import BackendError, BundleError
@@ -27,8 +28,6 @@ from edgeinfer.runtime.devices.providers import device_error
 from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.contract import TokenizerLike
-
-__all__ = ["LlamaCppFactory"]
 
 
 class LlamaCppFactory(BackendFactory):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import DeviceError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor
@@ -27,19 +27,13 @@ from edgeinfer.runtime.backends.llamacpp.placement import Division
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
 from edgeinfer.wording import Setting
 
-__all__ = ["GgufMemory", "layers_that_fit"]
-
 # Of free memory of a graphics processor, what is left to its driver and other programs: an eighth, and no more than
 # llama.cpp's own programs leave (`fit_params_target` of common/common.h).
 _LEFT_SHARE, _LEFT_BYTES = 8, 1024**3
 
 
 def layers_that_fit(gguf: GgufFile, processor: GraphicsProcessor, configuration: Configuration) -> int:
-    """How many of the last layers fit into the free memory of a graphics processor.
-
-    Raises:
-        DeviceError: it does not tell how much that is.
-    """
+    """How many of the last layers fit into the free memory of a graphics processor."""
     if not processor.free:
         message = f"The device {processor.name} does not tell how much memory is free."
         raise DeviceError(message, "Give a number of layers with " + Setting("gpu_layers") + ".")

@@ -13,16 +13,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device, Traits
 from edgeinfer.runtime.devices.providers import device_error
 
-__all__ = [
-    "GraphicsProcessor",
-    "Offload",
-    "check_processor",
-    "find_processor",
-    "graphics_device",
-    "graphics_processors",
-    "listed_processors",
-]
-
 # ggml_backend_dev_type.
 _DISCRETE, _INTEGRATED = 1, 2
 # Apple's processors report a type of their own memory, and have the system's.
@@ -74,11 +64,7 @@ class Offload:
 
 
 def graphics_processors() -> tuple[GraphicsProcessor, ...]:
-    """All that llama.cpp finds, those with memory of their own first.
-
-    Raises:
-        UsageError: llama.cpp is not installed.
-    """
+    """All that llama.cpp finds, those with memory of their own first."""
     lib = llama_library()
     if not lib.llama_supports_gpu_offload():
         return ()
@@ -99,11 +85,7 @@ def listed_processors() -> tuple[GraphicsProcessor, ...]:
 
 
 def check_processor(processor: GraphicsProcessor) -> None:
-    """Runs a model of one layer on it.
-
-    Raises:
-        DeviceError: it fails, or computes something else than the CPU.
-    """
+    """Runs a model of one layer on it."""
     logged_error()
     fault = device_fault(llama_library(), processor.pointers[0])
     if fault:
@@ -126,11 +108,7 @@ def _described(ggml: Any, device: int) -> GraphicsProcessor:
 
 
 def find_processor(name: str) -> GraphicsProcessor:
-    """The one of this name in any case; the first of an interface such as vulkan; of all for "auto".
-
-    Raises:
-        DeviceError: there is none, or llama.cpp was built without such.
-    """
+    """The one of this name in any case; the first of an interface such as vulkan; of all for "auto"."""
     found = graphics_processors()
     if not found:
         first, end = SUPPORTED

@@ -14,36 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from edgeinfer.bundle.gguf.header import GgufTensor
 from edgeinfer.bundle.gguf.metadata import GgufArray
-from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
+from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf_bundle import geometry_of, head_sizes, key_heads
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS, Division
 from edgeinfer.runtime.backends.llamacpp.state import CellRows
-
-__all__ = [
-    "CODE_BYTES",
-    "PADDING",
-    "SEQUENCES",
-    "cell_rows",
-    "cells",
-    "compute_bytes",
-    "copied_bytes",
-    "device_bytes",
-    "device_cache_bytes",
-    "drafted_at_once",
-    "fits_blocks",
-    "is_head_packed",
-    "is_recurrent",
-    "kv_bytes",
-    "loading_bytes",
-    "looks_up",
-    "mapped_bytes",
-    "packed_bytes",
-    "session_bytes",
-    "state_bytes",
-    "vocabulary_bytes",
-]
 
 # Pages of the libraries that importing, loading and decoding touch.
 CODE_BYTES = 10 * 1024**2
@@ -99,11 +76,7 @@ def state_bytes(gguf: GgufFile, draft_max: int) -> int:
 
 
 def copied_bytes(gguf: GgufFile, kv: str, capacity: int, *, keeps: bool) -> int:
-    """Of copies of a cache with recurrent layers: two of the states, and all of it where parts of it are kept.
-
-    Args:
-        keeps: other conversations, by a prefix cache.
-    """
+    """Of copies of a cache with recurrent layers: two of the states, and all of it where parts of it are kept."""
     if not is_recurrent(gguf):
         return 0
     return 2 * _state_bytes(gguf) + (kv_bytes(gguf, kv, capacity) if keeps else 0)
@@ -158,11 +131,7 @@ def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:
 
 
 def packed_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
-    """Copies of matrices in the order the kernels like best, where weights are kept this way.
-
-    Args:
-        gpu_layers: that run on a graphics processor, and lie there.
-    """
+    """Copies of matrices in the order the kernels like best, where weights are kept this way."""
     return sum(tensor.nbytes for tensor in _packed(gguf, weights, gpu_layers))
 
 
@@ -214,12 +183,7 @@ def loading_bytes(gguf: GgufFile, weights: str) -> int:
 
 
 def compute_bytes(gguf: GgufFile, kv: str, capacity: int, batch: int, outputs: int) -> int:
-    """Activations of a pass and its logits, which llama.cpp has twice.
-
-    Args:
-        batch: tokens of a pass at most.
-        outputs: rows of logits at most.
-    """
+    """Activations of a pass and its logits, which llama.cpp has twice."""
     geometry = geometry_of(gguf)
     batch, rows = min(batch, capacity), max(outputs + PADDING, SEQUENCES + 1)
     hidden, seen, heads = geometry.hidden_size, cells(capacity), _largest(gguf, "attention.head_count")

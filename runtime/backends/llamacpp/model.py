@@ -20,8 +20,6 @@ from edgeinfer.runtime.backends.llamacpp.placement import packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed
 from edgeinfer.runtime.weights.weight_pages import LookedUp
 
-__all__ = ["WEIGHTS", "LlamaModel", "features"]
-
 # How weights are kept: copies in the order the kernels like best, or read in place from the mapped file; of mixtures,
 # the experts in place and the rest as copies.
 WEIGHTS = ("packed", "mapped", "experts")

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from edgeinfer.bundle.gguf.header import GgufTensor
 from edgeinfer.bundle.gguf.library import cpu_device, extra_buffer_types, functions
-from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
+from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
-
-__all__ = ["EXPERTS", "Division", "packed_overrides"]
 
 # Matrices that only a product with activations reads; the embedding, whose rows are looked up, is none of them.
 _PRODUCTS = re.compile(
@@ -64,10 +63,6 @@ def packed_overrides(lib: Any, gguf: GgufFile, *, head: bool, rest: bool) -> Any
     Args:
         head: keeps the norm and the matrix that give logits here, whatever lies elsewhere. A server would send as many
             numbers for each row as the vocabulary has tokens.
-        rest: packs what llama.cpp would pack, but for experts and the embedding; llama.cpp has one switch for all.
-
-    Raises:
-        UsageError: llama.cpp cannot be asked here.
     """
     if not (head or rest):
         return None

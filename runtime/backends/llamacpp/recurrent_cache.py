@@ -19,8 +19,6 @@ from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec, state_of
 from edgeinfer.wording import Setting
 
-__all__ = ["RecurrentCache"]
-
 
 @dataclass(frozen=True)
 class _States:
@@ -60,11 +58,7 @@ class RecurrentCache(LlamaCache):
         return super().nbytes + sum(each.blob.nbytes for each in self._copies)
 
     def begin(self, start: int, size: int) -> int:
-        """How many rows of a pass behind `start` can be evaluated at once.
-
-        Raises:
-            BackendError: the states are not there.
-        """
+        """How many rows of a pass behind `start` can be evaluated at once."""
         if self._lost:
             raise BackendError(f"The state of recurrent layers is not there after {start} tokens.")
         self._whole = None
@@ -94,11 +88,7 @@ class RecurrentCache(LlamaCache):
         return max((each.position for each in self._copies if each.position <= length), default=0)
 
     def trim(self, length: int) -> None:
-        """Goes back to so many rows.
-
-        Raises:
-            BackendError: there are fewer rows, or no states to go on from.
-        """
+        """Goes back to so many rows."""
         check_length(length, self.length)
         self._whole = None
         if length == self.length and not self._lost:
@@ -123,11 +113,7 @@ class RecurrentCache(LlamaCache):
         )
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows, the first ones, of the pass that began at `start`.
-
-        Raises:
-            BackendError: they are others.
-        """
+        """Keeps these rows, the first ones, of the pass that began at `start`."""
         if list(rows) != list(range(len(rows))):
             raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
         self.trim(start + len(rows))
@@ -158,11 +144,7 @@ class RecurrentCache(LlamaCache):
             self._base = self._copied()
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
-        """Copies all rows, or rows start..stop-1, and the state behind them where there is one.
-
-        Raises:
-            CapabilityError: llama.cpp's copies have parts that edgeinfer does not know.
-        """
+        """Copies all rows, or rows start..stop-1, and the state behind them where there is one."""
         start, stop = row_range(start, stop, self.length)
         if start == stop:
             kind = self._codec.nothing()
@@ -202,11 +184,7 @@ class RecurrentCache(LlamaCache):
         self._lowest, self._lost = self.length, False
 
     def rewrite(self, edit: Edit) -> None:
-        """See `KVCache.rewrite`.
-
-        Raises:
-            CapabilityError: always, as a state cannot be edited.
-        """
+        """See `KVCache.rewrite`."""
         raise CapabilityError(
             "The states of recurrent layers cannot forget tokens.", "Load it with " + Setting("overflow", "stop") + "."
         )

@@ -18,8 +18,6 @@ from edgeinfer.errors import CapabilityError, RemoteError
 from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor
 from edgeinfer.wording import shown
 
-__all__ = ["rpc_processor"]
-
 _ADD_SERVER = b"ggml_backend_rpc_add_server"
 # Seconds that a server has to answer.
 _ANSWER_S = 5.0
@@ -37,12 +35,7 @@ _log = logging.getLogger("edgeinfer")
 
 
 def rpc_processor(servers: tuple[str, ...]) -> GraphicsProcessor:
-    """The devices of these servers, as one that has the memory of all; llama.cpp divides layers by what is free.
-
-    Raises:
-        CapabilityError: llama.cpp was built without RPC.
-        RemoteError: a server is not there, or is none of this version.
-    """
+    """The devices of these servers, as one that has the memory of all; llama.cpp divides layers by what is free."""
     ggml = functions(llama_library()._lib._name)
     pointers = tuple(pointer for server in servers for pointer in _devices(server))
     if not pointers:
@@ -82,11 +75,7 @@ def _adding(lib: Any) -> Any:
 
 
 def _check(server: str) -> None:
-    """Says hello to a server.
-
-    Raises:
-        RemoteError: it does not answer as one of this version.
-    """
+    """Says hello to a server."""
     host, _, port = server.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:

@@ -33,8 +33,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, check_rows, check_type
 from edgeinfer.wording import Setting
 
-__all__ = ["CellRows", "StateCodec", "state_of"]
-
 _MAGIC = 0xAF143CD8
 _HEAD = struct.Struct("<Ii")  # magic, sequence
 _CELLS = struct.Struct("<II")  # streams, cells
@@ -102,29 +100,17 @@ class StateCodec:
         return self._snapshot([np.empty((heads, 0, width), self._dtype) for heads, width in self._arrays], 0)
 
     def check(self, snapshot: CacheSnapshot, capacity: int) -> None:
-        """Refuses rows that are not those of such a cache, and more than it has room for.
-
-        Raises:
-            BackendError: they are.
-        """
+        """Refuses rows that are not those of such a cache, and more than it has room for."""
         check_type(snapshot, capacity, self._kind.name, "")
         check_rows(snapshot, [(heads, width, self._kind.dtype) for heads, width in self._arrays])
 
     def check_state(self, state: NDArray[np.uint8], length: int) -> None:  # (bytes,)
-        """Refuses bytes that are no state of recurrent layers behind so many tokens.
-
-        Raises:
-            BackendError: they are not; what else is in them llama.cpp compares with the model.
-        """
+        """Refuses bytes that are no state of recurrent layers behind so many tokens."""
         if len(state) < _BEHIND.size or _BEHIND.unpack_from(state.data) != (1, length - 1, 0):
             raise BackendError("The state of recurrent layers belongs to another model or text.")
 
     def decode(self, blob: NDArray[np.uint8], start: int, stop: int) -> CopiedRows:  # (bytes,)
-        """The rows at positions start..stop-1 of a copy, without the state behind the last of all.
-
-        Raises:
-            CapabilityError: the bytes are not those of such a cache, or it lacks some of these rows.
-        """
+        """The rows at positions start..stop-1 of a copy, without the state behind the last of all."""
         starts = self._starts(blob)
         if starts[-1] > len(blob) or (starts[-1] < len(blob)) != self._recurrent:
             raise _foreign()
@@ -173,11 +159,7 @@ class StateCodec:
         sequence: int,
         state: NDArray[np.uint8] | None = None,  # (bytes,)
     ) -> NDArray[np.uint8]:  # (bytes,)
-        """The copy that puts rows at the positions from `start` on, piece behind piece; they fit the model.
-
-        Args:
-            state: of recurrent layers, behind the last row.
-        """
+        """The copy that puts rows at the positions from `start` on, piece behind piece; they fit the model."""
         count, at = sum(piece.length for piece in pieces), _HEAD.size
         end = at + sum(self._part_bytes(layers, count) for layers in self._parts)
         blob = np.empty(end + (0 if state is None else len(state)), np.uint8)

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from edgeinfer.runtime.system.machine import usable_processors
 
-__all__ = ["ProcessorTimes", "SpareThreads", "processor_times"]
-
 # Seconds between looks: the system counts in hundredths.
 _INTERVAL = 0.1
 _STAT = Path("/proc/stat")

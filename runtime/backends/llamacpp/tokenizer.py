@@ -24,8 +24,6 @@ from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.contract import MARK, token_bytes
 from edgeinfer.runtime.text.control_marks import ControlMarks
 
-__all__ = ["LlamaTokenizer"]
-
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _ATTR_CONTROL = 1 << 3  # llama.cpp's bit for a control token
 # Phi-3's special tokens take the white space behind them, but for these. Files do not say so; llama.cpp knows them by

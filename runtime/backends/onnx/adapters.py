@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Manifest, TensorEntry, graph
+from edgeinfer.bundle import graph
+from edgeinfer.bundle.manifest import Manifest, TensorEntry
 from edgeinfer.bundle.peft import AdapterFile, LowRank, Module, module_key, open_adapter
 from edgeinfer.bundle.protobuf import fields, length_delimited, number
 from edgeinfer.errors import AdapterError, BundleError
 from edgeinfer.records import dataclass
-
-__all__ = ["PackedAdapters", "adapted_graph", "pack_adapters"]
 
 # A place in the weights of both factors, rank, first output and number of outputs: a part of the operator's table.
 _ENTRY = 5
@@ -69,11 +68,7 @@ class _Place:
 
 
 def pack_adapters(manifest: Manifest, adapters: Mapping[str, str]) -> PackedAdapters:
-    """Reads adapters of a bundle's model.
-
-    Raises:
-        AdapterError: one is damaged, of an unsupported kind, or of another model; or the bundle takes none.
-    """
+    """Reads adapters of a bundle's model."""
     places = _places(manifest)
     files = [open_adapter(Path(path)) for path in adapters.values()]
     for file in files:
@@ -142,11 +137,7 @@ def _check_shapes(manifest: Manifest, adapter: AdapterFile, change: LowRank, pla
 
 
 def adapted_graph(model: bytes, manifest: Manifest, adapters: PackedAdapters) -> bytes:
-    """A paged graph with the operator behind every layer that an adapter changes.
-
-    Raises:
-        BundleError: the bytes are not those of a graph of this bundle.
-    """
+    """A paged graph with the operator behind every layer that an adapter changes."""
     rewriter = _Rewriter(manifest, adapters)
     try:
         parts = [

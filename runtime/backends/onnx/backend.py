@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Layout, graph
+from edgeinfer.bundle import graph
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
@@ -21,8 +23,6 @@ from edgeinfer.runtime.backends.onnx.passes import AttentionBias, Pass, bind_cac
 from edgeinfer.runtime.devices.arrays import device_zeros
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.weights.layouts import Progress
-
-__all__ = ["OnnxBackend"]
 
 
 class OnnxBackend(GraphBackend):

@@ -22,8 +22,6 @@ from edgeinfer.runtime.experts.router_guess import RouterGuess
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.wording import Setting
 
-__all__ = ["CachedExpertsBackend"]
-
 # Share of the limit that a window may fetch where its pass needs several: what is made room for is lost to experts that
 # could have stayed, but every further window costs a run of the graph.
 _WINDOW_SHARE = 0.25

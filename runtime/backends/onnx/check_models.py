@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.protobuf import length_delimited, number
 
-__all__ = ["HEADS", "HEAD_SIZE", "ROOM", "WIDTH", "ordinary_model", "static_model"]
-
 # Of the ordinary model: heads and their size, rows of the cache; and the width of both.
 HEADS, HEAD_SIZE, ROOM = 2, 16, 8
 WIDTH = HEADS * HEAD_SIZE

@@ -12,8 +12,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import MODEL, Bundle, concat_graph
+from edgeinfer.bundle import concat_graph
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.layouts import MODEL
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
@@ -24,8 +26,6 @@ from edgeinfer.runtime.backends.contract import (
 from edgeinfer.runtime.backends.onnx.concat_cache import ConcatCache
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import MappedFile
-
-__all__ = ["ConcatBackend"]
 
 
 class ConcatBackend:

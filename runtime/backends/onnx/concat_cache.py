@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import (
@@ -19,8 +19,6 @@ from edgeinfer.runtime.backends.cache import (
     check_snapshot,
     row_range,
 )
-
-__all__ = ["ConcatCache"]
 
 
 class ConcatCache(TrimmedCache):
@@ -80,11 +78,7 @@ class ConcatCache(TrimmedCache):
         self.length = 0
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps the first rows of the pass that began at `start`.
-
-        Raises:
-            CapabilityError: other rows are asked for, which only a tree needs.
-        """
+        """Keeps the first rows of the pass that began at `start`."""
         if list(rows) != list(range(len(rows))):
             message = f"The onnx-optimum backend cannot keep rows {list(rows)} of a pass."
             raise CapabilityError(message, "Use a natively exported bundle.")

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from edgeinfer.bundle import NATIVE, Bundle, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import NATIVE, Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import MERGING, LoadConfig
 from edgeinfer.errors import CapabilityError
@@ -27,8 +28,6 @@ from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-
-__all__ = ["OnnxFactory", "OptimumFactory", "make_graph_backend"]
 
 
 class OnnxFactory(BackendFactory):
@@ -165,11 +164,7 @@ def make_graph_backend(
     """The backend of the graph that reads a layout, chosen by the attention that it has.
 
     Args:
-        layout, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on the CPU.
-        kv: one of `Bundle.kv_types`.
-        pages, weighed: as `PagedBackend` takes them; other caches are never weighed.
         adapters: folders of those that rows may have, by name; of a paged graph alone.
-        capacity, threads, exact, progress, affinity: as both take them, and errors as of both.
     """
     if bundle.manifest.capabilities_in(layout or bundle.manifest.layout).paged:
         from edgeinfer.runtime.backends.onnx.adapters import pack_adapters

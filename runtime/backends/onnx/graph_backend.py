@@ -15,9 +15,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, Manifest, graph
+from edgeinfer.bundle import graph
 from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.parts import with_sources
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
@@ -32,8 +36,6 @@ from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.layouts import Progress, kernel_of, prepare
 from edgeinfer.runtime.weights.weight_pages import LookedUp, WeightPages
-
-__all__ = ["GraphBackend", "bind_input"]
 
 # Shapes of passes whose bindings are kept; a binding is a few kilobytes.
 _MOST_PASSES = 64

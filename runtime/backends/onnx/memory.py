@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.draft_module import WAITING_ROWS
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.manifest import Manifest, TensorEntry
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.paths import pages_of
@@ -30,8 +32,6 @@ from edgeinfer.runtime.weights.streaming import (
     packed_bytes,
     streamed_bytes,
 )
-
-__all__ = ["OnnxMemory", "memory_of"]
 
 # Session and graph of onnxruntime: in all, and per layer; pages of code that running touches beyond those of importing,
 # and what loading touches besides: of code, and of raw weights while they are packed.

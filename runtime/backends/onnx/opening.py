@@ -19,8 +19,6 @@ from edgeinfer.runtime.system.memory import MappedFile, process_memory, releases
 from edgeinfer.runtime.weights.layouts import RunnableGraph
 from edgeinfer.runtime.weights.streaming import READ_BETWEEN
 
-__all__ = ["SILENT", "copies_of", "hearing"]
-
 # Severities of its log.
 _INFO, _WARNING, SILENT = 1, 2, 4
 _PYTHON_LEVELS = {_WARNING: logging.WARNING, 3: logging.ERROR, SILENT: logging.CRITICAL}

@@ -22,9 +22,9 @@ from typing import Any
 
 import onnxruntime as ort
 
-from edgeinfer.bundle import PORTABLE, WEIGHTS, Bundle, write_file
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name
-from edgeinfer.bundle.writing import digest_of, storage_errors
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, WEIGHTS, model_name
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import digest_of, storage_errors, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.packed_graph import Copy, products, weights_in, with_copies
@@ -32,8 +32,6 @@ from edgeinfer.runtime.backends.onnx.packed_room import make_room, private_folde
 from edgeinfer.runtime.backends.onnx.packing import PACKED, SAVED, append_copy, pack_weights, remove_scratch
 from edgeinfer.runtime.weights.layouts import Progress, RunnableGraph, prepare
 from edgeinfer.user_folders import user_cache
-
-__all__ = ["is_packed", "prepare_packed"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -82,11 +80,6 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None) -> Runnable
 
     Args:
         progress: called while weights are converted and packed, with what is done and how much there is.
-
-    Raises:
-        BundleError: a file of the bundle is damaged.
-        StorageError: there is no place for the file.
-        BudgetError: there is not enough memory to pack the largest weight.
     """
     folder = _folder(bundle)
     table = _whole(folder)

@@ -14,8 +14,6 @@ from edgeinfer.bundle.protobuf import fields, length_delimited, number
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["Copy", "copies_in", "products", "weights_in", "with_copies"]
-
 # Operators whose constants onnxruntime packs; all else that goes into them is float32.
 _PACKING = (b"MatMulNBits", b"MatMul", b"Gemm")
 # Field numbers of onnx.proto, by message.
@@ -44,22 +42,14 @@ class Copy:
 
 
 def weights_in(model: bytes) -> dict[str, tuple[int, int]]:
-    """Offset and length of each weight of the main graph in its file, by name.
-
-    Raises:
-        BundleError: the bytes are not an ONNX model.
-    """
+    """Offset and length of each weight of the main graph in its file, by name."""
     with _onnx():
         entries = {name: _entries(tensor) for name, tensor in _initializers(_graph(model)).items()}
         return {name: (int(e["offset"]), int(e["length"])) for name, e in entries.items() if "length" in e}
 
 
 def products(model: bytes) -> Iterator[bytes]:
-    """For each operator whose constants onnxruntime packs, a model of it alone that reads the same weights.
-
-    Raises:
-        BundleError: the bytes are not an ONNX model.
-    """
+    """For each operator whose constants onnxruntime packs, a model of it alone that reads the same weights."""
     with _onnx():
         rest = b"".join(f.whole for f in fields(model) if f.number != _MODEL_GRAPH)
         graph = _graph(model)
@@ -72,11 +62,7 @@ def products(model: bytes) -> Iterator[bytes]:
 
 
 def copies_in(model: bytes) -> dict[str, tuple[Copy, ...]]:
-    """The packed copies of each weight that a model which onnxruntime saved lists.
-
-    Raises:
-        BundleError: the bytes are not an ONNX model.
-    """
+    """The packed copies of each weight that a model which onnxruntime saved lists."""
     with _onnx():
         found = {}
         for name, tensor in _initializers(_graph(model)).items():
@@ -86,11 +72,7 @@ def copies_in(model: bytes) -> dict[str, tuple[Copy, ...]]:
 
 
 def with_copies(model: bytes, location: str, copies: Mapping[str, tuple[Copy, ...]]) -> bytes:
-    """The same model with its weights in the file `location`, where they have these packed copies.
-
-    Raises:
-        BundleError: the bytes are not an ONNX model.
-    """
+    """The same model with its weights in the file `location`, where they have these packed copies."""
     with _onnx():
         pieces = [f.whole for f in fields(model) if f.number != _MODEL_GRAPH]
         graph = []

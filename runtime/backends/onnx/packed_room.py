@@ -20,8 +20,6 @@ from edgeinfer.errors import StorageError
 from edgeinfer.user_folders import written
 from edgeinfer.wording import Setting
 
-__all__ = ["make_room", "private_folder", "processor_key", "used"]
-
 # Of all folders together; and of what the disk has free, counting what they take already.
 _MOST_BYTES = 8 << 30
 _MOST_SHARE = 0.5
@@ -57,11 +55,7 @@ def used(folder: Path) -> None:
 
 
 def make_room(folder: Path, size: int) -> None:
-    """Removes folders beside this one, least recently used first, until `size` bytes more may be written.
-
-    Raises:
-        StorageError: the disk has too little room even so.
-    """
+    """Removes folders beside this one, least recently used first, until `size` bytes more may be written."""
     others = [f for f in _children(folder.parent) if f != folder and not f.name.startswith(_TEMPORARY)]
     for left in _children(folder.parent):
         if left.name.startswith(_TEMPORARY) and time.time() - written(left) > _ABANDONED_SECONDS:

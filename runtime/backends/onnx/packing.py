@@ -12,8 +12,6 @@ from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.runtime.backends.onnx.packed_graph import Copy, copies_in
 from edgeinfer.runtime.system.allocation import is_refusal, refused
 
-__all__ = ["PACKED", "SAVED", "append_copy", "pack_weights", "remove_scratch"]
-
 # The file of weights and their packed copies.
 PACKED = "packed.bin"
 # A packed copy begins at a page, so that what belongs to one layer can be dropped without another's.

@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
+from edgeinfer.bundle import graph
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.manifest import Manifest
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
@@ -35,8 +38,6 @@ from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.paging.states import StatePool
 from edgeinfer.runtime.weights.layouts import Progress
-
-__all__ = ["PagedBackend"]
 
 # Addresses of further pages, which take no memory until snapshots, forks and searches need them beside a full context.
 _FURTHER_PAGES = 64
@@ -110,11 +111,7 @@ class PagedBackend(GraphBackend):
         self.observe_pass: PassObserver | None = None
 
     def new_sequence(self, capacity: int) -> PagedCache:
-        """An empty sequence of the same pool, for `forward_together`.
-
-        Raises:
-            BackendError: it may be longer than the backend's positions reach.
-        """
+        """An empty sequence of the same pool, for `forward_together`."""
         if capacity > self._capacity:
             raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
         return PagedCache(self.pool, capacity, SPARE_ROWS, self._states, reserves=False)
@@ -320,11 +317,7 @@ def _placed(cache: PagedCache, batch: ForwardInput) -> ForwardInput:
 
 
 def _joined(batches: Sequence[ForwardInput]) -> ForwardInput:
-    """One input of the rows of several, without what each row sees.
-
-    Raises:
-        BackendError: they are not to be evaluated in one way.
-    """
+    """One input of the rows of several, without what each row sees."""
     first = batches[0]
     if not all(first.goes_with(other) for other in batches[1:]):
         raise BackendError("The sequences of a pass must run through the same layers, planes and experts.")

@@ -9,8 +9,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, graph
-from edgeinfer.bundle.spec import MoESpec
+from edgeinfer.bundle import graph
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
@@ -18,8 +19,6 @@ from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import Binding
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.arrays import DeviceArray
-
-__all__ = ["AttentionBias", "Buffers", "ExpertInputs", "Pass", "bind_cache"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
 _HIDDEN = np.float32(-1e9)
@@ -126,11 +125,7 @@ class ExpertInputs:
         self._biased = False
 
     def choose(self, choice: ExpertChoice | None) -> None:
-        """Sets what the next pass may use; None is the whole model.
-
-        Raises:
-            BackendError: a bias of another shape.
-        """
+        """Sets what the next pass may use; None is the whole model."""
         bias = None if choice is None else choice.bias
         if bias is not None and bias.shape != self.bias.shape:
             raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {self.bias.shape}.")

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.layout import pages_for
 
-__all__ = ["SPARE_ROWS", "Path", "PathTables", "pages_of", "paths_of", "repeated"]
-
 # Rows of a sequence beyond its capacity, for a pass's last row that is there again.
 SPARE_ROWS = 1
 # Columns of the number of first slots, and of a row's own where it names that.

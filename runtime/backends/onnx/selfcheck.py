@@ -21,19 +21,13 @@ from edgeinfer.runtime.devices.arrays import DeviceArray
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.devices.providers import device_error
 
-__all__ = ["check_device", "check_first_pass"]
-
 # Devices may compute in half precision, and the CPU rounds what it multiplies 4-bit weights with to 8 bits.
 _TOLERANCE = 0.02
 _TOKENS = 3
 
 
 def check_device(device: Device) -> None:
-    """Runs what the device's traits promise: the static model, and the ordinary one with a cache in its memory.
-
-    Raises:
-        DeviceError: it fails, or computes something else than the CPU.
-    """
+    """Runs what the device's traits promise: the static model, and the ordinary one with a cache in its memory."""
     models = [_static] + ([_ordinary] if device.traits.dynamic_shapes else [])
     for run in models:
         try:
@@ -89,11 +83,7 @@ def _states(rows: int) -> NDArray[np.float32]:  # (rows, W)
 
 
 def check_first_pass(backend: Backend, device: Device) -> None:
-    """Runs a prompt of two tokens and a token after it; the cache is empty afterwards.
-
-    Raises:
-        DeviceError: a pass failed, or gave something that is no number; the backend is closed.
-    """
+    """Runs a prompt of two tokens and a token after it; the cache is empty afterwards."""
     try:
         for tokens in ([0, 0], [0]):
             ids = np.array(tokens, np.int64)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import onnxruntime as ort
 
-from edgeinfer.bundle import Capabilities
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.backends.onnx.opening import SILENT, hearing
@@ -20,8 +20,6 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
 from edgeinfer.runtime.system.forks import keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import stack_bytes
-
-__all__ = ["Binding", "OrtSession", "capabilities_on"]
 
 _TERMINATED = "terminate flag"
 
@@ -167,14 +165,7 @@ class OrtSession:
         return binding if self._device.memory == CPU_MEMORY else _CopiedInputs(binding)
 
     def run(self, binding: Binding) -> None:
-        """One run over what is bound.
-
-        Raises:
-            PassCancelledError: `cancel` ended it.
-            BudgetError: there is not enough memory for what the pass computes.
-            DeviceError: the device failed.
-            BackendError: onnxruntime failed.
-        """
+        """One run over what is bound."""
         self._run_options.terminate = False
         try:
             self._session.run_with_iobinding(_bound(binding), self._run_options)

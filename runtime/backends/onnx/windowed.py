@@ -33,8 +33,6 @@ from edgeinfer.runtime.weights.streaming import WORTH_DROPPING
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 from edgeinfer.runtime.weights.windows import LayerWindow, dropped_windows, layer_windows
 
-__all__ = ["StreamedBackend", "Window", "WindowedBackend"]
-
 _NO_ROWS = np.zeros(0, np.int64)
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, recurrent
+from edgeinfer.bundle import recurrent
 from edgeinfer.bundle.activations import cut_off, gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -25,10 +25,13 @@ from edgeinfer.bundle.arithmetic import (
     rotation_border,
     softcapped,
 )
+from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.parts import with_sources
+from edgeinfer.bundle.manifest import Capabilities
+from edgeinfer.bundle.parts import LatentSpec, with_sources
 from edgeinfer.bundle.recurrence import Mixer
-from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
@@ -40,8 +43,6 @@ from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, hig
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
-
-__all__ = ["ReferenceBackend"]
 
 
 @dataclass(frozen=True)

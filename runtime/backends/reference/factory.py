@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
-
-__all__ = ["ReferenceFactory"]
 
 
 class ReferenceFactory(BackendFactory):

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.activations import inner_values
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.runtime.arrays import Floats, Ints
-
-__all__ = ["ReferenceEnds"]
 
 # Source: transformers' Gemma3nTextModel: the least mean square that a stream is divided by the root of.
 _LEAST_SQUARE = np.float32(1e-5)
@@ -90,11 +88,7 @@ class ReferenceEnds:
         return routed * np.float32(runs)
 
     def predicted(self, layer: int, x: Floats, runs: bool) -> Floats:  # (S, A D) -> (S, A, D)
-        """The streams that a layer begins with.
-
-        Args:
-            runs: the layer's MLP does; otherwise they are what they were.
-        """
+        """The streams that a layer begins with."""
         apart = self._apart(x)
         weights = self.linear(f"layers.{layer}.streams.predict", self._routed(layer, apart[:, 0], runs))
         changed: Floats = apart + weights.reshape(len(x), apart.shape[1], -1) @ apart
@@ -109,13 +103,7 @@ class ReferenceEnds:
     def corrected(
         self, layer: int, start: Floats, x: Floats, vectors: Floats | None, runs: bool
     ) -> Floats:  # (S, A, D), (S, D), (S, L, P) -> (S, A D)
-        """The streams after a layer.
-
-        Args:
-            start: those that it began with.
-            x: what it made of the first.
-            runs: see `predicted`.
-        """
+        """The streams after a layer."""
         prefix = f"layers.{layer}.streams"
         shares = 1 + self.linear(f"{prefix}.correct", self._routed(layer, x, runs))  # (S, A)
         streams = start + shares[:, :, None] * (x - start[:, 0])[:, None]

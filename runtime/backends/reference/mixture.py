@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.arithmetic import logistic, route
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
-
-__all__ = ["ReferenceMixture"]
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,7 @@ class ReferenceMixture:
         return f"layers.{self.layer}.mlp"
 
     def of(self, x: Floats, choice: ExpertChoice | None) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
-        """What it gives, and which experts were used.
-
-        Args:
-            x: hidden states, normed before but for experts beside an MLP.
-        """
+        """What it gives, and which experts were used."""
         if not self.moe.beside:
             return self._mixed(x, x, choice)
         prefix = self._prefix

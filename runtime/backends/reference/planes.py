@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle, DecoderSpec, TensorEntry
 from edgeinfer.bundle.experts import expert_biases, expert_tensor
+from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
-
-__all__ = ["expert_bias_weights", "high_plane", "two_plane_weights"]
 
 
 def expert_bias_weights(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:

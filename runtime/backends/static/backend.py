@@ -13,10 +13,11 @@ import dataclasses
 
 import numpy as np
 
-from edgeinfer.bundle import WEIGHTS, Bundle
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.static_graph import StaticGraph
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.backends.contract import (
     ForwardInput,
@@ -31,8 +32,6 @@ from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.system.memory import MappedFile, release_code
 from edgeinfer.wording import Setting
-
-__all__ = ["StaticBackend", "kernel_of"]
 
 
 class StaticBackend:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.contract import Backend
@@ -16,8 +17,6 @@ from edgeinfer.runtime.devices.contract import Device, Graphs
 from edgeinfer.runtime.planning.configuration import TOKENIZER, ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.transient import tokenizer_facts
-
-__all__ = ["StaticFactory"]
 
 
 class StaticFactory(BackendFactory):
@@ -33,11 +32,7 @@ class StaticFactory(BackendFactory):
         return f"onnxruntime {onnxruntime.__version__}"
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
-        """The one that there is.
-
-        Raises:
-            BundleError: the bundle is not static.
-        """
+        """The one that there is."""
         if bundle.manifest.static is None:
             message = f"{bundle.path} has no static graphs."
             raise BundleError(message, "Leave the backend out, or export the model with --static.")

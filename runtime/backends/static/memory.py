@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgeinfer.bundle import Bundle, DecoderSpec, TensorEntry
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.passes import GraphSet, choose_graphs
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
-
-__all__ = ["StaticMemory"]
 
 # Session and graph of onnxruntime: in all, and per layer; code that running and loading touch.
 _SESSION_BYTES, _SESSION_LAYER_BYTES = 3_200_000, 250_000

@@ -11,8 +11,6 @@ from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 
-__all__ = ["GraphSet", "Run", "choose_graphs"]
-
 Bools = NDArray[np.bool_]
 
 
@@ -43,11 +41,7 @@ class GraphSet:
         return self.narrow if self.prompts is None else (*self.narrow, self.prompts)
 
     def runs(self, size: int, rows: Ints) -> Iterator[Run]:
-        """Cuts a pass: prompts by their graph as long as they fill half of it, the rest by the narrowest that hold it.
-
-        Args:
-            rows: of logits that are wanted, of which a run over a prompt gives one.
-        """
+        """Cuts a pass: prompts by their graph while they fill half of it, the rest by the narrowest that fits."""
         widest, start = self.narrow[-1].rows, 0
         while start < size:
             graph = self.prompts
@@ -72,8 +66,6 @@ def choose_graphs(static: StaticGraphs, *, exact: bool, on_cpu: bool, rows: int,
     rows in pairs and a single one goes another way); on other devices within one graph, if at all.
 
     Args:
-        exact: rows have to be bit-identical whatever pass they are computed in, as far as the device can.
-        rows: of the widest pass that is no prompt: a draft and the token before it.
         chunk: prompt tokens per pass.
     """
     narrow = static.narrow

@@ -9,16 +9,15 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle import static_graph as io
 from edgeinfer.bundle.protobuf import Field, fields
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph, Value
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.backends.static.passes import Bools
-
-__all__ = ["StaticSession", "check_graph_file"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN. Half floats, which
 # some devices compute in, reach 65504.
@@ -65,13 +64,7 @@ class StaticSession:
         start: int,
         logit_row: int,
     ) -> None:
-        """Runs over new tokens that will lie from row `start` on; padding repeats the last, and is seen by no token.
-
-        Args:
-            tables: rotary rows, cosine and sine.
-            seen: rows of the cache that each token sees, in layers of full attention and of a window.
-            logit_row: that goes through the head of the graph for prompts.
-        """
+        """Runs over new tokens that will lie from row `start` on; padding repeats the last, and is seen by no token."""
         size, inputs = len(tokens), self._inputs
         ids = inputs[io.INPUT_IDS][0]
         ids[:size], ids[size:] = tokens, tokens[-1]
@@ -112,11 +105,7 @@ _DTYPES = {1: "float32", 6: "int32", 7: "int64"}
 
 
 def check_graph_file(bundle: Bundle, graph: StaticGraph, spec: DecoderSpec) -> str:
-    """The path of a graph, once its inputs and outputs are those that the runtime drives.
-
-    Raises:
-        BundleError: the file is damaged, or declares others.
-    """
+    """The path of a graph, once its inputs and outputs are those that the runtime drives."""
     path = bundle.file(graph.file)
     try:
         found = _values(path.read_bytes())

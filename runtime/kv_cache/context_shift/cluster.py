@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
@@ -27,8 +27,6 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import (
     weights_bytes,
 )
 from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
-
-__all__ = ["ClusterOptions", "ClusterPolicy"]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.packing import dense_rows
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -28,8 +29,6 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import (
     weights_bytes,
 )
 from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
-
-__all__ = ["MergeOptions", "MergePolicy", "Observer", "attention"]
 
 # Rows of a projection multiplied out at once, so that a large model's is never there as a whole.
 _ROWS = 512
@@ -58,14 +57,7 @@ class Observer:
         return 4 * (queries + 4 * tokens * (spec.q_size + spec.hidden_size) + weights)
 
     def queries(self, tokens: Sequence[int]) -> list[Floats]:  # L x (H, g, w, h)
-        """Rotated queries of the last tokens, grouped by the key head they attend with, of every layer.
-
-        Args:
-            tokens: in the cache's last rows, one each. These rows are written again, with what they hold. (w,)
-
-        Raises:
-            PassCancelledError: a pass was cancelled; the cache has lost these rows.
-        """
+        """Rotated queries of the last tokens, grouped by the key head they attend with, of every layer."""
         layers, states = self._spec.num_layers, self._entering(tokens)
         start = self._backend.cache.length - len(tokens)
         tables = rope_tables(self._spec.rope, start + len(tokens), self._backend.cache.capacity)

@@ -13,27 +13,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import KVCache
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import PAGE, PAGE_UNIT, pages_for
-
-__all__ = [
-    "ContextShiftPolicy",
-    "Indices",
-    "Lost",
-    "Removed",
-    "Rotation",
-    "context_shift_summary",
-    "cosines",
-    "merge_rows",
-    "weigh_rows",
-    "weights_bytes",
-]
 
 
 @dataclass(frozen=True)
@@ -79,15 +67,7 @@ class ContextShiftPolicy(Protocol):
         """As options name it."""
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        """Shortens a full cache.
-
-        Args:
-            tokens: of the text, all that was fed; the last of them are in the last rows, one each.
-
-        Raises:
-            PassCancelledError: a pass it needed was cancelled; the cache has lost some of its last rows, no others.
-            BackendError: it failed; the cache must not be used again before it is emptied.
-        """
+        """Shortens a full cache."""
 
     def forget(self) -> None:
         """Another text begins."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgeinfer.bundle import Bundle, DecoderSpec
-from edgeinfer.bundle.spec import later_fields
+from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
@@ -14,8 +14,6 @@ from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 from edgeinfer.wording import Setting
-
-__all__ = ["POLICIES", "make_context_shift", "planned_bytes"]
 
 # Contexts smaller than this have no room for sinks, latest tokens and something between them.
 _LEAST_CONTEXT = 32
@@ -43,15 +41,7 @@ POLICIES: dict[str, _Kind] = {
 
 
 def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextShiftPolicy | None:
-    """The policy of this name for a backend's cache; None for "stop".
-
-    Args:
-        name: one of config.OVERFLOWS.
-        bundle: of the backend.
-
-    Raises:
-        UsageError: the model, its backend or its context is not one that the policy can work with.
-    """
+    """The policy of this name for a backend's cache; None for "stop"."""
     if name not in POLICIES:
         return None
     kind, spec = POLICIES[name], bundle.manifest.decoder

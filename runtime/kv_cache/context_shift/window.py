@@ -10,12 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations, Removed
-
-__all__ = ["SINKS", "WindowPolicy"]
 
 # StreamingLLM's: one may do, four always did.
 SINKS = 4

@@ -11,9 +11,6 @@ from difflib import SequenceMatcher
 
 from edgeinfer.records import dataclass
 
-__all__ = ["EditPart", "parts_of_edit"]
-
-
 # Runs that stay inside an edit have this many tokens at least: fewer are sooner evaluated than turned.
 _LEAST = 16
 

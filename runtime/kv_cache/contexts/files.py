@@ -21,8 +21,6 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, Stamp, open_session, write_session
 from edgeinfer.user_folders import make_private, written
 
-__all__ = ["KeptRows", "Making", "keep_rows", "kept_place", "read_rows"]
-
 _FORMAT, _VERSION = "edgeinfer-context", 1
 _REMOVE = "Remove it, and the context is evaluated again."
 # What this user's contexts take on disk at most: some 500,000 tokens of a 0.5B in int8.
@@ -82,11 +80,7 @@ class KeptRows:
 
 
 def kept_place(making: Making, name: str) -> Path:
-    """Where this user's rows of a text are kept, by `Context.name_of_rows`; the file need not exist.
-
-    Raises:
-        StorageError: there is no place.
-    """
+    """Where this user's rows of a text are kept, by `Context.name_of_rows`; the file need not exist."""
     folder = rows_folder()
     with storage_errors(folder):
         make_private(folder)
@@ -94,11 +88,7 @@ def kept_place(making: Making, name: str) -> Path:
 
 
 def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSnapshot, edits: int = 0) -> KeptRows:
-    """Writes rows to a file, whole or not at all.
-
-    Raises:
-        StorageError: the place cannot be written, or the disk is full.
-    """
+    """Writes rows to a file, whole or not at all."""
     told = {"format": _FORMAT, "version": _VERSION, "tokenizer": making.tokenizer, "edits": edits}
     write_session(path, making.origin, tokens, rows.part, json.dumps(told | {"prefix": making.prefix}))
     if path.parent == rows_folder():
@@ -110,10 +100,6 @@ def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSn
 def read_rows(path: Path, making: Making) -> KeptRows | None:
     """The rows that a file keeps, all of which is checked; None where it is not there, or keeps rows that were made
     otherwise by the same model.
-
-    Raises:
-        UsageError: it is damaged, or keeps something else.
-        ModelError: it is another model's.
     """
     if not path.exists():
         return None

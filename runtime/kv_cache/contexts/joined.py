@@ -13,14 +13,12 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.contexts import ContextUse
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations
-
-__all__ = ["PLACEMENTS", "ContextRows", "JoinedContexts", "RowsInMemory", "turn"]
 
 
 class ContextRows(Protocol):
@@ -109,12 +107,7 @@ class JoinedContexts:
         return all(rows.there for rows in self._rows)
 
     def enter(self, cache: PagedCache) -> None:
-        """Puts the rows in place of all in a cache, and has what follows be placed behind the last of them.
-
-        Raises:
-            UsageError: a file that some are kept in cannot be read.
-            BackendError: they are another model's, or too many; the cache is then to be emptied.
-        """
+        """Puts the rows in place of all in a cache, and has what follows be placed behind the last of them."""
         cache.trim(0)
         for rows, start in zip(self._rows, self._starts, strict=True):
             first = cache.length

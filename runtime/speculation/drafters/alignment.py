@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from edgeinfer.runtime.speculation.drafters.suffixes import SuffixIndex
 
-__all__ = ["Aligner", "Cursor", "Evidence", "Substitution"]
-
 # Source tokens searched for the one that the text went on with, and tokens that the text may go its own way for. In
 # simulation on retellings half of each was 2% slower; with three times as many accidental agreements cost 9%.
 _WINDOW = 60

@@ -16,25 +16,6 @@ from numpy.typing import NDArray
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 
-__all__ = [
-    "Draft",
-    "DraftContext",
-    "Drafter",
-    "Draw",
-    "Further",
-    "Guess",
-    "Probabilities",
-    "ProbingDrafter",
-    "Resumption",
-    "Round",
-    "State",
-    "TargetView",
-    "Verdict",
-    "Verifier",
-    "main_branch_end",
-    "main_branch_first",
-]
-
 Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
 State = Mapping[str, NDArray[Any]]
 
@@ -324,11 +305,7 @@ class Drafter:
         return {}
 
     def restore(self, state: State) -> None:
-        """Takes back what `state` gave.
-
-        Raises:
-            StorageError: it is damaged or of another model.
-        """
+        """Takes back what `state` gave."""
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -351,9 +328,6 @@ class ProbingDrafter(Drafter):
     def embed(self, fed: Ints, probes: Sequence[int]) -> Floats | None:  # (S,) -> (S + rows, D)
         """What enters the first layer: embeddings of the tokens of a pass, the model's own to the last bit, and those
         of the probe rows; None where they cannot be had now.
-
-        Args:
-            probes: rows behind each of the tokens.
 
         May run passes of the target, whose rows the engine drops. A view that is valid until the next call.
         """

@@ -12,8 +12,6 @@ from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Ev
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
-__all__ = ["CopyDrafter", "ForcedDrafter"]
-
 
 class ForcedDrafter(Drafter):
     """Proposes what `context.forced` says, whatever the model thinks."""

@@ -16,8 +16,6 @@ from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule
 from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
-__all__ = ["DflashDrafter"]
-
 _NO_ROWS = np.zeros(0, np.int64)
 
 

@@ -14,8 +14,6 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
 
-__all__ = ["EagleDrafter", "MtpDrafter"]
-
 
 class EagleDrafter(StepDrafter):
     """Drafts with a module that reads its own state of the row before where it goes on; arguments as its base."""

@@ -10,8 +10,6 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend
 
-__all__ = ["Follower", "Pass", "TreePass"]
-
 # Runs one pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V), valid until the backend's next pass.
 Pass = Callable[[Ints, Ints, Ints], Floats]
 # The same over rows of a tree, given the parent of each, -1 being the context; None is a chain.
@@ -95,15 +93,10 @@ class Follower:
         """Feeds what the cache lacks of a path and gives the logits after its last tokens.
 
         Args:
-            head: committed tokens. Since the last `restart` or `doubt` it has only grown.
-            drafted: tokens after them.
             wanted: how many of the path's last tokens to give logits of; 0 is none.
 
         Returns:
             Logits, a view that the backend's next pass overwrites. (wanted, V)
-
-        Raises:
-            BackendError: the pass failed or does not fit; what was fed before it stays.
         """
         if not self.owns:
             self.restart(self.start)
@@ -131,15 +124,10 @@ class Follower:
         """Feeds what the cache lacks of a path and, in the pass of its end, a tree behind it; `keep` has to follow.
 
         Args:
-            head, drafted: as `follow`.
             tokens, parents: of the tree's nodes, parents before children; -1 is the path's last token.
-            run: its pass.
 
         Returns:
             Logits after the path and after each node, a view that the backend's next pass overwrites. (1 + N, V)
-
-        Raises:
-            BackendError: as `follow`.
         """
         if not self.owns:
             self.restart(self.start)

@@ -13,8 +13,6 @@ from edgeinfer.runtime.backends.contract import Backend, require
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
-__all__ = ["Matrix", "OutputRows", "StateDrafter", "silu"]
-
 # OpenBLAS takes further threads from 9216 elements on.
 _ALONE = 9000
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
-__all__ = ["HierarchicalDrafter"]
-
 # With its last known token the model then takes four rows, which cost it little more than one. A tree of so many nodes
 # takes fewer passes than a chain, and fewer rows in all; larger ones take few passes less for many rows (docs/LOG.md).
 _LOOK_AHEAD = 3

@@ -16,8 +16,6 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, OutputRows, StateDrafter, silu
 
-__all__ = ["HydraDrafter"]
-
 
 class HydraDrafter(StateDrafter):
     """Drafts with heads that also see the tokens drafted before them.

@@ -16,8 +16,6 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
 
-__all__ = ["HydraPlusDrafter"]
-
 _FIRST_ROW = np.zeros(1, np.int64)
 
 

@@ -14,8 +14,6 @@ from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 
-__all__ = ["LogitDrafter", "best_tokens"]
-
 # Upper edges of the drafter's own probability of a token; the last bucket ends at 1. SpecDec++ stops by a trained
 # estimate of acceptance; a drafter's top-1 probability, with acceptance learnt by bucket, does without the training.
 _EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
@@ -103,11 +101,7 @@ class LogitDrafter(Drafter):
         return self._powers.nbytes
 
     def restore(self, state: State) -> None:
-        """There is nothing to take back.
-
-        Raises:
-            StorageError: there is something.
-        """
+        """There is nothing to take back."""
         if state:
             raise StorageError("What was kept belongs to another drafter.", "Delete it; it is learned again.")
 

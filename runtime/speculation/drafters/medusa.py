@@ -16,8 +16,6 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, OutputRows, StateDrafter, silu
 
-__all__ = ["MedusaDrafter"]
-
 
 class MedusaDrafter(StateDrafter):
     """Drafts with heads n + SiLU(W n + b) over n, the state divided by its root mean square.

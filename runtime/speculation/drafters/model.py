@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -16,8 +16,6 @@ from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, silu
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
-
-__all__ = ["AcceptanceJudge", "ModelDrafter", "check_same_vocabulary"]
 
 # Times that the one block is run: SpecDec++ (Huang et al. 2024) shares it between its three places.
 _TIMES = 3
@@ -167,12 +165,7 @@ class ModelDrafter(LogitDrafter):
 
 
 def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:
-    """Refuses a drafter whose token ids do not mean what the target's mean.
-
-    Raises:
-        BundleError: as `vocabulary_difference`.
-        ModelError: the tokenizers differ, or the drafter has no logits for some of their tokens.
-    """
+    """Refuses a drafter whose token ids do not mean what the target's mean."""
     difference = vocabulary_difference(target, drafter)
     if difference is not None:
         message = f"{target.path} and its drafter {drafter.path} have {difference}."

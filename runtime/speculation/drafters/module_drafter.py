@@ -16,8 +16,6 @@ from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
 
-__all__ = ["ModuleDrafter", "OpenModule", "StepDrafter"]
-
 _NO_ROWS = np.zeros(0, np.int64)
 
 

@@ -18,8 +18,6 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, ProbingDrafter, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
-__all__ = ["PromptDrafter"]
-
 # Tokens whose embeddings are kept; beyond them all are forgotten, which costs a few short passes.
 _KEPT = 1024
 # Nodes that have all prompt tokens in a pass at most; more of them may have a few.

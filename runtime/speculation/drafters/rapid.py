@@ -17,8 +17,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
-__all__ = ["RapidDrafter", "bm25", "retrieved"]
-
 # Tokens of a passage, passages that are retrieved, and tokens of the end, which asks for them. The paper retrieves
 # sixteen passages of 512 tokens from 128,000; these are for texts of some thousand.
 _PASSAGE, _MOST, _END = 64, 8, 128

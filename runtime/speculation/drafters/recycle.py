@@ -23,8 +23,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 
-__all__ = ["RecycleDrafter"]
-
 _BEST = 8
 _NONE = -1
 # Tokens that have rows at most: rows for all of a vocabulary of 152 thousand would take 5 MB.
@@ -181,11 +179,7 @@ class RecycleDrafter(Drafter):
         return {"rows": tokens, "best": self._rows.best[rows], "came": self._rows.came[rows], "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Takes back rows; none of an empty state.
-
-        Raises:
-            StorageError: they are damaged, or of another vocabulary.
-        """
+        """Takes back rows; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))

@@ -20,18 +20,6 @@ from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.wording import Setting
 
-__all__ = [
-    "BitsAndExpertsDrafter",
-    "BitsDrafter",
-    "CachedExpertsDrafter",
-    "EarlyExitDrafter",
-    "ExpertsDrafter",
-    "SelfDrafter",
-    "SkipDrafter",
-    "every_second",
-    "fewer_experts",
-]
-
 
 class SelfDrafter(LogitDrafter):
     """Drafts by running the target itself.
@@ -138,11 +126,7 @@ _MOST_SKIPPED = 0.45
 
 
 def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
-    """SWIFT's first set: skips attention and MLP of every second layer from 1 to L - 2, at most 45% of all layers.
-
-    Raises:
-        UsageError: with fewer than three layers there is none between the first and the last.
-    """
+    """SWIFT's first set: skips attention and MLP of every second layer from 1 to L - 2, at most 45% of all layers."""
     skipped = list(range(1, num_layers - 1, 2))[: int(_MOST_SKIPPED * num_layers)]
     if not skipped:
         message = f"A model of {num_layers} layers has none to skip between its first and its last."
@@ -211,11 +195,7 @@ class BitsDrafter(SelfDrafter):
 
 
 def fewer_experts(target: Backend) -> int:
-    """How many experts to draft with where nothing else is said: half of the model's own number, or what is next to it.
-
-    Raises:
-        CapabilityError: the target cannot use fewer.
-    """
+    """How many experts to draft with by default: half of the model's own number, or the nearest count."""
     counts = target.capabilities.expert_counts
     require(len(counts) > 1, target, "use fewer experts with this model", "Choose another drafter.")
     half = max(1, counts[-1] // 2)

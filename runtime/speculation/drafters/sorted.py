@@ -16,8 +16,6 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
-__all__ = ["SortedDrafter"]
-
 # A guess of at least this probability is not asked of more layers.
 _CONFIDENT = 0.6
 _FIRST_ROWS = 64

@@ -9,8 +9,6 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["NONE", "SuffixIndex"]
-
 NONE = -1
 # Longer n-grams than four found nothing more in simulation; beyond them the text itself is compared.
 _LENGTHS = (2, 3, 4)

@@ -11,8 +11,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 
-__all__ = ["TargetStates", "Unread"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:

@@ -28,8 +28,6 @@ from edgeinfer.results import DeviceLimits
 from tests.cache import made
 from tests.cli import edgeinfer
 
-__all__ = ["Canned", "LocalWorker", "exported", "exports_here", "known_limits", "ran", "read_tensors", "watch_here"]
-
 
 def read_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
     """Every tensor of a checkpoint."""

@@ -22,9 +22,9 @@ from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limit
 from edgeinfer.apps.bench.synthetic import convert_checkpoint
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.apps.bench.worker import ENGINES, serve
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BackendError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from tests.apps.bench.here import Canned, read_tensors
 from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT

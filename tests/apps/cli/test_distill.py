@@ -13,11 +13,12 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.nesting import NESTED, add_figures, exit_figure, nest_drafter, nested_drafter, trained_depths
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.loading import Bundles
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint

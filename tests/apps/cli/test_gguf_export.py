@@ -13,8 +13,8 @@ from tests.factories import make_checkpoint
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.opening import open_bundle
 
 pytestmark = pytest.mark.gguf
 

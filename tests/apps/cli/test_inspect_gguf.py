@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle import seal
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import manifest_of
+from edgeinfer.bundle.writing import seal
 from tests.gguf_builder import FLOAT32, STRING, UINT32, small_model
 from tests.recorded import check_recorded
 

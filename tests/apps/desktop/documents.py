@@ -5,8 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-__all__ = ["pdf"]
-
 
 def pdf(pages: Sequence[str], *, compressed: bytes | None = None, trailer: str = "") -> bytes:
     """A PDF with one line of text on each page.

@@ -19,8 +19,6 @@ from tests.apps.desktop.served import Gate, gated
 from tests.cli import environment
 from tests.waiting import TIME_LIMIT
 
-__all__ = ["HeldApp", "held"]
-
 
 @dataclass
 class HeldApp:

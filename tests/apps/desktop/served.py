@@ -25,8 +25,6 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk
 from tests.waiting import TIME_LIMIT
 
-__all__ = ["Gate", "Window", "gated", "served"]
-
 
 class Window:
     """What a page does: calls the API with the cookie it was given.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["AGENTS"]
-
 _SCHEMA = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "type": "object",

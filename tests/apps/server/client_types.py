@@ -24,8 +24,6 @@ import openai.types.responses.response_create_params
 import typing_extensions
 from pydantic import BaseModel
 
-__all__ = ["REQUESTS", "requests_of"]
-
 # By field, the ends of what the references document; other numbers are tried at 0 and 1.
 _EXTREMES: dict[str, tuple[Any, ...]] = {
     "best_of": (1, 20),

@@ -32,8 +32,6 @@ from edgeinfer.results import Chunk
 from tests.cli import command, environment
 from tests.waiting import TIME_LIMIT, wait_until
 
-__all__ = ["MESSAGES", "Client", "Local", "Served", "chat_body", "held", "measured_turns", "served", "served_process"]
-
 MESSAGES = [{"role": "user", "content": "Tell me about a little dog."}]
 
 

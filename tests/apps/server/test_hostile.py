@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from edgeinfer.runtime.system.memory import process_memory, release_freed
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.apps.server.served import Local, chat_body
 from tests.apps.server.test_bad_input import CHAT, RESPONSES, TEXT, error_of
 from tests.speculation import needs_builtin

@@ -9,8 +9,6 @@ from typing import Any
 from edgeinfer.openai.tool_formats import ToolFormat
 from edgeinfer.openai.tools import ToolFunction
 
-__all__ = ["CLOCK", "WEATHER", "as_tools", "flat", "written"]
-
 WEATHER = ToolFunction(
     "get_weather",
     "The weather of a town.",

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import edgeinfer
 from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.openai import RequestError, error_body, make_completion
+from edgeinfer.openai import make_completion
+from edgeinfer.openai.errors import RequestError, error_body
 from tests.tables import each_row
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.openai import RequestError
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS
 from tests.edgeinfer.openai.functions import CLOCK, as_tools
 from tests.speculation import needs_builtin

@@ -16,7 +16,7 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
-from edgeinfer.openai import RequestError, error_body, unknown_model
+from edgeinfer.openai.errors import RequestError, error_body, unknown_model
 from tests.tables import each_row
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.openai import RequestError
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import read_messages
 from tests.tables import each_row
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.openai import RequestError, make_completion, whole
+from edgeinfer.openai import make_completion, whole
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.response_request import read_input
 from tests.edgeinfer.openai.functions import WEATHER, flat
 from tests.tables import each_row

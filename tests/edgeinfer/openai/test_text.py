@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.openai import RequestError, make_completion, whole
+from edgeinfer.openai import make_completion, whole
+from edgeinfer.openai.errors import RequestError
 
 
 def complete(model: edgeinfer.Model, **body: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
-from edgeinfer.openai import RequestError
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.tool_schemas import argument_rules
 from edgeinfer.openai.tools import read_functions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from tests.export.families.table import Family
 
-__all__ = ["configurations"]
-
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 _YES_OR_NO = (False, True)

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.apps.bench.render import markdown_table
-from edgeinfer.bundle import open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.export.architectures.refused import REFUSED
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES, WITHOUT_GGUF
+from edgeinfer.export.options.config import ExportConfig
 from tests.export.families.table import FAMILIES, Family
 from tests.export.families.test_families import ROOT, backends, branches, chunks, run
 from tests.export.passes import TOKENS, expected_logits

@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.factories import MIXTURES, VARIANTS
 
-__all__ = ["FAMILIES", "Family", "cases"]
-
 Settings = Mapping[str, Any]
 
 

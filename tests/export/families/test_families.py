@@ -14,10 +14,13 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
 from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle, graph
+from edgeinfer.bundle import graph
 from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -21,10 +22,11 @@ from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 from tests.tables import each_row

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import KVLayer
+from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.errors import DeviceError
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.devices import arrays as device_arrays

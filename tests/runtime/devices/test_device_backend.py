@@ -13,7 +13,9 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CapabilityError, DeviceError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx import graph_backend

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import DeviceError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend

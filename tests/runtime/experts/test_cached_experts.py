@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

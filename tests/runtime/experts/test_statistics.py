@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.spec import DecoderSpec, MoESpec, RopeSpec
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.experts.statistics import CHUNKS, ExpertCounter, ExpertCounts, active_experts
 
 EXPERTS, TOP_K, LAYERS, DENSE = 6, 2, 3, 1

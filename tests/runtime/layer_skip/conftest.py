@@ -14,8 +14,8 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
-from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]

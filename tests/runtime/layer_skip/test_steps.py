@@ -20,7 +20,8 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import feed, whole_pass
 from edgeinfer.runtime.layer_skip.steps import StepEnds, StepRoutingDecoding, advantage
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.speculation import random_bundle
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import KVLayer
+from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
-
-__all__ = ["Shape", "Tables", "Weights", "attend", "make_layout", "prepared"]
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

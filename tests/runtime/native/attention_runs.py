@@ -15,8 +15,6 @@ from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from tests.runtime.native.attention_oracle import Floats, Shape, Tables, Weights, make_layout
 from tests.runtime.native.graphs import make_model, open_session, run
 
-__all__ = ["NAMES", "PLAIN", "Node", "Runner", "Store", "aligned", "attributes", "make_weights", "small"]
-
 NAMES = (
     *("qkv", "pool", "layout", "pages", "rows", "extras", "position_ids"),
     *("cos", "sin", "q_norm", "k_norm", "sinks"),

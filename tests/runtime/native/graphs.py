@@ -15,8 +15,6 @@ from onnx import TensorProto, helper, numpy_helper
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 
-__all__ = ["DOMAIN", "Arrays", "attributes", "constants", "make_model", "open_session", "run", "run_in_place"]
-
 DOMAIN = "edgeinfer"
 Arrays = Mapping[str, NDArray[Any]]
 _TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8}

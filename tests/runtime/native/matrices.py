@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.vectors import MAGNITUDES
 from edgeinfer.runtime.native.binding import PackedMatrix
 
-__all__ = ["FORMATS", "Floats", "RandomMatrix", "formats", "linear", "make_matrix", "silu", "swiglu"]
-
 Floats = NDArray[np.float32]
 Cells = TypeVar("Cells", np.uint8, np.uint16)
 TILE, GROUP = 32, 16

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import KVLayer
+from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PageLayout

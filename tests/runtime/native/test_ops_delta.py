@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, KVLayer, StateLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StatePool
 from tests.runtime.native.graphs import make_model, open_session, run_in_place

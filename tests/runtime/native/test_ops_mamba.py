@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec, StateLayer, recurrent
+from edgeinfer.bundle import recurrent
+from edgeinfer.bundle.geometry import StateLayer
 from edgeinfer.bundle.recurrence import Mamba2Spec
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StateLayout

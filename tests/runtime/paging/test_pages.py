@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.errors import BackendError, BudgetError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec, find_row_codec, turn, turn_width

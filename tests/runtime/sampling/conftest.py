@@ -12,7 +12,9 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
-from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TokenizerLike
+from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.streaming import StreamDecoder
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.factories import make_tokenizer
 
 

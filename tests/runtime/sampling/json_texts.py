@@ -17,8 +17,6 @@ from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
-__all__ = ["VALIDATOR", "Schema", "accepts", "check_replies", "drawn_text", "follow", "vocabulary"]
-
 jsonschema = pytest.importorskip("jsonschema")
 
 Schema = dict[str, Any]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from numpy.random import Generator, Philox
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.sampling import LogitsProcessor, uniform
+from edgeinfer.runtime.sampling.distributions import uniform
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
 
 KEYS = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**16))
 

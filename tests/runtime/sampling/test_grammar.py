@@ -16,7 +16,7 @@ from tokenizers import decoders, models
 
 from edgeinfer.errors import GrammarError, TokenizerError, UsageError
 from edgeinfer.runtime.sampling.grammar_tokens import spelled
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.runtime.sampling.conftest import drawn, made, text_of
 
 jsonschema = pytest.importorskip("jsonschema")

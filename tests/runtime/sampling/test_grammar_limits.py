@@ -13,7 +13,7 @@ import pytest
 from edgeinfer.errors import BackendError, GrammarError, UsageError
 from edgeinfer.runtime.sampling import grammar_trial
 from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.runtime.sampling.conftest import drawn, made, text_of
 
 pytest.importorskip("llguidance")

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.sampling import LogitsProcessor, Penalties, TokenCounts
 from edgeinfer.runtime.sampling.distributions import token_logprobs
 from edgeinfer.runtime.sampling.noise import GumbelNoise
+from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
 
 SETTINGS = st.fixed_dictionaries(
     {

@@ -10,7 +10,8 @@ import pytest
 import edgeinfer
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget, thinking_tags
 from tests.runtime.search.fakes import Letters, LettersBackend, Trial, V
 from tests.speculation import needs_builtin

@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Constraint, LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.constraint import Constraint
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.registry import make_search
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 from tests.runtime.test_engine import TableBackend, TableCache

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import ContextLengthError
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.anchored import Anchored, DivergenceBudget, fuse, prefix_debt
 from tests.runtime.search.fakes import PROMPT, LettersAnchor, LettersBackend, Trial, V, alone, letters_logits
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, ConstraintPlaces
-from edgeinfer.runtime.sampling.constraint import TextPlaces
+from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, PROMPT, LettersBackend, Trial, V, alone, letters_logits
 

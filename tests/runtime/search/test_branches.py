@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.export import ExportConfig
-from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.export.options.config import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
@@ -23,7 +22,8 @@ from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.decoding.strategy import SearchStatistics
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import Passes, SearchParts
 from tests.kernel import require_kernel

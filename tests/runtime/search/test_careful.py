@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.cautious import trials_for
 from edgeinfer.runtime.search.contrast import contrasted
 from edgeinfer.runtime.search.momentum import Runs

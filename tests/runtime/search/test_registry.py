@@ -9,7 +9,10 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.registry import SEARCH_KINDS, make_search
 from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.searching import SEARCHES, SearchOptions

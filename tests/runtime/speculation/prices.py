@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["FLAT", "LINEAR", "STAIRS", "Prices"]
-
 FLAT = dict.fromkeys(range(1, 65), 10.0)
 LINEAR = {rows: 10.0 * rows for rows in range(1, 65)}
 # Passes are padded to an even number of rows.

@@ -23,8 +23,6 @@ from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.runtime.speculation.prices import Prices
 
-__all__ = ["Boaster", "Coin", "Follower", "Late", "Prophet", "Reader", "Run", "decode", "learning", "text_of"]
-
 
 class Prophet(Drafter):
     """Knows the text and says the right token with a given probability; sign 1 where it is surer."""

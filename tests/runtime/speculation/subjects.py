@@ -12,18 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.bundle.heads import add_heads
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.governor import Governor
@@ -34,19 +39,6 @@ from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING, random_heads
 from tests.runtime.speculation.prices import FLAT, Prices
-
-__all__ = [
-    "EXPORTS",
-    "GREEDY",
-    "PENALISED",
-    "PROMPT",
-    "SAMPLED",
-    "TOKENS",
-    "Subject",
-    "Text",
-    "Witness",
-    "bundles",
-]
 
 # A text that repeats itself, so that tables have something to say.
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51, 62, 73, 84, 95, 40, 51]

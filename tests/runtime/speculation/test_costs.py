@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Capabilities, Geometry, open_bundle
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.export import ExportConfig
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler, TokenLogprobs
+from edgeinfer.runtime.sampling.distributions import TokenLogprobs
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.evaluated import LogitRows, head_of

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Layout, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

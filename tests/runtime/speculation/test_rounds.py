@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Layout
+from edgeinfer.bundle.layouts import Layout
 from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from tests.kernel import require_kernel

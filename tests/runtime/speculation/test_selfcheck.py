@@ -12,15 +12,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import PORTABLE, Bundle, Layout, open_bundle
+from edgeinfer.bundle.layouts import PORTABLE, Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.sampling import LogitsProcessor
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
 from tests.cache import made

@@ -16,7 +16,8 @@ from edgeinfer.drafting import VerificationRule
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext

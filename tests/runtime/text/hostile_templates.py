@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ESCAPES", "EXAMPLES", "FAST_LOOPS", "HOSTILE", "LOOPS"]
-
 # What a first attack found to hang or to take gigabytes.
 EXAMPLES = [
     "{{ 1|round(30000000, 'ceil') }}",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.runtime.text.test_template import CHATML, KNOWN, LLAMA2, TOOLS
 
-__all__ = ["DIALECTS"]
-
 
 def _joined(text: str) -> str:
     """A template that stands in several lines, of which the text has nothing."""

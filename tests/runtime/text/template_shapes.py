@@ -14,8 +14,6 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.runtime.text.template import ChatTemplate
 
-__all__ = ["ORDERS", "SHAPES", "TOKENS", "Shape", "Verdict", "judged"]
-
 TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # s, d, u, a: messages of system, developer, user, assistant; c: a call, C: two calls, b: a call beside text; t: an
 # answer of a tool.

@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.runtime.text import LiteralEncoder, Tokenizer, TransientTokenizer
 from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.text.guarded_template import GuardedTemplate
 from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.transient import TransientTokenizer
 from tests.marked_tokenizers import KINDS, MARKS, TEMPLATES, template, tokenizer
 from tests.runtime.text.test_template import CALLS, PLAIN, WEATHER, WITH_SYSTEM
 

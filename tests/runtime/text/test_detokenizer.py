@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from edgeinfer.runtime.text import StreamDecoder, Tokenizer
+from edgeinfer.runtime.text.streaming import StreamDecoder
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.tables import each_row
 
 CORPUS = [

@@ -13,12 +13,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
 from edgeinfer.errors import TokenizerError
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE
-from edgeinfer.runtime.text import MappedTokenizer, StreamDecoder, Tokenizer
-from edgeinfer.runtime.text.mapped import find_table, make_table
+from edgeinfer.runtime.text.mapped import MappedTokenizer, find_table, make_table
+from edgeinfer.runtime.text.streaming import StreamDecoder
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.user_folders import user_cache
 from tests.export.made_tokenizers import TOKENIZERS, byte_level
 from tests.marked_tokenizers import KINDS, MARKS

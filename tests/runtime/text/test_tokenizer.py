@@ -14,7 +14,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from edgeinfer.errors import PromptError, TokenizerError
-from edgeinfer.runtime.text import Tokenizer, longest_token, surely_longer, tokenizer
+from edgeinfer.runtime.text import tokenizer
+from edgeinfer.runtime.text.contract import longest_token, surely_longer
+from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 

@@ -17,8 +17,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from edgeinfer.apps.bench.synthetic import write_tokenizer
 from edgeinfer.errors import TokenizerError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TransientTokenizer, tokenizer_facts
-from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
+from edgeinfer.runtime.text.streaming import StreamDecoder
+from edgeinfer.runtime.text.tokenizer import Tokenizer, kept_bytes, parsing_bytes, table_bytes
+from edgeinfer.runtime.text.transient import TransientTokenizer, tokenizer_facts
 from tests.cli import TIME_LIMIT
 
 SENTENCES = ["Once upon a time there was a café.", "naïve 日本語 🙂 text", "a a a b b"]

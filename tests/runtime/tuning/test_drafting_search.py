@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from edgeinfer.bundle import Bundle, Capabilities, open_bundle
+from edgeinfer.bundle.manifest import Capabilities
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.export import export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts

@@ -27,12 +27,11 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.arithmetic import log_softmax, rms_norm
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.source.calibration_text import LENGTH, read_calibration_text
-from edgeinfer.quant import METHODS, QuantScheme
 from edgeinfer.quant.calibration_layers import LayerWalk
+from edgeinfer.quant.methods import METHODS
+from edgeinfer.quant.policy import QuantScheme
 from tests.tools.research.expert_forms import ExpertModel, Forms, Made
 from tests.tools.research.spectral import Heterogeneity
-
-__all__ = ["ComparisonRow", "ComparisonSettings", "ExpertComparison", "Group", "compare", "main", "table"]
 
 _log = logging.getLogger("edgeinfer")
 # Rows of logits at a time.

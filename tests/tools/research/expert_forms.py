@@ -12,24 +12,24 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.packing import BLOCK_SIZES, packed_bytes
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.config import BITS
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
-from edgeinfer.quant import METHODS, Grid, InputStatistics, QuantScheme, approximate
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
+from edgeinfer.quant.blocks import Grid
 from edgeinfer.quant.budget import Candidate, candidate_schemes
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate, default_streams
-from edgeinfer.quant.policy import make_scheme
+from edgeinfer.quant.methods import METHODS, approximate
+from edgeinfer.quant.policy import QuantScheme, make_scheme
 from edgeinfer.quant.probing import expert_group, probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
+from edgeinfer.quant.statistics import InputStatistics
 from tests.tools.research.spectral import Heterogeneity, heterogeneity, quantize_spectral, share_space
-
-__all__ = ["ExpertModel", "Forms", "Made", "grid_bytes"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -14,8 +14,6 @@ from edgeinfer.errors import EdgeInferError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["report_figures"]
-
 
 def report_figures(measured: Iterable[tuple[DataclassInstance, str]], out: Path | None) -> int:
     """Prints the line of each figure and writes the figures to a file, if one is named; the command's exit status.

@@ -25,8 +25,6 @@ from edgeinfer.results import Result
 from tests.tools.research.reporting import report_figures
 from tests.tools.research.search_references import SEEN
 
-__all__ = ["SearchGain", "main", "measure", "read_first"]
-
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 # Of the model's own distribution; a scorer gives so many nats for each word that a story is to have.
 _OWN = {"temperature": 1.0, "search": "particles", "samples": 5}

@@ -24,8 +24,6 @@ from edgeinfer import Model
 from edgeinfer.errors import UsageError
 from tests.tools.research.reporting import report_figures
 
-__all__ = ["SEEN", "ReferenceShare", "ReferenceText", "main", "measure_references", "read_references"]
-
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 _GREEDY = "greedy"
 # Tokens that each may look ahead: what it looks at decides of the first, which alone is judged.

@@ -20,8 +20,6 @@ from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant.blocks import Grid, padded
 from edgeinfer.quant.methods import approximate
 
-__all__ = ["Heterogeneity", "SpectralExperts", "heterogeneity", "quantize_spectral", "share_space"]
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # bfloat16.

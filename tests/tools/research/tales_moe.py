@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.export.training.text import SEPARATOR, make_tokenizer, read_stories, split_stories, tokens_of
 
-__all__ = ["Recipe", "main", "make_checkpoint", "train"]
-
 _log = logging.getLogger("edgeinfer")
 _Model = transformers.Qwen3MoeForCausalLM
 

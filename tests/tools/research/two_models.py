@@ -22,8 +22,6 @@ from edgeinfer import Model
 from edgeinfer.errors import UsageError
 from tests.tools.research.reporting import report_figures
 
-__all__ = ["PairGain", "main", "measure"]
-
 _PROMPTS = (
     "Once upon a time there was a little girl who",
     "One day, a dog found a big red ball",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.quant import Grid
+from edgeinfer.quant.blocks import Grid
 from tests.factories import make_checkpoint
 from tests.tools.research import expert_forms
 from tests.tools.research.expert_comparison import (

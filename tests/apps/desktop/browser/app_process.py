@@ -16,8 +16,6 @@ from typing import IO
 from tests.cli import TIME_LIMIT, command, environment
 from tests.speculation import BUILTIN
 
-__all__ = ["App", "make_models", "running"]
-
 
 @dataclass
 class App:

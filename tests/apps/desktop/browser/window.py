@@ -12,8 +12,6 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator
 
 from tests.waiting import TIME_LIMIT
 
-__all__ = ["STORY", "Window", "open_window", "window_in"]
-
 STORY = "Tell me a story about a little boat."
 
 

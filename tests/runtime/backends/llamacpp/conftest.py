@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.models import Shape, quantized, write_gguf
 
@@ -47,7 +48,8 @@ def make_backend(gguf_bundle: Callable[..., Bundle]) -> Any:
 @pytest.fixture(scope="module")
 def bundles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
     """Exports a GGUF bundle once, by a name in the module's FAMILIES: classes and settings."""
-    from edgeinfer.export import ExportConfig, export_checkpoint  # with the packages of an extra
+    from edgeinfer.export.exporter import export_checkpoint
+    from edgeinfer.export.options.config import ExportConfig
     from tests.factories import make_checkpoint
 
     @cache

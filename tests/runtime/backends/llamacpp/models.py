@@ -14,8 +14,6 @@ from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.runtime.text.contract import token_bytes
 
-__all__ = ["Shape", "quantized", "realigned", "write_gguf"]
-
 
 @dataclass(frozen=True)
 class Shape:

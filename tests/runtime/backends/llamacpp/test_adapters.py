@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import AdapterError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend

@@ -17,9 +17,9 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf import library
 from edgeinfer.bundle.gguf.library import cpu_device, functions, llama_library
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.device_options import DeviceOptions
 from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.runtime.backends.llamacpp import graphics

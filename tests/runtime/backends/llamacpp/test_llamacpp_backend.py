@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
@@ -359,7 +359,7 @@ def test_a_file_that_llama_cannot_load(gguf_bundle: Callable[..., Bundle], tmp_p
     data = bundle.gguf.path.read_bytes()
     broken = tmp_path / "model.gguf"
     broken.write_bytes(data.replace(b"blk.0.ffn_down.", b"blk.0.ffn_dowx."))
-    from edgeinfer.bundle import open_bundle
+    from edgeinfer.bundle.opening import open_bundle
 
     with pytest.raises(BundleError, match=r"llama.cpp cannot load .*ffn_down"):
         LlamaCppBackend(open_bundle(broken), 8)

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, Bundle, open_bundle
 from edgeinfer.bundle.gguf.library import listening
 from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.llamacpp import memory

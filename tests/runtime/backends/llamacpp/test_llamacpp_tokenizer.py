@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
-from edgeinfer.runtime.text import LiteralEncoder
 from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.text.streaming import StreamDecoder
 from tests.rare_texts import rare_texts
 from tests.runtime.backends.llamacpp.conftest import SHAPE

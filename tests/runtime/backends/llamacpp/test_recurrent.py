@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED

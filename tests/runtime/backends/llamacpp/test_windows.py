@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput

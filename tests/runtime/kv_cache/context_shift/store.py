@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle import Capabilities, DecoderSpec, RopeSpec
 from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.bundle.manifest import Capabilities
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
-
-__all__ = ["HEAD", "SPEC", "Store", "raw_keys"]
 
 HEAD = 8
 SPEC = DecoderSpec(

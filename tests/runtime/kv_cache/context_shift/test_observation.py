@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import arithmetic, open_bundle
+from edgeinfer.bundle import arithmetic
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import MERGING, OVERFLOWS
 from edgeinfer.errors import UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle, Layout, open_bundle
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import MERGING, GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
@@ -22,8 +25,9 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.governor import Governor

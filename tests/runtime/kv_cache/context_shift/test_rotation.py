@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.bundle.arithmetic import rope_tables, rotate
+from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations, Rotation

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -29,20 +32,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
-
-__all__ = [
-    "BACKENDS",
-    "Plain",
-    "assert_same_cache",
-    "committed",
-    "context",
-    "export",
-    "greedy",
-    "make_backend",
-    "sampled",
-    "speculate",
-    "take_in",
-]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,

@@ -9,8 +9,6 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, Verdict
 
-__all__ = ["ask", "chain", "searched", "settled"]
-
 
 def settled(committed: Sequence[int], fed: Sequence[int] = (0,), logits: Floats | None = None) -> Round:
     """A round that committed these tokens; by default nothing was drafted and the logits say nothing."""

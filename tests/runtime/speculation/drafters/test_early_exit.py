@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.self_drafters import EarlyExitDrafter
 from tests.runtime.speculation.drafters.models import assert_same_cache, context, export, make_backend, take_in

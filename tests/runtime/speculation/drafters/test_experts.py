@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend

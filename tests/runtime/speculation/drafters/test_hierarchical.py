@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter

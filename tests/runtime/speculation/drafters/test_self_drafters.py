@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Capabilities
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

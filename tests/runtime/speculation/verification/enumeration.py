@@ -10,19 +10,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, Verdict, Verifier
 
-__all__ = [
-    "Laws",
-    "TableTarget",
-    "check_lossless",
-    "drafts",
-    "lossless_error",
-    "make_draft",
-    "output_probabilities",
-    "plain_probabilities",
-    "random_laws",
-    "verdicts",
-]
-
 Path = tuple[int, ...]
 Laws = Callable[[Path], Probabilities]
 Siblings = Callable[

@@ -6,7 +6,8 @@ import numpy as np
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
 from edgeinfer.runtime.speculation.verification import RoundView, TokenJudge, verify_judge, verify_keyed
 from tests.runtime.speculation.verification.enumeration import make_draft
