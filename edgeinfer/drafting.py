@@ -21,7 +21,7 @@ VerificationRule = Literal["keyed", "rejection", "k-seq", "typical", "judge"]
 VERIFICATIONS: tuple[str, ...] = get_args(VerificationRule)
 # As a draft model: none, not even the one that a bundle brings.
 NO_DRAFT_MODEL = "off"
-# Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
+# Tokens in a draft unless told otherwise: more rarely pay (docs/log), and each takes a row of logits.
 MOST_DRAFTED = 15
 # Candidates for one place.
 _MOST_SIBLINGS = 8

@@ -1,7 +1,7 @@
 """`dataclass`, as the standard library's, with methods that all classes share instead of code compiled for each.
 
 Until Python 3.13 the library compiles six functions for a frozen class, one by one: half a millisecond, and half of the
-time that importing the 150 of a model's first token took (docs/LOG.md). What fields a class has is still the library's
+time that importing the 150 of a model's first token took (docs/log). What fields a class has is still the library's
 to say, so `fields`, `replace`, `asdict` and matching work as ever. Slots and order are left to it.
 """
 

@@ -82,7 +82,7 @@ def default_tokens(weights: int) -> int:
     """Tokens to run where none are asked for: 16384 for models of up to 64 Mi weights, 8192 above.
 
     They count for more than anything else: with 4096, 8192 and 16384 a model of 15M weights loses 0.0012, 0.0011 and
-    0.0006 nats at 4 bits, and 0.017, 0.013 and 0.010 at 2 bits (docs/LOG.md).
+    0.0006 nats at 4 bits, and 0.017, 0.013 and 0.010 at 2 bits (docs/log).
     """
     return 16384 if weights <= _LARGE_MODEL else 8192
 

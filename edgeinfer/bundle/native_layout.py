@@ -7,7 +7,7 @@ Every 32 values of 3 bits are two runs of their low two bits and one of their hi
 Scales are bfloat16, zero points bytes. Rows and values that fill up the last tile and block are zero.
 
 Inline scales lie before the values of their block, 64 bytes of them, so that a pass reads one run of bytes instead of
-two: with blocks of 32 and 64 at 4 bits that is the faster order (docs/LOG.md, 2026-11-25, "scales among the weights").
+two: with blocks of 32 and 64 at 4 bits that is the faster order (docs/log/2026-11-25.md, "scales among the weights").
 Tensors of before have none.
 """
 

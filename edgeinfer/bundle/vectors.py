@@ -15,7 +15,7 @@ Bytes = NDArray[np.uint8]
 # Weights of a code, and bits of each value that it stands for.
 VECTOR, VALUE_BITS = 4, 4
 _FIELD_BITS = 2
-# The same as in runtime/native/values.h, found by k-means on Gaussian numbers (docs/LOG.md, 2026-11-26, "codebooks").
+# The same as in runtime/native/values.h, found by k-means on Gaussian numbers (docs/log/2026-11-26.md, "codebooks").
 MAGNITUDES = np.array(
     [
         *((1, 1, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 3, 1, 3)),

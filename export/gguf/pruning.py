@@ -83,7 +83,7 @@ def choose_layers(
 
     Each candidate is a stream that leaves the model's own at its layer, so that every weight is read once for all of
     them. How much a layer turns the hidden states says less: on three small models it chose no better than layers in
-    even distances (docs/LOG.md).
+    even distances (docs/log).
 
     Args:
         texts: token ids; texts do not see each other.

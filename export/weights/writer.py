@@ -23,7 +23,7 @@ from edgeinfer.quant.statistics import InputStatistics
 # Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.
 _SLAB_VALUES = 1 << 23
 _PAIRED = ".gate_up"
-# Bits and blocks whose passes are faster with inline scales: docs/LOG.md, 2026-11-25, "scales among the weights".
+# Bits and blocks whose passes are faster with inline scales: docs/log/2026-11-25.md, "scales among the weights".
 _INLINE = ((4, 32), (4, 64))
 
 # Gives rows start..stop-1 of a float32 tensor.

@@ -11,7 +11,7 @@ from edgeinfer.runtime.arrays import Floats
 
 # Rows that are asked for at once: as many as the native kernel multiplies by one reading of the weights. Where all rows
 # of a long draft are read after all, several such passes may take longer than one over all of them: 52.0 ms instead of
-# 49.7 for 16 rows of a 0.5B (docs/LOG.md, 2026-11-27).
+# 49.7 for 16 rows of a 0.5B (docs/log/2026-11-27.md).
 HEAD_ROWS = 4
 
 

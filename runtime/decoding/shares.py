@@ -24,7 +24,7 @@ _LOOK = 32
 # A step of so many times more or fewer rows tells nothing of a step.
 _NEAR = 2
 # Milliseconds that a request for a round, and a streamed token, take of a processor besides their rows: measured, see
-# docs/LOG.md, "devices in company".
+# docs/log, "devices in company".
 _ROUND_MS, _EVENT_MS = 3.7, 0.9
 # How much faster drafts must be expected to be than streams, as rounds do not all come at once.
 _COMPANY_GAIN = 1.3

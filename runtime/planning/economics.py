@@ -18,7 +18,7 @@ CHEAP = 0.02
 # Where asking tables costs more than this share of a pass, "auto" decodes plainly: a model so small would have to be
 # guessed right half of the time for drafts to pay for their own making.
 _MOST_ASKING = 0.4
-# Milliseconds of looking up a guess: asking three tables takes an eighth of one (docs/LOG.md, 2026-11-21).
+# Milliseconds of looking up a guess: asking three tables takes an eighth of one (docs/log/2026-11-21.md).
 _LOOKUP_MS = 0.04
 # The rate is a fixed point that a few steps reach from below, and steps smaller than this share end the search.
 _STEPS, _STEP = 12, 1e-6

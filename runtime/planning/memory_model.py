@@ -1,7 +1,7 @@
 """Bytes of every term of a plan as a formula of bundle, configuration and device.
 
 All terms are upper bounds, as a plan that fits has to be kept. What a model takes on its backend, `model_memory` says;
-this adds the process around it. Constants were fitted to measured processes (docs/LOG.md, 2026-11-21); `edgeinfer bench
+this adds the process around it. Constants were fitted to measured processes (docs/log/2026-11-21.md); `edgeinfer bench
 memory` shows how near they are on a device.
 """
 
@@ -29,7 +29,7 @@ RESERVE_BYTES = 4_000_000
 # Python's objects while replies are made.
 _OBJECTS_BYTES = 2_000_000
 # Of a further reply side by side: its thread and objects; and vectors of the vocabulary, as logits of a pass, a copy of
-# them and what sampling makes of them (docs/LOG.md, 2026-11-25).
+# them and what sampling makes of them (docs/log/2026-11-25.md).
 _SEQUENCE_BYTES, _SEQUENCE_VECTORS = 300_000, 12
 _FLOAT_BYTES = 4
 # Tokens that each has room for, unless the context is shorter.

@@ -69,7 +69,7 @@ class Profiles(Protocol):
         """The profile of a variant, with the draft model beside it or without."""
 
 
-# Of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
+# Of parsing a byte of tokenizer.json (docs/log/2026-11-21.md).
 _PARSING_MS_PER_BYTE = 6e-5
 # Terms that grow while the model is used, and which are not alive between two turns.
 _KNOWN = ("kv", "prefix_cache")

@@ -16,28 +16,28 @@ from edgeinfer.runtime.weights.windows import Run, dropped_windows, window_bytes
 
 # A turn of a chat, by which configurations are compared: so many new tokens of prompt, so many of reply.
 TURN_TOKENS, REPLY_TOKENS = 64, 128
-# Of a round that drafts, besides its pass (docs/LOG.md, 2026-11-21).
+# Of a round that drafts, besides its pass (docs/log/2026-11-21.md).
 ROUND_MS = 0.3
 # Of a token besides its round, until a reply told: choosing it, its text and its figures; and of each token of the
-# vocabulary it is chosen from (docs/LOG.md, 2026-11-26).
+# vocabulary it is chosen from (docs/log/2026-11-26.md).
 _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 # Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step,
-# and what is learnt at a reply's end (docs/LOG.md, 2026-11-26, sixth).
+# and what is learnt at a reply's end (docs/log/2026-11-26.md, sixth).
 _IN_VAIN_MS = 0.05
 # Of a pass: rounds that take no less than this share give a token each.
 _PLAIN = 1 - 1e-6
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
-# reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
+# reckoned with until the device was measured (docs/log/2026-11-21.md: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
 _ROW_SHARE = 0.12
 # Bytes that the system drops too early, and reads again, for each that it has no room for: of what is read again and
-# again in one order, and of experts, which are not (docs/LOG.md, 2026-11-27, and 2026-11-26, fifth).
+# again in one order, and of experts, which are not (docs/log/2026-11-27.md, and 2026-11-26, fifth).
 _DROPPED_EARLY, _EXPERTS_DROPPED_EARLY = 3.0, 1.4
 # Bytes a second that a disk is taken to give until it was measured: an SSD's.
 _USUAL_DISK_RATE = 1e9
 # Milliseconds that nothing takes less than.
 LEAST_MS = 0.2
-# Nanoseconds of a value of the cache by its type: when it is written, and when a row attends to it (docs/LOG.md,
+# Nanoseconds of a value of the cache by its type: when it is written, and when a row attends to it (docs/log,
 # 2026-11-26, third). Four bits are written slowly, as nine ranges are tried for each 16 values.
 _CACHE_NS = {FLOAT32: (0.0, 0.19), "float16": (0.3, 0.16), "int8": (6.0, 0.07), "int4": (28.0, 0.27)}
 # Rows that are in the cache when passes are timed.

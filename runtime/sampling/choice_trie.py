@@ -25,7 +25,7 @@ class ChoiceTrie:
     leads to, is where a reply is after its end and off the list.
 
     The paper's tables of the first levels, one entry for every pair of tokens, are left out: on a CPU the search takes
-    less than the lookup there (docs/LOG.md).
+    less than the lookup there (docs/log).
 
     Args:
         choices: token ids of each; one may begin another, and repetitions count once.

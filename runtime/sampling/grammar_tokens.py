@@ -25,7 +25,7 @@ _SPECIAL = b"\xff"
 _SLICES = (r"[^\"\\\x00-\x1F\x7F]{1,10}", r"[^\"\\\x00-\x1F\x7F]{1,30}")
 
 # Bytes of a token in its tables, and while they are made; of the engine's code and its first use; of a grammar while it
-# is compiled and followed, of 265 schemas of jsonschemabench the most, and of a further one beside it (docs/LOG.md,
+# is compiled and followed, of 265 schemas of jsonschemabench the most, and of a further one beside it (docs/log,
 # 2026-11-26).
 _TOKEN_BYTES: dict[GrammarMode, tuple[int, int]] = {"none": (0, 0), "plain": (130, 190), "sliced": (240, 310)}
 _ENGINE_BYTES, _GRAMMAR_BYTES, _FURTHER_GRAMMAR_BYTES = 2_000_000, 8_000_000, 4_000_000

@@ -266,7 +266,7 @@ class Governor:
         self.timed_guesses, self.timed_reading = [], []
 
     def _worth(self, tree: Tree) -> float:
-        # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
+        # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/log).
         return tokens_per_ms(tree.expected, self._prices[len(tree)], self._spent, self._round_ms)
 
     def _beats_plain(self, tree: Tree) -> bool:

@@ -8,7 +8,7 @@ Replies differ in who is right. So each drafter has a term that is learnt faster
 drafter with logits and the surest table differ, it is counted who was right: in the reply, and from reply to reply for
 each of three states, by whether what was copied from the conversation came true lately. So little of a reply has to be
 seen: in stories that are new a draft model is right in nine of ten differences, in such as the prompt holds in one of
-twenty (docs/LOG.md, 2026-11-26, third).
+twenty (docs/log/2026-11-26.md, third).
 """
 
 from __future__ import annotations

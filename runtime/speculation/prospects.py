@@ -108,14 +108,14 @@ def _read(plan_input: PlanInput, name: str | None = None) -> int:
 
 
 # Shares of the rounds left to each, and of tokens: means of 24 replies to prompts that were never seen before, of two
-# models that answer (docs/LOG.md, 2026-11-28).
+# models that answer (docs/log/2026-11-28.md).
 TABLES = {
     "copy": Prior(0.3, 0.4, tables=True),
     "ngram": Prior(0.15, 0.33, tables=True),
     "recycle": Prior(0.3, 0.38, tables=True),
 }
 # In the order of asking. Models and modules: tokens per pass of the shipped drafter and of an EAGLE head on five kinds
-# of dialogue; heads: the first place of Medusa's (docs/LOG.md, 2026-11-25). What the target drafts itself is guessed.
+# of dialogue; heads: the first place of Medusa's (docs/log/2026-11-25.md). What the target drafts itself is guessed.
 PRIORS: dict[str, _Find] = {
     "copy": _table("copy"),
     "ngram": _table("ngram"),

@@ -4,7 +4,7 @@ do where it fails; knows backends by their contract, and nothing of drafts.
 Where it fails, a choice may hang on rounding. `near_edge` tells which: such a row can be decided again by
 the pass that plain decoding would run. That gives plain decoding's text only if the rows before it are plain decoding's
 too: their differences reach every later row through the cache, and there they are as large as those of the row itself
-(docs/LOG.md).
+(docs/log).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _WIDE = 8
 # Tokens among which a choice falls: their logits' differences decide, not those of the vocabulary's extremes.
 _LIKELY = 8
 # Of a backend that promises nothing: what one int8 that was rounded the other way moved logits by in llama.cpp
-# (docs/LOG.md, 2026-11-22), which in a short text may not happen.
+# (docs/log/2026-11-22.md), which in a short text may not happen.
 _LEAST_NOISE = 0.02
 # Half of five standard deviations of the difference between two likely tokens: of 4 to 8 thousand rows of 4-bit models
-# none moved further than 4.6 (docs/LOG.md).
+# none moved further than 4.6 (docs/log).
 _NOISE_SIGMAS = 2.5
 
 

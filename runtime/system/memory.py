@@ -133,7 +133,7 @@ def return_large_frees() -> None:
         # after a tokenizer, whatever is trimmed. No pass got slower.
         libc.mallopt(_M_MXFAST, 0)
         # One heap for all threads: replies side by side have one each, of which one at a time runs, and each heap would
-        # keep what its reply freed (docs/LOG.md, 2026-11-25).
+        # keep what its reply freed (docs/log/2026-11-25.md).
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
@@ -174,7 +174,7 @@ def keeping_freed() -> Iterator[None]:
     """Within, blocks that are freed stay for the next ones, in spite of `return_large_frees`; then all go back.
 
     A new mapping costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
-    (docs/LOG.md, 2026-11-25). From any thread, nested or not: who is last returns them.
+    (docs/log/2026-11-25.md). From any thread, nested or not: who is last returns them.
     """
     _FREED.keep()
     try:

@@ -1,6 +1,6 @@
 """Text to token ids and back through the `tokenizers` library, and bounds of the memory that its tokenizers take.
 
-The bounds were measured for version 0.23 of the library on vocabularies of 512 to 152,000 tokens (docs/LOG.md). A token
+The bounds were measured for version 0.23 of the library on vocabularies of 512 to 152,000 tokens (docs/log). A token
 takes the same however long the file; hash tables of a power of two of buckets, eight for seven tokens or more, come on
 top. Parsing a second time takes more than the first. Words that were seen are kept, up to `SEEN_WORDS` of them.
 """

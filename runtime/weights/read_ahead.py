@@ -29,7 +29,7 @@ class ReadAhead:
 
     It touches them in a mapping of its own, a piece at a time, which it drops at once. So they come in large pages
     where the system has these for files, unlike what it reads on advice: 1.8 GB/s instead of 1.0, for 0.4 of the
-    processor's time (docs/LOG.md, 2026-11-27).
+    processor's time (docs/log/2026-11-27.md).
 
     Raises:
         StorageError: the file cannot be mapped.

@@ -27,7 +27,7 @@ WORTH_DROPPING = 2 * PIECE_BYTES
 # Bytes of packed copies that loading reads before it lets them go, unless a part of the graph has more.
 READ_BETWEEN = 2 << 20
 # Milliseconds that a window takes for each layer of the model, which all its graph decides about, and that a page fault
-# takes to map a piece of the system's cache and drop it again (docs/LOG.md, 2026-11-26, fifth).
+# takes to map a piece of the system's cache and drop it again (docs/log/2026-11-26.md, fifth).
 _DECIDED_MS, _FAULT_MS = 0.014, 0.006
 # What a fault maps of a file; every array begins and ends in the middle of such a piece.
 _FAULT_BYTES = 64 << 10

@@ -141,7 +141,7 @@ class WeightPages:
 
     def large_pages(self) -> None:
         """Has the system read what every pass reads in pieces of 2 MB and map them at once, where it can: passes take a
-        sixth less, and pages that were dropped come back in a third of the time (docs/LOG.md, 2026-11-26, fourth).
+        sixth less, and pages that were dropped come back in a third of the time (docs/log/2026-11-26.md, fourth).
 
         Not tables of which rows are looked up, around each of which so much would be read."""
         self._part("layers", "final_norm", "head").large_pages()

@@ -21,7 +21,7 @@ STORIES = [
     "Tom and Mia went to the park. They saw a big tree. Tom wanted to climb the tree, but Mia was afraid.",
 ]
 # Pages that are about working on edgeinfer, or tell what was done once.
-OTHERS = ("docs/LOG.md", "docs/MEASUREMENTS.md", "docs/results", "docs/screenshots", "docs/contributing.md")
+OTHERS = ("docs/log", "docs/MEASUREMENTS.md", "docs/results", "docs/screenshots", "docs/contributing.md")
 
 
 def name_of(page: Page) -> str:

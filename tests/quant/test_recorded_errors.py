@@ -20,7 +20,7 @@ from tests.recorded import check_recorded
 GRIDS = (Grid(2, 32, False), Grid(3, 128, False), Grid(4, 32, True), Grid(8, 64, False))
 # Shares of the output's energy, by quantizer and what it knows of the inputs, for each grid. BLAS kernels for Haswell
 # and for CPUs without AVX give the same five digits. A quantizer that was changed on purpose gets new figures here, and
-# the old ones into docs/LOG.md.
+# the old ones into docs/log.
 RECORDED = {
     ("rtn", "nothing"): (0.10777, 0.033115, 0.0058700, 2.2774e-05),
     ("rtn", "hessian"): (0.068522, 0.024662, 0.0042421, 1.8648e-05),

@@ -1,6 +1,6 @@
 """What a model takes on onnxruntime, or on numpy, by term.
 
-All terms are upper bounds. Constants were fitted to measured processes (docs/LOG.md, 2026-11-21).
+All terms are upper bounds. Constants were fitted to measured processes (docs/log/2026-11-21.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FIRST_ROWS = 256
 # A cache that grows by concatenation is written again by every pass, from one copy into the other.
 _CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear: of our operators, and of
-# onnxruntime's, whose freed blocks do not all fit what comes next (docs/LOG.md, 2026-11-26).
+# onnxruntime's, whose freed blocks do not all fit what comes next (docs/log/2026-11-26.md).
 _LIVE_WIDTHS, _PORTABLE_WIDTHS = 3, 6
 _FLOAT_BYTES = 4
 # Positions of a block of attention and what its scores lie apart; results of blocks that are kept apart at most, and

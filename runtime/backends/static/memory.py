@@ -1,7 +1,7 @@
 """What a static bundle takes on onnxruntime, by term.
 
 Every graph has a session with packed copies of all weights, and all sessions that a way of running may make are
-counted. All terms are upper bounds; constants were fitted to measured processes (docs/LOG.md, 2026-11-22).
+counted. All terms are upper bounds; constants were fitted to measured processes (docs/log/2026-11-22.md).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What is merged. Defaults were chosen among some twenty, by docs/LOG.md.
+    """What is merged. Defaults were chosen among some twenty, by docs/log.
 
     Attributes:
         sinks: first rows, which stay as they are.

@@ -128,7 +128,7 @@ def attention(queries: Floats, keys: Floats) -> Floats:  # (H, g, w, h), (H, n, 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What decides who leaves. Defaults were chosen among some twenty, by docs/LOG.md.
+    """What decides who leaves. Defaults were chosen among some twenty, by docs/log.
 
     Attributes:
         sinks: first rows, which stay and into which nothing is merged.

@@ -18,7 +18,7 @@ from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations, Remo
 # StreamingLLM's: one may do, four always did.
 SINKS = 4
 # Share of the context that a context shift frees. What is freed at once is missing from then on: with twice as much,
-# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (docs/LOG.md). Half as
+# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (docs/log). Half as
 # much would turn all keys twice as often.
 _FREED = 0.125
 

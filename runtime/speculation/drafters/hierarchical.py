@@ -13,7 +13,7 @@ from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafte
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 # With its last known token the model then takes four rows, which cost it little more than one. A tree of so many nodes
-# takes fewer passes than a chain, and fewer rows in all; larger ones take few passes less for many rows (docs/LOG.md).
+# takes fewer passes than a chain, and fewer rows in all; larger ones take few passes less for many rows (docs/log).
 _LOOK_AHEAD = 3
 # Guesses of a drafter for one place.
 _SIBLINGS = 3
