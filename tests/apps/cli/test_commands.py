@@ -139,7 +139,7 @@ class FakeExportConfig:
 
 
 class FakeExport(ModuleType):
-    """Stands for edgeinfer.export, whose libraries need not be installed here."""
+    """Replaces the modules of edgeinfer.export, whose libraries need not be installed here."""
 
     ExportConfig = FakeExportConfig
 
@@ -160,7 +160,8 @@ class FakeExport(ModuleType):
 @pytest.fixture
 def export(monkeypatch: pytest.MonkeyPatch) -> FakeExport:
     fake = FakeExport()
-    monkeypatch.setitem(sys.modules, "edgeinfer.export", fake)
+    for module in ("edgeinfer.export.exporter", "edgeinfer.export.options.config"):
+        monkeypatch.setitem(sys.modules, module, fake)
     return fake
 
 
