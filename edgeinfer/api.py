@@ -18,22 +18,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
 from edgeinfer.chat import Chat
-from edgeinfer.config import CountedPages, GenerationConfig, LoadConfig, WeightsMode
+from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.contexts import Context, Placement
 from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loading import Bundles, LoadRequest, make_parts
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.option_types import (
-    CacheOption,
-    GenerationOptions,
-    LoadOptions,
-    Prompt,
-    RareLoadOptions,
-    SpeculationOption,
-    given_by,
-)
+from edgeinfer.option_types import GenerationOptions, LoadOptions, Prompt
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
 from edgeinfer.replying import Replying
 from edgeinfer.results import Progress, Result
@@ -51,67 +43,21 @@ if TYPE_CHECKING:
 StreamT = TypeVar("StreamT", bound=TokenStream)
 
 
-def load(
-    model: str | Path | None = None,
-    *,
-    memory: int | str | None = None,
-    context: int | None = None,
-    bits: int | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    draft_model: str | Path | None = None,
-    speculation: SpeculationOption | None = None,
-    cache: CacheOption | None = None,
-    weights: WeightsMode | None = None,
-    expert_memory: int | str | None = None,
-    counted: CountedPages | None = None,
-    backend: str | None = None,
-    native: bool | None = None,
-    exact: bool | None = None,
-    prefill_chunk: int | None = None,
-    parallel: int | None = None,
-    profile: str | Path | None = None,
-    idle_unload: float | None = None,
-    progress: Progress | None = None,
-    **rare: Unpack[RareLoadOptions],
-) -> Model:
-    """Loads a model.
+def load(model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]) -> Model:
+    """Load a model.
 
     Args:
         model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
-            built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
-        memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
-            that the model runs as fast as it can within it.
-        context: tokens of prompt plus reply; None is 8192 or the model's maximum, or less where memory needs it.
-        bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
-        threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
-        device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
-        draft_model: a small model with the same tokenizer that drafts; "off": not even the model's own.
-        speculation: who drafts ahead: "auto", the default, "off", or drafters such as "copy,ngram"; or `Speculation`.
-        cache: the KV cache: `Cache`, or a dictionary such as {"kv": "int8"}.
-        weights: "packed" into memory, "mapped" from their file, "experts" mapped until they are chosen, or "streamed" a
-            few layers at a time; None is the fastest that fits.
-        expert_memory: experts that may be in memory at once, such as "200MB".
-        counted: what counts against `memory`: "resident" pages, the default, or "anonymous": those without a file.
-        backend: engine that runs the model: "onnx", "llamacpp" or "reference"; None is the bundle's own.
-        native: False runs on onnxruntime's own operators, True on the native kernel, converting weights if need be.
-        exact: False skips the padding that makes text independent of how it was computed; somewhat faster.
-        prefill_chunk: prompt tokens per pass.
-        parallel: replies side by side to plan memory for; without a `prefix_cache`, their tokens get what is left.
-        profile: settings that `edgeinfer tune --out` wrote to this file, or "off"; None is what it kept for this user.
-        idle_unload: unload the model after this many seconds without a request.
+            built-in model. A model that is not on this machine is fetched, and a checkpoint converted, once.
         progress: called with a stage, steps done and steps in all while weights are converted, once on a device.
-        rare: options of `cache` and `speculation` by themselves, such as kv="int8" or draft_max=8.
+        options: memory="600MB", context=4096, threads=4 and the other keys of `LoadOptions`, which documents each.
 
     Raises:
         ModelError, StorageError: the bundle is missing or damaged; there is no place for converted weights.
         BudgetError: it does not fit `memory`; the error carries the breakdown and the smallest budget that would do.
         UsageError: an option is unknown or out of range.
     """
-    return _load(model, LoadConfig.of(**given_by(locals())), progress)
-
-
-def _load(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Model:
+    config = LoadConfig.of(**options)
     started = time.perf_counter()
     with allocating("The model"):
         bundles = Bundles.open(model, config, progress).within(config)
@@ -123,62 +69,19 @@ def _load(model: str | Path | None, config: LoadConfig, progress: Progress | Non
     return Model(lifecycle, chat_template(bundles.target), config.inter_token_latency)
 
 
-def plan(
-    model: str | Path | None = None,
-    *,
-    memory: int | str | None = None,
-    context: int | None = None,
-    bits: int | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    draft_model: str | Path | None = None,
-    speculation: SpeculationOption | None = None,
-    cache: CacheOption | None = None,
-    weights: WeightsMode | None = None,
-    expert_memory: int | str | None = None,
-    counted: CountedPages | None = None,
-    backend: str | None = None,
-    native: bool | None = None,
-    exact: bool | None = None,
-    prefill_chunk: int | None = None,
-    parallel: int | None = None,
-    profile: str | Path | None = None,
-    idle_unload: float | None = None,
-    **rare: Unpack[RareLoadOptions],
-) -> MemoryPlan:
-    """What `load` with the same arguments would take and run at, without loading, and the ways around it.
+def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> MemoryPlan:
+    """Plan what `load` with the same arguments would take and how fast it would run, and list the alternatives.
 
-    A plan that does not fit is returned too.
+    Nothing is loaded. A plan that does not fit is returned too.
 
     Args:
-        model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
-            built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
-        memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
-            that the model runs as fast as it can within it.
-        context: tokens of prompt plus reply; None is 8192 or the model's maximum, or less where memory needs it.
-        bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
-        threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
-        device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
-        draft_model: a small model with the same tokenizer that drafts; "off": not even the model's own.
-        speculation: who drafts ahead: "auto", the default, "off", or drafters such as "copy,ngram"; or `Speculation`.
-        cache: the KV cache: `Cache`, or a dictionary such as {"kv": "int8"}.
-        weights: "packed" into memory, "mapped" from their file, "experts" mapped until they are chosen, or "streamed" a
-            few layers at a time; None is the fastest that fits.
-        expert_memory: experts that may be in memory at once, such as "200MB".
-        counted: what counts against `memory`: "resident" pages, the default, or "anonymous": those without a file.
-        backend: engine that runs the model: "onnx", "llamacpp" or "reference"; None is the bundle's own.
-        native: False runs on onnxruntime's own operators, True on the native kernel, converting weights if need be.
-        exact: False skips the padding that makes text independent of how it was computed; somewhat faster.
-        prefill_chunk: prompt tokens per pass.
-        parallel: replies side by side to plan memory for; without a `prefix_cache`, their tokens get what is left.
-        profile: settings that `edgeinfer tune --out` wrote to this file, or "off"; None is what it kept for this user.
-        idle_unload: unload the model after this many seconds without a request.
-        rare: as `load` takes them.
+        model: as `load` takes it.
+        options: as `load` takes them.
 
     Raises:
         ModelError, UsageError: as `load`.
     """
-    config = LoadConfig.of(**given_by(locals()))
+    config = LoadConfig.of(**options)
     return Bundles.open(model, config).plan(config, all_ways=True)
 
 

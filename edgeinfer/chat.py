@@ -12,16 +12,7 @@ from edgeinfer.bundle.writing import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.generation import TokenStream
-from edgeinfer.option_types import (
-    ComputeOption,
-    GenerationOptions,
-    JsonSchema,
-    RareGenerationOptions,
-    SamplingOption,
-    SearchOption,
-    SpeculationOption,
-    given_by,
-)
+from edgeinfer.option_types import GenerationOptions
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
@@ -92,82 +83,22 @@ class Chat:
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + [dict(turn) for turn in self._turns]
 
-    def send(
-        self,
-        text: str,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        choices: Sequence[str] | None = None,
-        json_schema: JsonSchema | None = None,
-        regex: str | None = None,
-        grammar: str | None = None,
-        logprobs: int | None = None,
-        sampling: SamplingOption | None = None,
-        speculation: SpeculationOption | None = None,
-        search: SearchOption | None = None,
-        compute: ComputeOption | None = None,
-        **rare: Unpack[RareGenerationOptions],
-    ) -> Result:
-        """Answers a user message and returns the whole reply, as `stream` does chunk by chunk.
+    def send(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
+        """Answer a user message and return the whole reply; arguments and errors are those of `stream`."""
+        return self.stream(text, **options).complete()
+
+    def stream(self, text: str, **options: Unpack[GenerationOptions]) -> TokenStream:
+        """Answer a user message chunk by chunk. Once the reply ends, even early, both become part of the conversation.
 
         Args:
             text: the user's message.
-
-        The options are those of `Model.generate`; sampling options that are left out are those that the model's makers
-        recommend. Errors as `stream`.
-        """
-        return self._stream(text, given_by(locals())).complete()
-
-    def stream(
-        self,
-        text: str,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        choices: Sequence[str] | None = None,
-        json_schema: JsonSchema | None = None,
-        regex: str | None = None,
-        grammar: str | None = None,
-        logprobs: int | None = None,
-        sampling: SamplingOption | None = None,
-        speculation: SpeculationOption | None = None,
-        search: SearchOption | None = None,
-        compute: ComputeOption | None = None,
-        **rare: Unpack[RareGenerationOptions],
-    ) -> TokenStream:
-        """Answers a user message, chunk by chunk. Once finished, also early, both become part of the conversation.
-
-        Args:
-            text: the user's message.
-
-        The options are those of `Model.generate`; sampling options that are left out are those that the model's makers
-        recommend.
+            options: as `Model.generate` takes them; sampling options that are left out are those that the model's
+                makers recommend.
 
         Raises:
             PromptError: the message is empty, or no text.
             TemplateError, ContextLengthError, UsageError: as `Model.stream_chat`; the conversation is unchanged.
         """
-        return self._stream(text, given_by(locals()))
-
-    async def asend(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
-        """`send` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply."""
-        return await self.astream(text, **options).complete()
-
-    def astream(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
-        """`stream` for asynchronous programs: `async for chunk in chat.astream("Hello"): ...`."""
-        given = dict(options)
-        return AsyncTokenStream(self._model.reply_thread, lambda: self._stream(text, given), self)
-
-    def _stream(self, text: str, options: Mapping[str, Any]) -> TokenStream:
         if not isinstance(text, str):
             hint = "Pass a string; an earlier conversation goes to model.chat(history=...)."
             raise PromptError(f"The message is {shown(text)}, which is not a string.", hint)
@@ -179,6 +110,14 @@ class Chat:
             self._turns += [asked, {"role": "assistant", "content": result.text}]
 
         return self._model.stream_chat([*self.messages, asked], on_finish=add, **options)
+
+    async def asend(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
+        """`send` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply."""
+        return await self.astream(text, **options).complete()
+
+    def astream(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
+        """`stream` for asynchronous programs: `async for chunk in chat.astream("Hello"): ...`."""
+        return AsyncTokenStream(self._model.reply_thread, lambda: self.stream(text, **options), self)
 
     def reset(self) -> None:
         """Forgets the turns; the system message stays."""

@@ -289,7 +289,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
         for name in ("draft_model", "profile"):
             if isinstance(options.get(name), os.PathLike):
                 options[name] = os.fspath(options[name])
-        return cls(**options)
+        return cls(**{name: value for name, value in options.items() if value is not None})
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -322,7 +322,7 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
         if isinstance(options.get("logprobs"), bool):  # as OpenAI writes it: those of the tokens alone, or none
             options["logprobs"] = 0 if options["logprobs"] else None
         require_known("generation option", options, options_of(cls), _OF_LOADING)
-        config = cls(**options)
+        config = cls(**{name: value for name, value in options.items() if value is not None})
         # An empty list of candidates would give any text at all.
         given = options.get("choices")
         require(given is None or len(config.choices) > 0, "choices", given, "a list of at least one text")
@@ -332,7 +332,7 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
     def for_chat(cls, recommended: Mapping[str, Any], options: Mapping[str, Any]) -> Self:
         """Options of a reply to messages: the makers' of the model, and what the caller gives instead. A search has its
         own way to choose tokens and takes none of the makers'."""
-        given = flat_options(options, REPLY_GROUPS)
+        given = {name: value for name, value in flat_options(options, REPLY_GROUPS).items() if value is not None}
         return cls.of(**given) if given.get("search", "off") != "off" else cls.of(**{**recommended, **given})
 
     def __post_init__(self) -> None:

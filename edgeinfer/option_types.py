@@ -239,13 +239,3 @@ class LoadOptions(LoadOptionsButContext, total=False):
     """All options of loading."""
 
     context: int | None
-
-
-_NO_OPTIONS = frozenset({"self", "model", "prompt", "text", "messages", "stream", "progress", "rare"})
-
-
-def given_by(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among a function's arguments that the caller gave: those that are not None, and `rare` ones."""
-    given = {name: value for name, value in arguments.items() if value is not None and name not in _NO_OPTIONS}
-    rare: Mapping[str, Any] = arguments["rare"]
-    return {**given, **rare}

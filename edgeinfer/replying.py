@@ -15,17 +15,7 @@ from edgeinfer.contexts import Context, Placement
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loaded import LoadedModel
-from edgeinfer.option_types import (
-    ComputeOption,
-    GenerationOptions,
-    JsonSchema,
-    Prompt,
-    RareGenerationOptions,
-    SamplingOption,
-    SearchOption,
-    SpeculationOption,
-    given_by,
-)
+from edgeinfer.option_types import GenerationOptions, Prompt
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
@@ -34,7 +24,7 @@ from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import token_ids
 
 if TYPE_CHECKING:
-    from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
+    from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequest
 
 
 class Replying(LoadedModel):
@@ -48,103 +38,35 @@ class Replying(LoadedModel):
         super().__init__(lifecycle, template)
         self.reply_thread = ReplyThread(self._open_batch)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        choices: Sequence[str] | None = None,
-        json_schema: JsonSchema | None = None,
-        regex: str | None = None,
-        grammar: str | None = None,
-        logprobs: int | None = None,
-        sampling: SamplingOption | None = None,
-        speculation: SpeculationOption | None = None,
-        search: SearchOption | None = None,
-        compute: ComputeOption | None = None,
-        **rare: Unpack[RareGenerationOptions],
-    ) -> Result:
-        """Continues a prompt and returns the whole reply.
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+        """Continue a prompt and return the whole reply.
 
         Args:
             prompt: text, or token ids.
-            max_tokens: most tokens to generate; None is until the context is full.
-            temperature: 0, the default, takes the likeliest token each time; 0.7 is lively, above 1 is wild.
-            top_p: choose among the likeliest tokens that together have this probability.
-            top_k: choose among this many of the likeliest tokens.
-            seed: the same seed gives the same text.
-            stop: end the reply before this text, or before any of several.
-            choices: the reply must be one of these texts.
-            json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it. A class of pydantic's
-                gives an instance.
-            regex: the reply must match this regular expression from end to end.
-            grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
-            logprobs: give log-probabilities (True), and those of this many of the likeliest tokens at each place.
-            sampling: how tokens are drawn, all of it; the parameters above go first.
-            speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
-            search: decode in another way than token by token, such as "beam" or "vote".
-            compute: use less than the whole model, such as "exit"; all but "full" are lossy.
-            rare: options that few need, and those of the four above by themselves, such as min_p=0.05 or beams=4.
+            options: max_tokens=100, temperature=0.7, stop="." and the other keys of `GenerationOptions`, which
+                documents each.
 
         Raises:
             PromptError: the prompt is empty, or neither text nor token ids.
             ContextLengthError: it leaves no room for a reply.
             UsageError: an option is unknown or out of range, or another reply is running.
         """
-        return self._stream(prompt, given_by(locals())).complete()
+        return self.stream(prompt, **options).complete()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        choices: Sequence[str] | None = None,
-        json_schema: JsonSchema | None = None,
-        regex: str | None = None,
-        grammar: str | None = None,
-        logprobs: int | None = None,
-        sampling: SamplingOption | None = None,
-        speculation: SpeculationOption | None = None,
-        search: SearchOption | None = None,
-        compute: ComputeOption | None = None,
-        **rare: Unpack[RareGenerationOptions],
-    ) -> TokenStream:
-        """Continues a prompt, chunk by chunk: `for chunk in model.stream("Once"): print(chunk.text, end="")`.
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TokenStream:
+        """Continue a prompt chunk by chunk: `for chunk in model.stream("Once"): print(chunk.text, end="")`.
 
         Args:
             prompt: text, or token ids.
-            max_tokens: most tokens to generate; None is until the context is full.
-            temperature: 0, the default, takes the likeliest token each time; 0.7 is lively, above 1 is wild.
-            top_p: choose among the likeliest tokens that together have this probability.
-            top_k: choose among this many of the likeliest tokens.
-            seed: the same seed gives the same text.
-            stop: end the reply before this text, or before any of several.
-            choices: the reply must be one of these texts.
-            json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it. A class of pydantic's
-                gives an instance.
-            regex: the reply must match this regular expression from end to end.
-            grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
-            logprobs: give log-probabilities (True), and those of this many of the likeliest tokens at each place.
-            sampling: how tokens are drawn, all of it; the parameters above go first.
-            speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
-            search: decode in another way than token by token, such as "beam" or "vote".
-            compute: use less than the whole model, such as "exit"; all but "full" are lossy.
-            rare: options that few need, and those of the four above by themselves, such as min_p=0.05 or beams=4.
+            options: as `generate` takes them.
 
         Raises:
             PromptError, ContextLengthError, UsageError: as `generate`.
         """
-        return self._stream(prompt, given_by(locals()))
+        started = time.perf_counter()
+        config = GenerationConfig.of(**options)
+        ids = self._prompt_ids(prompt, config)
+        return self._start(GenerationRequest(prompt=ids, config=config, started=started, continues=True))
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
         """`generate` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply.
@@ -165,8 +87,7 @@ class Replying(LoadedModel):
             prompt: text, or token ids.
             options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, when first awaited.
         """
-        given = dict(options)
-        return AsyncTokenStream(self.reply_thread, lambda: self._stream(prompt, given))
+        return AsyncTokenStream(self.reply_thread, lambda: self.stream(prompt, **options))
 
     def stream_chat(
         self,
@@ -230,113 +151,36 @@ class Replying(LoadedModel):
 
     @overload
     def create_chat_completion(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        stream: Literal[False] = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        n: int | None = None,
-        logprobs: bool | None = None,
-        top_logprobs: int | None = None,
-        **rare: Unpack[ChatRequestFields],
+        self, messages: Sequence[Mapping[str, Any]], *, stream: Literal[False] = False, **request: Unpack[ChatRequest]
     ) -> ChatCompletionObject: ...
 
     @overload
     def create_chat_completion(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        stream: Literal[True],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        n: int | None = None,
-        logprobs: bool | None = None,
-        top_logprobs: int | None = None,
-        **rare: Unpack[ChatRequestFields],
+        self, messages: Sequence[Mapping[str, Any]], *, stream: Literal[True], **request: Unpack[ChatRequest]
     ) -> Iterator[ChatCompletionChunk]: ...
 
     @overload
     def create_chat_completion(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        stream: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        n: int | None = None,
-        logprobs: bool | None = None,
-        top_logprobs: int | None = None,
-        **rare: Unpack[ChatRequestFields],
+        self, messages: Sequence[Mapping[str, Any]], *, stream: bool, **request: Unpack[ChatRequest]
     ) -> ChatCompletionObject | Iterator[ChatCompletionChunk]: ...
 
     def create_chat_completion(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        stream: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        n: int | None = None,
-        logprobs: bool | None = None,
-        top_logprobs: int | None = None,
-        **rare: Unpack[ChatRequestFields],
+        self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **request: Unpack[ChatRequest]
     ) -> ChatCompletionObject | Iterator[ChatCompletionChunk]:
-        """OpenAI's chat completion: a dictionary, or an iterator of chunks with `stream=True`.
+        """Answer as OpenAI's chat completions do: with a dictionary, or an iterator of chunks with `stream=True`.
 
         Args:
             messages: OpenAI-style messages.
-            stream: give chunks.
-            tools: functions that the reply may call, as OpenAI shapes them.
-            tool_choice: "auto", "none", "required" or one function.
-            parallel_tool_calls: whether one reply may hold several calls.
-            response_format: the form of the reply: {"type": "json_object"}, or "json_schema" with a schema.
-            max_tokens: most tokens of a reply.
-            temperature: 0 takes the likeliest token each time; 0.7 is lively, above 1 is wild. Left out, it is what the
-                model's makers recommend, or 0.
-            top_p: choose among the likeliest tokens that together have this probability.
-            seed: the same seed gives the same text.
-            stop: end the reply before this text, or before any of several.
-            n: replies to the same messages.
-            logprobs: tell log-probabilities.
-            top_logprobs: and those of this many of the likeliest tokens at each place.
-            rare: OpenAI's other fields, and all options of `generate`.
+            stream: return chunks.
+            request: OpenAI's other fields, such as tools, response_format or max_tokens, and all options of `generate`.
 
         Raises:
-            UsageError: a field that edgeinfer does not support, besides what `stream_chat` raises.
+            UsageError: a field that edgeinfer does not support, or as `stream_chat`.
         """
-        request = given_by(locals())
-        from edgeinfer.openai import chat_completion  # which programs that send no messages in this form do without
+        from edgeinfer.openai import chat_completion  # programs that send no such messages do without
 
-        return chat_completion(self, messages, stream=stream, **request)
+        given = {name: value for name, value in request.items() if value is not None}
+        return chat_completion(self, messages, stream=stream, **given)
 
     def check(self, **options: Unpack[GenerationOptions]) -> None:
         """Refuses generation options that no reply can be given. A hostile schema or grammar takes some seconds to be
@@ -351,12 +195,6 @@ class Replying(LoadedModel):
         from edgeinfer.runtime.sampling.grammar import check_grammar
 
         check_grammar(GenerationConfig.of(**options))
-
-    def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:
-        started = time.perf_counter()
-        config = GenerationConfig.of(**options)
-        ids = self._prompt_ids(prompt, config)
-        return self._start(GenerationRequest(prompt=ids, config=config, started=started, continues=True))
 
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt

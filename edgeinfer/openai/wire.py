@@ -15,9 +15,21 @@ from edgeinfer.option_types import (
 )
 
 
-class ChatRequestFields(RareReplyOptions, total=False):
-    """Fields of a request that few give: OpenAI's, those that change nothing here, and options of `Model.generate`."""
+class ChatRequest(RareReplyOptions, total=False):
+    """Fields of a request: OpenAI's, those that change nothing here, and options of `Model.generate`."""
 
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    response_format: Mapping[str, Any] | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    n: int | None
+    logprobs: bool | None
+    top_logprobs: int | None
     model: str
     max_completion_tokens: int | None
     logit_bias: Mapping[str, float] | Mapping[int, float] | None

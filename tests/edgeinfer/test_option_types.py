@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -50,31 +49,20 @@ def test_dictionaries_have_the_options_of_objects_and_configurations() -> None:
     assert loading.keys() == options_of(LoadConfig).keys() | LOAD_GROUPS.keys()
 
 
-def options_in(call: Callable[..., Any]) -> dict[str, Any]:
-    """The options that a function spells out, with their types; those behind `rare` too."""
-    spelled = {
-        name: hints(call)[name]
-        for name, parameter in inspect.signature(call).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "progress"
-    }
-    assert call.__doc__
-    (rare,) = typing.get_args(hints(call)["rare"])
-    return spelled | hints(rare)
-
-
-def test_signatures_spell_out_all_options() -> None:
-    model = edgeinfer.Model
-    for call in (model.generate, model.stream, Chat.send, Chat.stream):
-        assert {name: plain(hint) - {type(None)} for name, hint in options_in(call).items()} == {
-            name: plain(hint) - {type(None)} for name, hint in hints(option_types.GenerationOptions).items()
-        }
-    assert options_in(edgeinfer.load) == options_in(edgeinfer.plan)
-    assert options_in(edgeinfer.load) == hints(option_types.LoadOptions)
-    documented: list[Callable[..., Any]] = [model.generate, model.stream, model.create_chat_completion]
-    documented += [edgeinfer.load, edgeinfer.plan]
-    for each in documented:
-        for name in inspect.signature(each).parameters:
-            assert name == "self" or f"  {name}: " in (inspect.getdoc(each) or ""), (each, name)
+def test_signatures_take_all_options() -> None:
+    model, chat = edgeinfer.Model, Chat
+    replies: list[Callable[..., Any]] = [
+        model.generate,
+        model.stream,
+        model.agenerate,
+        model.astream,
+        model.stream_chat,
+    ]
+    replies += [chat.send, chat.stream, chat.asend, chat.astream, model.generate_batch, model.chat_batch]
+    for call in replies:
+        assert typing.get_args(hints(call)["options"]) == (option_types.GenerationOptions,), call
+    for call in (edgeinfer.load, edgeinfer.plan, edgeinfer.aload):
+        assert typing.get_args(hints(call)["options"]) == (option_types.LoadOptions,), call
 
 
 def test_flags_and_requests_have_the_options_name() -> None:
