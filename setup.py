@@ -115,7 +115,7 @@ def own_target() -> Target | None:
 
 
 class BuildNative(Command):
-    """Compiles runtime/native into one shared library beside its Python modules."""
+    """Compiles runtime/native into one shared library in the same folder."""
 
     command_name = "build_native"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = []
@@ -172,7 +172,7 @@ class BuildNative(Command):
             _run([*compile_, *code, *own, "-c", str(source), "-o", out])
             return out
 
-        # One linker writes the library's name into it, and others put files of their own beside it.
+        # One linker writes the library's name into it, and others write files of their own next to it.
         linked = folder / self.target.name
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda item: compiled(item[0], item[1][0]), self._sources(target.machine)))

@@ -31,7 +31,7 @@ EXPORTS |= {"edgeinfer_activate", "edgeinfer_probe_dots", "edgeinfer_probe_read"
 EXPORTS |= {"RegisterCustomOps"}
 # The loader finds variables that each thread has its own of; every glibc has it (PEP 600 names it as well).
 GLIBC = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-# What zig's linker marks as exported beside them.
+# Also marked as exported by zig's linker.
 LINKERS_OWN = {"_mh_dylib_header", "__dso_handle"}
 
 
@@ -72,7 +72,7 @@ def build_all(names: Iterable[str], out: Path, say: Callable[[str], None] = prin
 
 
 def make_sdist(out: Path, epoch: int) -> Path:
-    """The sources as an archive that does not tell when and by whom it was made."""
+    """A source archive without timestamps or user names."""
     with tempfile.TemporaryDirectory() as work:
         first = Path(work, _hook("build_sdist", ROOT, Path(work)))
         target = out / first.name

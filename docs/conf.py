@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# Beside the checkout's own package, for the module that writes the reference.
+# For the module that writes the reference; the package is the checkout's own.
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from make_reference import write_reference  # noqa: E402

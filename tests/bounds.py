@@ -14,7 +14,7 @@ from edgeinfer.errors import EdgeInferError
 
 
 def near(value: Any) -> list[Any]:
-    """Values of the same kind that lie beside one, and those at which kinds change their meaning."""
+    """Neighbouring values of the same kind, and those at which a kind changes its meaning."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -33,7 +33,7 @@ def near(value: Any) -> list[Any]:
 
 
 def bounds(sound: Any) -> dict[str, Any]:
-    """Of a sound instance of a frozen dataclass: what is refused beside it, and by which words.
+    """Which changes to a valid instance of a frozen dataclass are refused, and with which words.
 
     Returns:
         By `field=value` what is said of it; by fields and what is said, how many pairs of values are refused together

@@ -1,4 +1,4 @@
-"""Checkpoints and bundles of tests, made once for all workers and all runs, and made anew when the code changes.
+"""Checkpoints and bundles of tests, made once for all workers and runs, and again when the code changes.
 
 What is made lies in `.pytest_cache/models` under a digest of everything that decides what it contains: the sources that
 make it, the libraries' versions, and the arguments. A file lock lets one worker make it while the others wait.

@@ -110,7 +110,7 @@ def start(*arguments: str | Path, stdin: int | None = None) -> Child:
 
 
 def interruptible_environment() -> dict[str, str]:
-    """The environment of a child that is interrupted: nobody closes a file that it is opening then."""
+    """The environment of a child that is interrupted, without warnings about files it was opening."""
     return environment() | {"PYTHONWARNINGS": "error,ignore::ResourceWarning"}
 
 

@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of checkpoints and texts beside the repository; skips where it is absent."""
+    """The folder of checkpoints and texts next to the repository; skips if it is missing."""
     if not (SHARED / "models").is_dir():
         pytest.skip("needs ../shared (public checkpoints and texts), which is not here")
     return SHARED

@@ -105,7 +105,7 @@ class ReferenceDrafter:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:  # (B - 1, V)
-        """Of the places behind a text, whose last token is the root."""
+        """Logits of the positions after a text whose last token is the root."""
         config, own = self._config, self._config["dflash_config"]
         layers, depth = self._model.config.num_hidden_layers, config["num_hidden_layers"]
         ids = own.get("target_layer_ids", [1, layers - 3] if depth == 2 else [layers // 2])

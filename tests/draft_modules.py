@@ -57,7 +57,7 @@ def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:
 
 
 def drafted_logits(drafter: ModuleDrafter, text: Sequence[int], path: Sequence[int]) -> NDArray[Any] | None:  # (V,)
-    """What it drafts with after a path behind a text that it has begun; None where that is too long."""
+    """Its inputs after a path behind a text that it has started; None if that is too long."""
     context = DraftContext([*text], lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
     logits = drafter._logits(context, path)
     return None if logits is None else logits.copy()

@@ -37,7 +37,7 @@ def builtin_checkpoint() -> Path:
 
 
 def random_gguf(folder: Path, arch: str = "llama", kind: str = "F32", **settings: Any) -> Path:
-    """A random model with the tokenizer of tests.factories, beside the checkpoint that it was made of."""
+    """A random model with the tokenizer of tests.factories, and its checkpoint."""
     shutil.copytree(made(_write_random, arch, kind, sorted(settings.items())), folder, dirs_exist_ok=True)
     return folder / "model.gguf"
 

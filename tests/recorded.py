@@ -1,7 +1,7 @@
 """Figures that tests found before, in `tests/recorded/`: a change that moves one shows, a legal one too.
 
 Where a result has no second way to be computed, it is compared with what it was when somebody looked it through. What
-was changed on purpose is recorded anew with `EDGEINFER_TEST_RECORD=1 pytest -n 0 FILE`, and read in the diff.
+was changed on purpose is recorded again with `EDGEINFER_TEST_RECORD=1 pytest -n 0 FILE`, and read in the diff.
 """
 
 from __future__ import annotations

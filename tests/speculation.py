@@ -68,7 +68,7 @@ def make_eager(model: edgeinfer.Model) -> edgeinfer.Model:
     """Lets a model's drafters draft as much as may be, and the same each time, whatever was measured."""
     costs = model._parts.speculator._costs
     costs.of = cheap_costs  # type: ignore[method-assign]
-    costs._profile = DeviceProfile(None)  # passes that were made up are kept for nobody
+    costs._profile = DeviceProfile(None)  # made-up passes are not kept
     return model
 
 
@@ -122,7 +122,7 @@ def same(model: edgeinfer.Model, speculation: str, **options: Any) -> Speculatio
 
 
 def random_bundle(folder: Path, seed: int = 0, **settings: Any) -> Path:
-    """A random 4-bit bundle with the tokenizer of tests.factories, beside the checkpoint that it was made of."""
+    """A random 4-bit bundle with the tokenizer of tests.factories, and its checkpoint."""
     shutil.copytree(made(_make_random, seed, sorted(settings.items())), folder, dirs_exist_ok=True)
     return folder / "bundle"
 

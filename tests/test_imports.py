@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, what `import edgeinfer` brings in, how long files and functions are."""
+"""The shape of the code: which module imports which, what `import edgeinfer` loads, how long files are."""
 
 from __future__ import annotations
 

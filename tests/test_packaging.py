@@ -142,7 +142,7 @@ def test_a_wheel_without_the_kernel_is_for_all_platforms(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_text_files_for_links_make_the_same_packages(sdist: Path, wheel: Path, tmp_path: Path) -> None:
-    """Windows checks links out as such files, if it is not told otherwise."""
+    """Windows checks links out as such files by default."""
     other = make_sdist(tmp_path, with_links=False)
     with tarfile.open(other) as ours, tarfile.open(sdist) as theirs:
         assert set(ours.getnames()) == set(theirs.getnames())

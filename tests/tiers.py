@@ -26,7 +26,7 @@ FAST_CASES = 2
 # A table of so many rows has one of them in the fast tier: a second one of many alike says little more.
 LONG_TABLE = 3
 _SEED = 20261123
-# What a test weighs whose own limit is longer, and one that is slow or drives a browser, beside another's 1.
+# Weights of a test with a longer limit, and of one that is slow or drives a browser; others weigh 1.
 _LONG, _SLOW = 100, 10
 
 Value = tuple[str, Hashable]
@@ -51,7 +51,7 @@ def divide(items: Sequence[pytest.Item]) -> None:
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The same, files that take longest first: a worker that got one of them last would work while the other waits."""
+    """Sorted with the slowest files first: a worker that got one of them last would work while the other waits."""
     files: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         files[item.nodeid.partition("::")[0]].append(item)

@@ -28,5 +28,5 @@ class Timers(list[MadeUpTimer]):
 
     @property
     def waiting(self) -> list[MadeUpTimer]:
-        """Those that would go off."""
+        """Timers that would go off."""
         return [timer for timer in self if timer.started and not timer.cancelled]

@@ -28,7 +28,7 @@ FETCHED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "sour
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sphinx", reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("docs")
-    # The build writes pages beside the others. `contributing` includes a file from above the folder.
+    # The build writes pages into the same folder. `contributing` includes a file from above the folder.
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(ROOT / "CONTRIBUTING.md", folder)
     out = folder / "site"
