@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.options import add_load_options, add_options, given_options, load_options
 from edgeinfer.apps.cli.output import print_json, print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
@@ -38,7 +38,7 @@ _DEFAULTS = ("max_tokens", "temperature")
 _MOST_TOLD = 10
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_batch(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "batch", execute, _DESCRIPTION)
     group = parser.add_argument_group("batch")
@@ -83,7 +83,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
     """Loads the model with room for as many replies side by side as are wanted and fit."""
-    from edgeinfer.apps.server.room import load_with_room  # not for --help's sake
+    from edgeinfer.apps.server.host import load_with_room  # not for --help's sake
 
     name, options = prepared(args.model, options)
     with progress_bar() as progress:

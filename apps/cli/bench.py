@@ -38,7 +38,7 @@ _REPORT = (
 )
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_bench(commands: Subparsers) -> None:
     """Adds the subcommand and its own."""
     from edgeinfer.apps.bench.registry import BENCHMARKS, GROUPS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from edgeinfer import hub
-from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.inputs import prepared, utf8
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
@@ -19,7 +19,6 @@ from edgeinfer.apps.cli.options import (
     load_options,
 )
 from edgeinfer.apps.cli.parser import add_command, missing_extra
-from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -44,7 +43,7 @@ examples:
 _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_chat(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
     parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")

@@ -34,7 +34,7 @@ _DESCRIPTION = (
 )
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_distill(commands: Subparsers) -> None:
     """Adds the subcommand with its own subcommands."""
     parser = commands.add_parser("distill", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="what to make", metavar="KIND", required=True)

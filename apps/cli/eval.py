@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.apps.cli.inputs import read_paragraphs, read_text
 from edgeinfer.apps.cli.options import add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import Progress, print_json, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
-from edgeinfer.apps.cli.text_files import read_paragraphs, read_text
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import PromptError, UsageError
 
@@ -34,7 +34,7 @@ _WHAT = ("ppl", "kld", "agree")
 _OPTIONS = ("memory", "kv", "threads", "backend", "native", "device")
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_eval(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "eval", execute, _DESCRIPTION)
     parser.add_argument("what", choices=_WHAT, help="what to measure")

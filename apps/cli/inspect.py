@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,21 +14,76 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_rows
-from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle.gguf.metadata import GgufArray, Value
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
-from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.manifest import Manifest, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.plan_record import PlannedTensor
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import format_size
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
+
+
+PLAN_HEADER = ("matrices", "bits", "size", "predicted divergence")
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def plan_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    """Makes a row per projection: how many of its matrices have which bits, their size and, if known, the predicted
+    loss."""
+    if manifest.plan is None:
+        return []
+    sizes = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
+    rows = []
+    for projection, members in _projections(manifest).items():
+        size = sum(sizes.get(member.name, 0) for member in members)
+        rows.append((projection, _counted(members), format_size(size) if size else "", _cost(members)))
+    total = manifest.plan.predicted_kl
+    if total is None:
+        return [row[:3] for row in rows]
+    return [*rows, ("all", "", format_size(manifest.weight_bytes), f"{total:.4g}")]
+
+
+def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
+    """Summarizes the plan of bits; the manifest has each matrix."""
+    plan = manifest.plan
+    if plan is None:
+        return None
+    types = {tensor.name: tensor.type for tensor in plan.tensors if tensor.type}
+    return {
+        "method": plan.method,
+        "budget_bytes": plan.budget_bytes,
+        "weight_bytes": manifest.weight_bytes,
+        "bits_per_weight": manifest.bits_per_weight,
+        "predicted_kl": plan.predicted_kl,
+        "bits": {tensor.name: tensor.bits for tensor in plan.tensors},
+    } | ({"types": types} if types else {})
+
+
+def _projections(manifest: Manifest) -> dict[str, list[PlannedTensor]]:
+    found: dict[str, list[PlannedTensor]] = {}
+    assert manifest.plan is not None
+    for tensor in manifest.plan.tensors:
+        found.setdefault(_NUMBER.sub(".*", tensor.name), []).append(tensor)
+    return found
+
+
+def _counted(members: list[PlannedTensor]) -> str:
+    """Counts the matrices by bits: `4 (20), 8 (4)`, or which types of llama.cpp's."""
+    counts = Counter((member.bits, member.type) for member in members)
+    return ", ".join(f"{kind or bits} ({count})" for (bits, kind), count in sorted(counts.items()))
+
+
+def _cost(members: list[PlannedTensor]) -> str:
+    costs = [member.predicted_kl for member in members if member.predicted_kl is not None]
+    return f"{sum(costs):.4g}" if costs else ""
 
 
 _DESCRIPTION = (
@@ -40,7 +96,7 @@ _DESCRIPTION = (
 _ENGINES = {"onnx": "ONNX Runtime, with the native kernel", "llamacpp": "llama.cpp (extra gguf)"}
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_inspect(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "inspect", execute, _DESCRIPTION)
     text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"

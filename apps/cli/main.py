@@ -65,6 +65,8 @@ _GROUPS = {
     },
 }
 COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
+# Commands that share the module of another.
+_SHARED = {"pull": "models", "devices": "plan", "convert": "export", "completion": "parser"}
 # What other programs call a command.
 _ELSEWHERE = {
     **{"ask": "run", "generate": "run", "complete": "run", "talk": "chat", "ui": "chat", "app": "chat"},
@@ -104,7 +106,8 @@ def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         if only in (None, command):
-            import_module(f"edgeinfer.apps.cli.{command}").add_parser(commands)
+            module = import_module(f"edgeinfer.apps.cli.{_SHARED.get(command, command)}")
+            getattr(module, f"add_{command}")(commands)
         elif beside:
             commands.add_parser(command, help=COMMANDS[command])
     return parser
@@ -147,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None takes the process's own.
     """
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks how its line can go on
-        from edgeinfer.apps.cli.completion import complete
+        from edgeinfer.apps.cli.parser import complete
 
         complete(build_parser)
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
-from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.inputs import prepared, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.output import progress_bar
-from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import UsageError
 from edgeinfer.options import ConfigOption, is_integer, options_of

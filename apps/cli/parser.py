@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import os
 import shlex
+import shutil
 import sys
+import textwrap
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from edgeinfer.apps.cli.help_layout import help_text, usage
 from edgeinfer.errors import UsageError
 from edgeinfer.options import nearest
 from edgeinfer.wording import Setting, shown
@@ -16,6 +20,85 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Subparsers = argparse._SubParsersAction["Parser"]
+
+
+_NARROWEST, _WIDEST = 60, 110  # columns: longer lines are hard to read
+_INDENT = 28
+
+
+class _Layout(argparse.RawDescriptionHelpFormatter):
+    """Names the value of an option once: `-n, --max-tokens N`."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+        super().__init__(prog, max_help_position=_INDENT, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Fills paragraphs to the width; examples, which are indented, stay as they are."""
+        lines: list[str] = []
+        prose: list[str] = []
+        for line in [*text.splitlines(), ""]:
+            if line and not line.startswith(" "):
+                prose.append(line)
+                continue
+            lines += [*textwrap.wrap(" ".join(prose), width), line]
+            prose = []
+        return "\n".join(lines[:-1])
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
+
+def usage(parser: argparse.ArgumentParser) -> str:
+    """One line: the command, its arguments and what it cannot do without."""
+    words = [f"usage: {parser.prog}", "[options]"]
+    for action in parser._actions:
+        if not action.option_strings:
+            words.append(_placeholder(action))
+        elif action.required:
+            words.append(f"{action.option_strings[-1]} {action.metavar or action.dest.upper()}")
+    return " ".join(words) + "\n"
+
+
+def _placeholder(action: argparse.Action) -> str:
+    name = action.metavar if isinstance(action.metavar, str) else action.dest
+    if action.choices is not None and action.metavar is None:
+        name = "|".join(map(str, action.choices))
+    if action.nargs == argparse.PARSER:
+        return f"{name} ..."
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
+
+
+def help_text(
+    parser: argparse.ArgumentParser, left_out: Set[argparse.Action], briefs: Mapping[argparse.Action, str]
+) -> str:
+    """The help of a command.
+
+    Args:
+        left_out: options that it does not show.
+    """
+    layout = _Layout(parser.prog)
+    layout.add_text(parser.description)
+    # What argparse collects without a heading of its own comes last.
+    for group in sorted(parser._action_groups, key=lambda group: group is parser._optionals):
+        actions = [action for action in group._group_actions if action not in left_out]
+        if any(action.help is not argparse.SUPPRESS for action in actions):
+            layout.start_section(group.title)
+            layout.add_arguments(
+                _with_help(action, briefs[action]) if action in briefs else action for action in actions
+            )
+            layout.end_section()
+    layout.add_text(parser.epilog)
+    return usage(parser) + "\n" + layout.format_help()
+
+
+def _with_help(action: argparse.Action, text: str) -> argparse.Action:
+    shown = copy.copy(action)
+    shown.help = text
+    return shown
 
 
 # What the extras bring.
@@ -211,3 +294,70 @@ def missing_extra(error: ModuleNotFoundError) -> Exception:
     if extra is None:
         return error
     return UsageError(f"This needs {error.name}, which is not installed.", f"pip install 'edgeinfer[{extra}]'")
+
+
+_COMPLETION_DESCRIPTION = """\
+Print the script that makes a shell complete edgeinfer's commands, options and models.
+Needs the extra: pip install 'edgeinfer[completion]'.
+
+examples:
+  eval "$(edgeinfer completion bash)"                                       in ~/.bashrc
+  eval "$(edgeinfer completion zsh)"                                        in ~/.zshrc, after compinit
+  edgeinfer completion fish > ~/.config/fish/completions/edgeinfer.fish     once
+"""
+_SHELLS = ("bash", "zsh", "fish", "powershell")
+# Arguments that name a model which runs.
+_MODELS = ("model", "draft_model", "reference")
+
+
+def add_completion(commands: Subparsers) -> None:
+    """Adds `edgeinfer completion`."""
+    parser = add_command(commands, "completion", _completion, _COMPLETION_DESCRIPTION)
+    parser.add_argument("shell", choices=_SHELLS, help="the shell that the script is for")
+
+
+def _completion(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
+    sys.stdout.write(shellcode(["edgeinfer"], shell=args.shell))
+    return 0
+
+
+def complete(build_parser: Callable[..., Parser]) -> None:
+    """Tells a shell how the line that it asks about can go on, and ends the process.
+
+    argcomplete reads the line from the environment and writes to a file descriptor that the shell opened.
+    """
+    import argcomplete
+
+    line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", sys.maxsize))]
+    words = line.split()
+    # The word that is being typed is none yet.
+    command = words[1] if len(words) > 2 or (len(words) == 2 and line[-1:].isspace()) else ""
+    parser = build_parser(command, beside=True)
+    _name_models(parser)
+    argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def _name_models(parser: Parser) -> None:
+    """Has models' names proposed where a model is asked for."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                _name_models(each)
+        elif action.dest in _MODELS:
+            action.completer = _models  # type: ignore[attr-defined]  # argcomplete's own attribute
+
+
+def _models(prefix: str, **_: Any) -> list[str]:
+    """Models that are here, those of the catalog, and paths."""
+    import argcomplete
+
+    from edgeinfer import hub  # and not the face, which would import what models run on
+
+    names = [hub.BUILTIN, *(model.source.name for model in hub.converted_models())]
+    names += [*(model.name for model in hub.cached_models()), *(model.name for model in hub.catalog())]
+    return [*dict.fromkeys(names), *argcomplete.completers.FilesCompleter()(prefix)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from edgeinfer import MemoryPlan
     from edgeinfer.apps.cli.parser import Subparsers
+    from edgeinfer.results import DeviceFacts
 
 
 _DESCRIPTION = """\
@@ -46,7 +48,7 @@ _ROWS = {
 _BAR = 40
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_plan(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "plan", execute, _DESCRIPTION)
     add_model_option(parser)
@@ -235,3 +237,49 @@ def _kind(plan: MemoryPlan, term: str) -> str:
 
 def _tuned(plan: MemoryPlan, name: str) -> str:
     return f"{getattr(plan, name)}{' (tuned)' if name in plan.tuned else ''}"
+
+
+_DEVICES_DESCRIPTION = (
+    "List the devices that models can run on, whether they are available here, and whether a small "
+    "model gives the same\nresults on them as on the CPU. `--device NAME` selects one; `auto`, the "
+    "default, uses the first in the list that runs the\nmodel.\n\nexample:\n  edgeinfer devices\n"
+)
+_WORDS = {
+    "in_place_kv": "in-place KV cache",
+    "quantized_kv": "int8 and int4 KV caches",
+    "branches": "branches",
+    "tree_bias": "draft trees",
+    "custom_ops": "native kernel",
+}
+
+_RUNS = {"all": "all bundles", "static": "static bundles", "gguf": "GGUF files"}
+
+
+def add_devices(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "devices", _devices, _DEVICES_DESCRIPTION)
+    parser.add_argument(
+        "--no-check", action="store_true", help="only look for devices, without running anything on them"
+    )
+    add_json_option(parser)
+
+
+def _devices(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    devices = edgeinfer.list_devices(check=not args.no_check)
+    if args.json:
+        print_json({"devices": [dataclasses.asdict(device) for device in devices]})
+        return 0
+    rows = [(d.name, _state(d), d.check, _RUNS[d.bundles], _traits(d), d.tried) for d in devices]
+    print_table(rows, header=("device", "here", "check", "runs", "with", "tried"))
+    return 0
+
+
+def _state(device: DeviceFacts) -> str:
+    if device.installed:
+        return (device.description or "yes") if device.hardware else "no hardware"
+    return f"needs {device.package}" + ("" if device.beside else " in place of onnxruntime")
+
+
+def _traits(device: DeviceFacts) -> str:
+    return ", ".join(_WORDS[name] for name, there in device.traits.items() if there) or "fixed shapes"

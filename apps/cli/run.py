@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
+from edgeinfer.apps.cli.inputs import is_piped, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
@@ -19,9 +20,7 @@ from edgeinfer.apps.cli.options import (
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.process import end_start
-from edgeinfer.apps.cli.text_files import is_piped, read_stdin, read_text, utf8
-from edgeinfer.apps.terminal.endings import CommandWords, ending
-from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
+from edgeinfer.apps.terminal.endings import CommandWords, cancel_on_interrupt, ending
 from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 
@@ -46,7 +45,7 @@ _ANSWER, _CONTINUATION = 1024, 128
 _TEMPLATE = 128
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_run(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "run", execute, _DESCRIPTION)
     parser.set_defaults(ends_start=True)

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.inputs import prepared, read_text
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.output import abandon_stdout
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
-from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.config import LoadConfig, format_size, parse_size
 from edgeinfer.options import options_of
 
 if TYPE_CHECKING:
     from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Parser, Subparsers
-    from edgeinfer.apps.server.keys import ApiKey
+    from edgeinfer.apps.server.security import ApiKey
 
 
 _DESCRIPTION = """\
@@ -40,7 +39,7 @@ examples:
 _KEY_VARIABLE = "EDGEINFER_API_KEY"
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_serve(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
@@ -133,7 +132,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _api_keys(file: Path | None) -> tuple[ApiKey, ...]:
     """Returns the keys of the file, else that of the environment, else none."""
-    from edgeinfer.apps.server.keys import ApiKey, parse_keys
+    from edgeinfer.apps.server.security import ApiKey, parse_keys
 
     if file is None:
         key = os.environ.get(_KEY_VARIABLE)

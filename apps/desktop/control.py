@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 
+from edgeinfer.apps.desktop.checks import error_view
 from edgeinfer.apps.desktop.library import Kind, Library, Planner, canonical, file_of, id_of, kind_of
-from edgeinfer.apps.desktop.reading import why_not_apart
 from edgeinfer.apps.desktop.records import ModelChoice
+from edgeinfer.apps.desktop.replies import why_not_apart
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
-from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.errors import EdgeInferError

@@ -1,5 +1,5 @@
-"""An SQLite file that survives crashes and full disks: its tables and the steps from each version of them to the next,
-transactions, damaged files put aside, and room on the disk kept for deleting."""
+"""The SQLite file of the history: its tables and search index, transactions, damaged files set aside, and disk space
+reserved for deleting."""
 
 from __future__ import annotations
 
@@ -115,11 +115,10 @@ def _open(path: Path) -> sqlite3.Connection:
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.row_factory = sqlite3.Row
     connection.create_function("folded", 1, lambda text: str(text).casefold(), deterministic=True)
-    if version_of(connection) > VERSION:
-        message = (
-            f"{path} was written by a newer edgeinfer (version {version_of(connection)}, this one knows {VERSION})."
-        )
-        raise StorageError(message, "Update edgeinfer, or name another folder with --data.")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, VERSION):  # 0 is an empty file
+        message = f"{path} was written by another edgeinfer (version {version}; this one reads version {VERSION})."
+        raise StorageError(message, "Use that edgeinfer, or name another folder with --data.")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
@@ -130,9 +129,11 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         error = sqlite3.DatabaseError(verdict)
         error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
         raise error
-    if version_of(connection) < VERSION:
+    if version == 0:
         connection.execute("BEGIN IMMEDIATE")
-        migrate(connection)
+        for statement in _TABLES:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {VERSION}")
         connection.execute("COMMIT")
 
 
@@ -225,22 +226,25 @@ class Reserve:
             self.release()
 
 
-_FIRST = (
+VERSION = 3
+# `number` gives the order of siblings, and the search index its row ids. `choice` is JSON: the model of a conversation
+# and how it is loaded. An attachment without a message belongs to a draft; `document` is the kept file that it copies,
+# itself for a kept file, whose `tokens` are counted.
+_TABLES = (
     """
-    CREATE TABLE conversations (
+    CREATE TABLE IF NOT EXISTS conversations (
         id TEXT PRIMARY KEY,
         title TEXT NOT NULL,
         system TEXT NOT NULL,
         options TEXT NOT NULL,
         leaf TEXT,
         created REAL NOT NULL,
-        updated REAL NOT NULL
+        updated REAL NOT NULL,
+        choice TEXT
     )
     """,
-    "CREATE INDEX conversations_updated ON conversations (updated)",
-    # `number` gives the order of siblings, and the search index its row ids.
     """
-    CREATE TABLE messages (
+    CREATE TABLE IF NOT EXISTS messages (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
         conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
@@ -254,17 +258,8 @@ _FIRST = (
         holder TEXT
     )
     """,
-    "CREATE INDEX messages_conversation ON messages (conversation)",
-    "CREATE INDEX messages_parent ON messages (parent)",
-    "CREATE INDEX messages_replying ON messages (holder) WHERE status = 'replying'",
-)
-
-_SECOND = (
-    # What the model of a conversation is and how it is loaded, as JSON.
-    "ALTER TABLE conversations ADD COLUMN choice TEXT",
-    # Files of messages; one whose message has not been sent yet has none.
     """
-    CREATE TABLE attachments (
+    CREATE TABLE IF NOT EXISTS attachments (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
         message TEXT REFERENCES messages (id) ON DELETE CASCADE,
@@ -273,32 +268,107 @@ _SECOND = (
         bytes INTEGER NOT NULL,
         pages INTEGER,
         content TEXT NOT NULL,
-        created REAL NOT NULL
+        created REAL NOT NULL,
+        document TEXT,
+        tokens INTEGER
     )
     """,
-    "CREATE INDEX attachments_message ON attachments (message)",
+    "CREATE INDEX IF NOT EXISTS conversations_updated ON conversations (updated)",
+    "CREATE INDEX IF NOT EXISTS messages_conversation ON messages (conversation)",
+    "CREATE INDEX IF NOT EXISTS messages_parent ON messages (parent)",
+    "CREATE INDEX IF NOT EXISTS messages_replying ON messages (holder) WHERE status = 'replying'",
+    "CREATE INDEX IF NOT EXISTS attachments_message ON attachments (message)",
+    "CREATE INDEX IF NOT EXISTS attachments_kept ON attachments (id) WHERE document = id",
 )
 
-_THIRD = (
-    # The kept file that one is a copy of, and its tokens. A file that is kept for later names itself.
-    "ALTER TABLE attachments ADD COLUMN document TEXT",
-    "ALTER TABLE attachments ADD COLUMN tokens INTEGER",
-    "CREATE INDEX attachments_kept ON attachments (id) WHERE document = id",
-)
+_SHORTEST_INDEXED = 3
+_MOST_WORDS = 16
+_SNIPPET_BEFORE, _SNIPPET_AFTER = 40, 100
 
-_STEPS = (_FIRST, _SECOND, _THIRD)
-VERSION = len(_STEPS)
+_TRIGGERS = {
+    "messages_found_insert": """
+        AFTER INSERT ON messages BEGIN
+            INSERT INTO found (rowid, content) VALUES (new.number, new.content);
+        END""",
+    "messages_found_delete": """
+        AFTER DELETE ON messages BEGIN
+            INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
+        END""",
+    "messages_found_update": """
+        AFTER UPDATE OF content ON messages BEGIN
+            INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
+            INSERT INTO found (rowid, content) VALUES (new.number, new.content);
+        END""",
+}
 
 
-def version_of(connection: sqlite3.Connection) -> int:
-    """The version of the tables that a file has; 0 is an empty one."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    return int(version)
+def prepare_search(database: Database) -> bool:
+    """Makes the index if it is missing; returns whether there is one.
+
+    A file that comes from a machine with the index to one without loses what keeps it in step, so that it can be
+    written there, and is indexed again once it is back.
+    """
+    with database.transaction() as connection:
+        if not _has_fts5(connection):
+            for name in _TRIGGERS:
+                connection.execute(f"DROP TRIGGER IF EXISTS {name}")
+            return False
+        names = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master")}
+        if {"found", *_TRIGGERS} <= names:
+            return True
+        connection.execute("DROP TABLE IF EXISTS found")
+        connection.execute(
+            "CREATE VIRTUAL TABLE found"
+            " USING fts5 (content, content = 'messages', content_rowid = 'number', tokenize = 'trigram')"
+        )
+        connection.execute("INSERT INTO found (found) VALUES ('rebuild')")
+        for name, body in _TRIGGERS.items():
+            connection.execute(f"DROP TRIGGER IF EXISTS {name}")
+            connection.execute(f"CREATE TRIGGER {name} {body}")
+        return True
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Takes the steps that are missing, inside the caller's transaction."""
-    for number, step in enumerate(_STEPS[version_of(connection) :], version_of(connection) + 1):
-        for statement in step:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {number}")
+def _has_fts5(connection: sqlite3.Connection) -> bool:
+    """Whether SQLite has FTS5 with the trigram tokenizer, which came later."""
+    try:
+        connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5 (content, tokenize = 'trigram')")
+    except sqlite3.OperationalError:
+        return False
+    connection.execute("DROP TABLE temp.probe")
+    return True
+
+
+def find_conversations(database: Database, text: str, *, indexed: bool) -> dict[str, str]:
+    """Conversations that hold every word of a text, in their title, in one message or in the name of a
+    file; each with that message's text or that name, or "" where the title has them.
+    """
+    words = text.split()[:_MOST_WORDS]
+    titles = " AND ".join("instr(folded(title), ?)" for _ in words)
+    folded = [word.casefold() for word in words]
+    hits = {row["id"]: "" for row in database.rows(f"SELECT id FROM conversations WHERE {titles}", folded)}
+    in_index = [word for word in words if indexed and len(word) >= _SHORTEST_INDEXED]
+    rest = [word.casefold() for word in words if word not in in_index]
+    conditions = ["instr(folded(content), ?)" for _ in rest]
+    if in_index:
+        conditions.insert(0, "number IN (SELECT rowid FROM found WHERE found MATCH ?)")
+    quoted = ['"' + word.replace('"', '""') + '"' for word in in_index]
+    values = ([" AND ".join(quoted)] if in_index else []) + rest
+    query = f"SELECT conversation, content FROM messages WHERE {' AND '.join(conditions)} ORDER BY number"
+    for row in database.rows(query, values):
+        hits.setdefault(row["conversation"], row["content"])
+    names = " AND ".join("instr(folded(name), ?)" for _ in words)
+    query = f"SELECT conversation, name FROM attachments JOIN messages ON messages.id = message WHERE {names}"
+    for row in database.rows(query, folded):
+        hits.setdefault(row["conversation"], row["name"])
+    return hits
+
+
+def snippet(content: str, text: str) -> str:
+    """A piece of a message around the first of the words that were looked for."""
+    words, folded = text.casefold().split()[:_MOST_WORDS], content.casefold()
+    # Folding may lengthen a text; a snippet some characters beside the word does no harm.
+    places = [place for word in words if (place := folded.find(word)) >= 0]
+    start = max(0, min(places, default=0) - _SNIPPET_BEFORE)
+    end = start + _SNIPPET_BEFORE + _SNIPPET_AFTER
+    piece = " ".join(content[start:end].split())
+    return f"{'…' if start else ''}{piece}{'…' if end < len(content) else ''}"

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.attachments import MOST_CHARACTERS
 from edgeinfer.apps.desktop.checks import TooLargeError
+from edgeinfer.apps.desktop.history import MOST_CHARACTERS
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 

@@ -18,8 +18,7 @@ from typing import Any, Literal, Protocol
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
-from edgeinfer.apps.desktop.words import error_view
+from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError, error_view
 from edgeinfer.errors import EdgeInferError, StorageError
 
 _log = logging.getLogger("edgeinfer.desktop")

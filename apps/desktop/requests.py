@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values
-from edgeinfer.apps.desktop.words import error_view
+from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values, error_view
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, while_connected

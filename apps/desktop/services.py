@@ -10,12 +10,10 @@ from typing import Any, Self
 from edgeinfer.apps.desktop.control import ModelControl
 from edgeinfer.apps.desktop.documents import Documents
 from edgeinfer.apps.desktop.downloads import Downloads
-from edgeinfer.apps.desktop.folders import DataFolder
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.library import Library, Planner
-from edgeinfer.apps.desktop.offers import Catalog
+from edgeinfer.apps.desktop.library import Catalog, Library, Planner
 from edgeinfer.apps.desktop.replies import ConversationReplies
-from edgeinfer.apps.desktop.settings import SettingsFile
+from edgeinfer.apps.desktop.settings import DataFolder, SettingsFile
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import Security

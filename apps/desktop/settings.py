@@ -21,6 +21,7 @@ from edgeinfer.apps.desktop.checks import DiskFullError, check_name, check_text
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import options_of
+from edgeinfer.user_folders import user_data
 
 # Options of generation that the window offers.
 OPTIONS = (
@@ -205,3 +206,42 @@ class SettingsFile:
 def _require(condition: bool, name: str, rule: str) -> None:
     if not condition:
         raise UsageError(f"{name} is out of range.", f"{name} must be {rule}.")
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """A data folder and the names in it.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def history(self) -> Path:
+        """The database of conversations."""
+        return self.path / "history.sqlite3"
+
+    @property
+    def settings(self) -> Path:
+        """What the user set."""
+        return self.path / "settings.json"
+
+    @property
+    def models(self) -> Path:
+        """A folder for bundles and GGUF files; it need not exist."""
+        return self.path / "models"
+
+    def make(self) -> None:
+        """Makes the folder, for this user only."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            hint = "Name another folder with --data."
+            raise StorageError(f"{self.path} cannot be made: {error.strerror}.", hint) from error
+
+
+def data_folder() -> DataFolder:
+    """This user's data folder of the app; it need not exist."""
+    return DataFolder(user_data() / "edgeinfer")

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.apps.desktop.attachments import MOST_ATTACHMENTS, MOST_CHARACTERS
 from edgeinfer.apps.desktop.checks import TooLargeError, check_name, check_values
+from edgeinfer.apps.desktop.history import MOST_ATTACHMENTS, MOST_CHARACTERS
 from edgeinfer.apps.desktop.records import (
     ROLES,
     STATUSES,

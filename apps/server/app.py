@@ -21,13 +21,10 @@ from edgeinfer.apps.server.errors import error_response
 from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
-from edgeinfer.apps.server.keys import KeyUses
-from edgeinfer.apps.server.llama import LLAMA_KINDS
-from edgeinfer.apps.server.llama_info import LlamaEndpoints
-from edgeinfer.apps.server.named_models import NamedModels
-from edgeinfer.apps.server.ollama_info import OllamaEndpoints
-from edgeinfer.apps.server.security import Security
-from edgeinfer.apps.server.service import Endpoint, Service
+from edgeinfer.apps.server.llama import LLAMA_KINDS, LlamaEndpoints
+from edgeinfer.apps.server.ollama import OllamaEndpoints
+from edgeinfer.apps.server.security import KeyUses, Security
+from edgeinfer.apps.server.service import Endpoint, NamedModels, Service
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.apps.server.verify import VerifySessions, verify_kinds
 from edgeinfer.errors import EdgeInferError, UsageError

@@ -30,7 +30,7 @@ from edgeinfer.apps.server.events import (
 )
 from edgeinfer.apps.server.guard import KEY_USE
 from edgeinfer.apps.server.host import HostReply, ModelHost
-from edgeinfer.apps.server.keys import KeyUse
+from edgeinfer.apps.server.security import KeyUse
 from edgeinfer.apps.server.service import Service
 from edgeinfer.errors import UsageError
 from edgeinfer.openai import make_completion

@@ -16,9 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.apps.server.bodies import UPLOAD, Upload, Uploads
 from edgeinfer.apps.server.errors import ClientGoneError, error_response, let_go
-from edgeinfer.apps.server.keys import KeyUses
 from edgeinfer.apps.server.metrics import Metrics
-from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.security import KeyUses, Security
 from edgeinfer.openai.errors import RequestError
 
 logger = logging.getLogger("edgeinfer.server")

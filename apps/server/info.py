@@ -13,8 +13,7 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import ignored_header, read_json
 from edgeinfer.apps.server.metrics import CONTENT_TYPE
-from edgeinfer.apps.server.named_models import NamedModel
-from edgeinfer.apps.server.service import Endpoint, Service
+from edgeinfer.apps.server.service import Endpoint, NamedModel, Service
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 

@@ -11,7 +11,7 @@ import pytest
 
 import edgeinfer as package
 from edgeinfer import chat
-from edgeinfer.apps.cli.text_files import read_text
+from edgeinfer.apps.cli.inputs import read_text
 from edgeinfer.errors import PromptError, UsageError
 from tests.cli import TIME_LIMIT, edgeinfer, refuses
 from tests.tables import each_row

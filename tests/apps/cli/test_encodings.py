@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from edgeinfer.apps.cli.inputs import utf8
 from edgeinfer.apps.cli.options import _schema
 from edgeinfer.apps.cli.output import print_json
-from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.contexts import Context
 from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError

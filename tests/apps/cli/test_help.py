@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.cli.help_layout import help_text, usage
 from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
 from edgeinfer.apps.cli.options import GENERATION, LOADING
-from edgeinfer.apps.cli.parser import Parser
+from edgeinfer.apps.cli.parser import Parser, help_text, usage
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses

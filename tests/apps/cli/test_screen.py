@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from edgeinfer.apps.terminal.screen import WrappedText
+from edgeinfer.apps.terminal.app import WrappedText
 
 _READER = """
-from edgeinfer.apps.terminal.screen import keyboard
+from edgeinfer.apps.terminal.app import keyboard
 read = keyboard()
 for _ in range(2):
     print("got", ascii(read("> ")), flush=True)

@@ -12,14 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from edgeinfer.apps.desktop.app import make_desktop
-from edgeinfer.apps.desktop.folders import DataFolder
-from edgeinfer.apps.desktop.page import Access
+from edgeinfer.apps.desktop.app import Access, make_desktop
 from edgeinfer.apps.desktop.services import Services
+from edgeinfer.apps.desktop.settings import DataFolder
 from edgeinfer.apps.desktop.transfer import MOST_BYTES
 from edgeinfer.apps.server.host import ModelHost
-from edgeinfer.apps.server.keys import ApiKey
-from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.security import ApiKey, Security
 from edgeinfer.apps.server.serving import Server
 from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk

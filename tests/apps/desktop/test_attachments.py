@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.desktop import attachments, documents, transfer
-from edgeinfer.apps.desktop.attachments import MOST_ATTACHMENTS, MOST_CHARACTERS
+from edgeinfer.apps.desktop import documents, transfer
+from edgeinfer.apps.desktop import history as history_module
 from edgeinfer.apps.desktop.checks import NotFoundError, TooLargeError
 from edgeinfer.apps.desktop.documents import MOST_FILE_BYTES, Documents, decode
-from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.reading import context_of
+from edgeinfer.apps.desktop.history import MOST_ATTACHMENTS, MOST_CHARACTERS, Attachments, History
 from edgeinfer.apps.desktop.records import Attachment
+from edgeinfer.apps.desktop.replies import context_of
 from edgeinfer.errors import CapabilityError, UsageError
 from tests.apps.desktop.documents import pdf
 from tests.apps.desktop.served import Window, served
@@ -146,10 +146,10 @@ def test_kept_files_are_read_once_for_all_conversations_and_removed(
     assert all(each["cached_tokens"] > 0.8 * each["prompt_tokens"] for each in replies)
     assert more["cached_tokens"] >= replies[0]["prompt_tokens"]
     with monkeypatch.context() as patch:
-        patch.setattr(attachments, "MOST_KEPT", 2)
+        patch.setattr(history_module, "MOST_KEPT", 2)
         says = window.refused("POST", f"/attachments/{tom}/keep", status=400, code="invalid")
         assert "2 files are kept already" in says
-        patch.setattr(attachments, "MOST_KEPT", 3)
+        patch.setattr(history_module, "MOST_KEPT", 3)
         patch.setattr(edgeinfer.Model, "require_contexts", lambda model: raise_refusal())
         assert "Odd" in window.refused("POST", f"/attachments/{tom}/keep", status=400, code="invalid")
         assert window.call("POST", "/tokens", {"content": "Who?", "attachments": [tom, anna]}) == plain
@@ -214,8 +214,8 @@ def test_files_are_bounded_and_drafts_are_forgotten_in_time(history: History, mo
     with pytest.raises(UsageError, match="message is empty"):
         history.ask(id, None, "  ")
     history.ask(id, None, "", names[:1])
-    monkeypatch.setattr(attachments, "_DRAFT_S", -1.0)
-    attachments.Attachments(history._database)
+    monkeypatch.setattr(history_module, "_DRAFT_S", -1.0)
+    Attachments(history._database)
     assert history.attachments.get(names[0]).content == NOTE
     assert history.attachments.kept() == [kept]
     assert (kept.document, kept.tokens) == (kept.id, 9)

@@ -12,10 +12,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.desktop import downloads
-from edgeinfer.apps.desktop.checks import ConflictError, DiskFullError, NotFoundError
+from edgeinfer.apps.desktop.checks import ConflictError, DiskFullError, NotFoundError, hint_of
 from edgeinfer.apps.desktop.downloads import Download, Downloads, Fetch
 from edgeinfer.apps.desktop.settings import SettingsFile
-from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.errors import HubError
 from tests.tables import each_row
 from tests.waiting import TIME_LIMIT

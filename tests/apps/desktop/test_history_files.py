@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.desktop import database, search
+from edgeinfer.apps.desktop import database
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.records import Attachment, ModelChoice
 from edgeinfer.errors import StorageError
 from tests.cli import TIME_LIMIT, environment
 from tests.tables import each_row
@@ -98,16 +97,16 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, damage: str) -> None:
     again.close()
 
 
-def test_a_file_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     filled(path)
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    before = path.read_bytes()
-    with pytest.raises(StorageError, match="newer edgeinfer"):
-        History.open(path)
-    assert path.read_bytes() == before
+    for version in (1, 99):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+        before = path.read_bytes()
+        with pytest.raises(StorageError, match="written by another edgeinfer"):
+            History.open(path)
+        assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir() if "damaged" in file.name] == []
 
 
@@ -146,7 +145,7 @@ def test_a_file_goes_between_machines_with_and_without_fts5(tmp_path: Path, monk
     path = tmp_path / "history.sqlite3"
     filled(path)
     with monkeypatch.context() as patch:
-        patch.setattr(search, "_has_fts5", lambda connection: False)
+        patch.setattr(database, "_has_fts5", lambda connection: False)
         history = History.open(path)
         _, reply = history.ask(history.create().id, None, "written without an index")
         history.finish(reply.id, "indeed", "complete")
@@ -221,53 +220,3 @@ def test_damage_while_open_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="puts the damaged file aside"), opened.transaction():
         raise error
     opened.close()
-
-
-# The tables as the first version made them, with a conversation that it wrote.
-FIRST = """
-CREATE TABLE conversations (id TEXT PRIMARY KEY, title TEXT NOT NULL, system TEXT NOT NULL, options TEXT NOT NULL,
-    leaf TEXT, created REAL NOT NULL, updated REAL NOT NULL);
-CREATE INDEX conversations_updated ON conversations (updated);
-CREATE TABLE messages (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-    conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
-    parent TEXT REFERENCES messages (id) ON DELETE CASCADE,
-    role TEXT NOT NULL CHECK (role IN ('user', 'assistant')), content TEXT NOT NULL, created REAL NOT NULL,
-    status TEXT NOT NULL CHECK (status IN ('complete', 'replying', 'stopped', 'error', 'interrupted')),
-    failure TEXT, figures TEXT, holder TEXT);
-CREATE INDEX messages_conversation ON messages (conversation);
-CREATE INDEX messages_parent ON messages (parent);
-CREATE INDEX messages_replying ON messages (holder) WHERE status = 'replying';
-INSERT INTO conversations VALUES ('c', 'hello world', 'Be kind.', '{"temperature": 0.5}', 'r', 1.5, 2.5);
-INSERT INTO messages VALUES (1, 'q', 'c', NULL, 'user', 'hello world', 1.5, 'complete', NULL, NULL, NULL);
-INSERT INTO messages VALUES (2, 'r', 'c', 'q', 'assistant', 'good day', 2.5, 'complete', NULL,
-    '{"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2, "ttft_ms": 3.0, "tokens_per_second": 4.0,
-      "drafted": 0, "accepted": 0, "context": 64, "finish_reason": "stop", "model": "m"}', NULL);
-PRAGMA user_version = 1;
-"""
-
-
-def test_a_file_of_the_first_version_keeps_everything(tmp_path: Path) -> None:
-    path = tmp_path / "history.sqlite3"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript(FIRST)
-    history = History.open(path)
-    old = history.conversation("c")
-    assert (old.title, old.system, dict(old.options), old.leaf, old.choice) == (
-        "hello world",
-        "Be kind.",
-        {"temperature": 0.5},
-        "r",
-        None,
-    )
-    assert [(m.content, m.attachments) for m in old.messages] == [("hello world", ()), ("good day", ())]
-    assert old.messages[1].figures is not None
-    history.attachments.add(Attachment("a", "a.txt", "text", 4, "text"))
-    history.ask("c", "r", "And?", ["a"], ModelChoice("org/name", None, 512))
-    history.close()
-    assert sound(path)
-    again = History.open(path)
-    new = again.conversation("c")
-    assert new.choice == ModelChoice("org/name", None, 512)
-    assert [file.content for file in new.messages[2].attachments] == ["text"]
-    assert len(again.summaries("good day")) == 1
-    again.close()

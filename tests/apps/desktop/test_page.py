@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from edgeinfer.apps.desktop.page import STATIC
+from edgeinfer.apps.desktop.app import STATIC
 from tests.apps.desktop.served import Window, served
 from tests.speculation import needs_builtin
 from tests.tables import each_row

@@ -13,8 +13,8 @@ import edgeinfer
 from edgeinfer.apps.desktop import replies
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.library import Planner
-from edgeinfer.apps.desktop.reading import messages_for, without_oldest
 from edgeinfer.apps.desktop.records import Conversation, Message
+from edgeinfer.apps.desktop.replies import messages_for, without_oldest
 from edgeinfer.errors import BudgetError, StorageError
 from tests.apps.desktop.served import Gate, Window, gated, served
 from tests.speculation import needs_builtin

@@ -19,7 +19,7 @@ import pytest
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.desktop import app
 from edgeinfer.apps.desktop.app import DesktopConfig, run
-from edgeinfer.apps.desktop.folders import data_folder
+from edgeinfer.apps.desktop.settings import data_folder
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.speculation import needs_builtin
 

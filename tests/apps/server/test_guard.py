@@ -22,8 +22,7 @@ from starlette.routing import Route
 
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
-from edgeinfer.apps.server.keys import ApiKey
-from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.security import ApiKey, Security
 from tests.waiting import TIME_LIMIT
 
 KEY = "a-key-of-some-length"

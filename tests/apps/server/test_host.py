@@ -12,8 +12,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.server.completions import Counts, _drop, _make_replies
-from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError
-from edgeinfer.apps.server.room import with_room
+from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError, with_room
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle

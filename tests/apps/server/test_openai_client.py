@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.server.keys import ApiKey
-from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.security import ApiKey, Security
 from tests.apps.server.served import MESSAGES, Local, held, served
 from tests.speculation import needs_builtin
 from tests.tables import each_row

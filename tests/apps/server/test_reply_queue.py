@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.apps.server.reply_queue import ReplyQueue
+from edgeinfer.apps.server.worker import ReplyQueue
 
 
 def test_owners_take_turns_and_so_do_their_replies() -> None:

@@ -13,8 +13,7 @@ from tests.apps.server.served import served
 
 pytest.importorskip("starlette", reason="the server extra is not installed")
 
-from edgeinfer.apps.server.keys import ApiKey, KeyUse, parse_keys
-from edgeinfer.apps.server.security import Security, is_loopback
+from edgeinfer.apps.server.security import ApiKey, KeyUse, Security, is_loopback, parse_keys
 
 KEY = "a-key-of-some-length"
 

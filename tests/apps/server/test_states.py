@@ -16,8 +16,7 @@ import pytest
 from edgeinfer import Model
 from edgeinfer.apps.server import host as hosting
 from edgeinfer.apps.server.app import make_app
-from edgeinfer.apps.server.host import HostState, LoadCancelledError, ModelHost, NotReadyError
-from edgeinfer.apps.server.room import load_with_room
+from edgeinfer.apps.server.host import HostState, LoadCancelledError, ModelHost, NotReadyError, load_with_room
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.errors import BudgetError, BundleError, ModelError

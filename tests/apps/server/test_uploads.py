@@ -14,8 +14,7 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
 from edgeinfer.apps.server.bodies import Upload, Uploads
-from edgeinfer.apps.server.keys import ApiKey
-from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.security import ApiKey, Security
 from edgeinfer.apps.server.serving import ServerProtocol
 from edgeinfer.openai.errors import RequestError
 from tests.apps.server.test_protocol import SOON, connect, goes_on, read_all, read_some, running
