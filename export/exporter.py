@@ -16,20 +16,18 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.architectures.plans import adaptable_modules
+from edgeinfer.export.architectures.tensors import adaptable_modules
 from edgeinfer.export.drafters.described import ModuleSource
-from edgeinfer.export.drafters.opening import open_module
-from edgeinfer.export.drafters.writing import ModuleTarget, write_module
+from edgeinfer.export.drafters.opening import ModuleTarget, open_module, write_module
 from edgeinfer.export.graph.decoder import decoder_graphs
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
-from edgeinfer.export.weights.planning import plan_weights, resolve
-from edgeinfer.export.weights.writer import outline
+from edgeinfer.export.weights.planning import outline, plan_weights, resolve
 from edgeinfer.quant.methods import METHODS
-from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.quant.policy import QuantPlan
 from edgeinfer.results import Progress
 
 
@@ -57,7 +55,7 @@ def export_checkpoint(
 
         return export_optimum(source, out, config, progress)
     if config.static is not None:
-        from edgeinfer.export.static.route import export_static
+        from edgeinfer.export.static import export_static
 
         return export_static(source, out, config, progress)
     return export_native(source, out, config, progress)

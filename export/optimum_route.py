@@ -26,7 +26,7 @@ from edgeinfer.bundle.layouts import MODEL
 from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar

@@ -16,14 +16,15 @@ from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes,
 from edgeinfer.config import BITS
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate_exactly
-from edgeinfer.quant.plan import QuantPlan, match_patterns
 from edgeinfer.quant.policy import (
     PROTECTED_BITS,
+    QuantPlan,
     QuantScheme,
     effective_block,
     is_protected,
     is_quantizable,
     make_scheme,
+    match_patterns,
 )
 
 # What a tensor of a name is stored as when it has a scheme.

@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from edgeinfer.export.exporter import export_checkpoint as export_anew
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FOLDER = _ROOT / ".pytest_cache" / "models"

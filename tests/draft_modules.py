@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import edgeinfer
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint as export_anew
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from tests.factories import make_checkpoint

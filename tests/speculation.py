@@ -15,7 +15,7 @@ import pytest
 import edgeinfer
 from edgeinfer.drafting import DRAFTERS
 from edgeinfer.export.exporter import export_checkpoint as export_anew
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile

@@ -16,7 +16,7 @@ import edgeinfer
 from edgeinfer.apps.bench.synthetic import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts

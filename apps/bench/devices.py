@@ -173,7 +173,7 @@ class _Files:
 
     def _export(self, files: str, out: Path) -> None:
         from edgeinfer.export.exporter import export_checkpoint
-        from edgeinfer.export.options.config import ExportConfig, StaticOptions
+        from edgeinfer.export.options import ExportConfig, StaticOptions
 
         checkpoint = self._folder / "checkpoint"
         if not checkpoint.exists():

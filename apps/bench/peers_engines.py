@@ -151,7 +151,7 @@ def _default_group(parameters: int) -> int:
 
 def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
     """Writes a checkpoint in float32 whose weights are the bundle's, multiplied out."""
-    from edgeinfer.export.source.bundle_checkpoint import (  # needs the export extra
+    from edgeinfer.export.source.checkpoint import (  # needs the export extra
         checkpoint_config,
         checkpoint_tensors,
     )

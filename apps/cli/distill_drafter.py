@@ -163,7 +163,7 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
     from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
     from edgeinfer.bundle.opening import open_bundle
     from edgeinfer.export.exporter import export_checkpoint
-    from edgeinfer.export.options.config import ExportConfig
+    from edgeinfer.export.options import ExportConfig
     from edgeinfer.tools.distilling import measure_drafter
 
     # At 8 bits the small layers would stay float32, and all layers of a drafter are small.

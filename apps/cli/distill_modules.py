@@ -150,7 +150,7 @@ def _make(args: argparse.Namespace, drafter: str, prepare: Callable[[], Train]) 
     require_native()
     with torch_needed():
         from edgeinfer.bundle.opening import open_bundle
-        from edgeinfer.export.drafters.attaching import require_attachable
+        from edgeinfer.export.drafters.opening import require_attachable
         from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
@@ -181,9 +181,9 @@ def _finish(
     """Makes the bundle, measures what the module brings on the engine, and returns the report."""
     from edgeinfer.bundle.nesting import NESTED
     from edgeinfer.bundle.opening import open_bundle
-    from edgeinfer.export.drafters.attaching import attach_drafter
+    from edgeinfer.export.drafters.opening import attach_drafter
     from edgeinfer.export.exporter import export_checkpoint
-    from edgeinfer.export.options.config import ExportConfig
+    from edgeinfer.export.options import ExportConfig
     from edgeinfer.tools.distilling import measure_drafter
 
     if hub.is_bundle(source):

@@ -112,7 +112,7 @@ def _reference(source: str | None, progress: Progress | None) -> Iterator[Path |
     with tempfile.TemporaryDirectory(prefix="edgeinfer-eval-") as folder:
         try:
             from edgeinfer.export.exporter import export_checkpoint
-            from edgeinfer.export.options.config import ExportConfig
+            from edgeinfer.export.options import ExportConfig
 
             bundle = export_checkpoint(found, Path(folder) / "reference", ExportConfig(bits=32), progress)
         except ModuleNotFoundError as error:

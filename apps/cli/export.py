@@ -204,7 +204,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _static_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the field of ExportConfig for fixed shapes, if they are asked for."""
-    from edgeinfer.export.options.config import StaticOptions
+    from edgeinfer.export.options import StaticOptions
 
     given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
     if not args.static:
@@ -218,7 +218,7 @@ def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     try:
         from edgeinfer.export.exporter import export_checkpoint
-        from edgeinfer.export.options.config import ExportConfig
+        from edgeinfer.export.options import ExportConfig
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
     config = ExportConfig(**_options(args), force=args.force)

@@ -135,7 +135,7 @@ def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
 def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
     """Converts beside the place and renames, so that half of a bundle is never found."""
     from edgeinfer.export.exporter import export_checkpoint
-    from edgeinfer.export.options.config import ExportConfig
+    from edgeinfer.export.options import ExportConfig
 
     stage = f"Converting {source.name} to {bits} bits"
 

@@ -6,37 +6,45 @@ import re
 from collections.abc import Iterator
 
 from edgeinfer.export.architectures.base import Architecture
-from edgeinfer.export.architectures.cohere2_moe import COHERE2_MOE
-from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
-from edgeinfer.export.architectures.gemma3n import GEMMA3N
-from edgeinfer.export.architectures.gemma4 import GEMMA4
-from edgeinfer.export.architectures.gpt_oss import GPT_OSS
-from edgeinfer.export.architectures.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
+from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, VAULT_GEMMA
 from edgeinfer.export.architectures.latent import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
-from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
-from edgeinfer.export.architectures.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
-from edgeinfer.export.architectures.minicpm import BLOCK_FFN, MINICPM3
-from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, PHIMOE
-from edgeinfer.export.architectures.near_llama import (
+from edgeinfer.export.architectures.llama import (
     APERTUS,
     ARCEE,
     BITNET,
     ERNIE4_5,
+    EXAONE4,
     GLM,
     GLM4,
     GRANITE,
+    GRANITE_MOE_SWA,
+    GRANITE_SWA,
     HELIUM,
     HUNYUAN,
+    LLAMA,
     MINISTRAL,
     MINISTRAL3,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    PHI3,
     SEED_OSS,
     SMOLLM3,
 )
-from edgeinfer.export.architectures.olmo import EXAONE4, OLMO2, OLMO3
-from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from edgeinfer.export.architectures.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
+from edgeinfer.export.architectures.mixtures import (
+    BLOCK_FFN,
+    COHERE2_MOE,
+    GPT_OSS,
+    GRANITE_MOE,
+    MINICPM3,
+    MIXTRAL,
+    OLMOE,
+    PHIMOE,
+)
+from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.architectures.shared_mixtures import AFMOE, DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 from edgeinfer.export.source.hf_config import HFConfig

@@ -10,9 +10,14 @@ from typing import Any
 from edgeinfer.bundle.parts import LatentSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
-from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
-from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
-from edgeinfer.export.architectures.recurrent import recurrent_tensors
+from edgeinfer.export.architectures.tensors import (
+    MixtureNaming,
+    Source,
+    TensorPlan,
+    mixture_plans,
+    plan,
+    recurrent_tensors,
+)
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.packed import ternary_packing
 

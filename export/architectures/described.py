@@ -23,7 +23,7 @@ from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec, later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture
-from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
+from edgeinfer.export.architectures.tensors import HeadPadding, Source, TensorPlan
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 from edgeinfer.export.source.packed import PACKINGS, require_fp8_blocks

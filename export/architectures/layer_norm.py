@@ -9,7 +9,7 @@ from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
-from edgeinfer.export.architectures.plans import TensorPlan
+from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 # Every fourth layer of Cohere 2 sees everything, and does not rotate.

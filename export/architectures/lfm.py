@@ -10,7 +10,7 @@ from edgeinfer.bundle.recurrence import ConvSpec, Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
-from edgeinfer.export.architectures.mixture_plans import MixtureNaming
+from edgeinfer.export.architectures.tensors import MixtureNaming
 from edgeinfer.export.source.hf_config import HFConfig
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "sliding_attention": "attention", "conv": "conv"}

@@ -1,9 +1,16 @@
-"""Families of dense decoders around Llama: Llama itself (and SmolLM), Mistral and Phi-3."""
+"""Dense families around Llama: Llama (and SmolLM), Mistral, Phi-3, Granite, GLM, OLMo 2, BitNet and others."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.mixtures import GRANITE_MOE_NAMES, read_granite_moe, refine_granite_moe
+from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
 
@@ -34,4 +41,282 @@ PHI3 = Architecture(
     model_types=("phi3",),
     read=_read_phi3,
     naming=Naming(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+)
+
+
+# Every fourth layer of SmolLM3 does not rotate.
+_SMOLLM3_INTERVAL = 4
+
+
+def _neighbours(config: HFConfig) -> RopeSpec:
+    """The rotation of neighbours as pairs."""
+    return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
+
+
+def _read_smollm3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """SmolLM3: some layers do not rotate, and in some models have windows."""
+    layers, given = config.integer("num_hidden_layers"), config.get("no_rope_layers")
+    if given is None:
+        interval = config.integer("no_rope_layer_interval", _SMOLLM3_INTERVAL)
+        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(given, list) or len(given) != layers or not set(given) <= {0, 1}:
+        hint = "Check that config.json is complete and belongs to this model."
+        raise CheckpointError(f"config.json: no_rope_layers must say 0 or 1 for each of {layers} layers.", hint)
+    bias = config.flag("attention_bias")
+    slides = config.slides() if config.get("layer_types") is not None else [not each for each in given]
+    return common_spec(
+        config,
+        tied,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        rope_layers=tuple(each - 1 for each in given),
+        windows=config.windows_of(slides) if config.flag("use_sliding_window") else (),
+    )
+
+
+SMOLLM3 = Architecture(classes=("SmolLM3ForCausalLM",), model_types=("smollm3",), read=_read_smollm3)
+
+
+def _read_ministral(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Ministral: Mistral with windows on some layers."""
+    slides = config.slides() if config.get("layer_types") is not None else []
+    return common_spec(config, tied, windows=config.windows_of(slides) if slides else config.uniform_windows())
+
+
+MINISTRAL = Architecture(classes=("MinistralForCausalLM",), model_types=("ministral",), read=_read_ministral)
+
+
+def _read_ministral3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Ministral 3: queries far into a text are multiplied by a factor of their position."""
+    return common_spec(config, tied, windows=config.uniform_windows())
+
+
+MINISTRAL3 = Architecture(
+    classes=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    model_types=("ministral3",),
+    read=_read_ministral3,
+    roots=SEEING_ROOTS,
+    ignorable=SEEING_IGNORABLE,
+)
+
+
+def read_granite(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Granite: four multipliers, of which all but the scores' go into the weights."""
+    bias = config.flag("attention_bias")
+    scale = config.number("attention_multiplier", 1.0)
+    mlp_bias = config.flag("mlp_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, attention_scale=scale)
+
+
+_LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
+
+
+def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """The multipliers of embedding, logits and what blocks give, in the weights."""
+    embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
+    if plan.name == "embed":
+        return plan.changed(scale=embedding)
+    if plan.name == "final_norm":
+        return plan.changed(scale=1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0)))
+    return plan.changed(scale=residual) if plan.name.removesuffix("_bias").endswith(_LAST_PRODUCTS) else plan
+
+
+GRANITE = Architecture(
+    classes=("GraniteForCausalLM",), model_types=("granite",), read=read_granite, refine=refine_granite
+)
+
+
+def _read_glm(config: HFConfig, tied: bool) -> DecoderSpec:
+    """GLM: half of each head is rotated, neighbours as pairs; biases of queries, keys and values."""
+    return common_spec(config, tied, qkv_bias=config.flag("attention_bias"), rope=_neighbours(config))
+
+
+def _read_glm4(config: HFConfig, tied: bool) -> DecoderSpec:
+    """GLM-4-0414: GLM with norms after attention and MLP too."""
+    return dataclasses.replace(_read_glm(config, tied), post_norm=True)
+
+
+GLM = Architecture(
+    classes=("GlmForCausalLM",), model_types=("glm",), read=_read_glm, naming=Naming(gate_up=("mlp.gate_up_proj",))
+)
+GLM4 = Architecture(
+    classes=("Glm4ForCausalLM",),
+    model_types=("glm4",),
+    read=_read_glm4,
+    naming=Naming(
+        gate_up=("mlp.gate_up_proj",),
+        attn_post_norm="post_self_attn_layernorm.weight",
+        mlp_post_norm="post_mlp_layernorm.weight",
+    ),
+)
+
+
+def _read_ernie(config: HFConfig, tied: bool) -> DecoderSpec:
+    """ERNIE 4.5: neighbours are rotated as pairs."""
+    bias = config.flag("use_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=bias, rope=_neighbours(config))
+
+
+ERNIE4_5 = Architecture(classes=("Ernie4_5ForCausalLM",), model_types=("ernie4_5",), read=_read_ernie)
+
+
+def _read_helium(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Helium: neighbours are rotated as pairs."""
+    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    return common_spec(config, tied, qkv_bias=bias, mlp_bias=mlp_bias, rope=_neighbours(config))
+
+
+HELIUM = Architecture(classes=("HeliumForCausalLM",), model_types=("helium",), read=_read_helium)
+
+
+def _read_arcee(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Arcee's AFM: squared ReLU without a gate."""
+    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    return common_spec(config, tied, gated=False, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+
+
+ARCEE = Architecture(classes=("ArceeForCausalLM",), model_types=("arcee",), read=_read_arcee)
+
+
+def _read_bitnet(config: HFConfig, tied: bool) -> DecoderSpec:
+    """BitNet b1.58: squared ReLU behind a gate, and norms before the last products.
+
+    Its own layers round activations to int8 for each token; here they are rounded for each block of a product's inputs,
+    where weights are not float32.
+    """
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, inner_norms=True)
+
+
+BITNET = Architecture(classes=("BitNetForCausalLM",), model_types=("bitnet",), read=_read_bitnet)
+
+
+def _read_seed_oss(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Seed-OSS: biases that each have a field of their own."""
+    return common_spec(
+        config,
+        tied,
+        qkv_bias=config.flag("attention_bias"),
+        output_bias=config.flag("attention_out_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+    )
+
+
+SEED_OSS = Architecture(classes=("SeedOssForCausalLM",), model_types=("seed_oss",), read=_read_seed_oss)
+
+
+def _read_hunyuan(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Hunyuan's dense models: queries and keys are normed after their rotation."""
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, norm_after_rope=True)
+
+
+HUNYUAN = Architecture(
+    classes=("HunYuanDenseV1ForCausalLM",),
+    model_types=("hunyuan_v1_dense",),
+    read=_read_hunyuan,
+    naming=Naming(q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"),
+)
+
+
+def _read_apertus(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Apertus: xIELU without a gate, norms of query and key heads."""
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, gated=False, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+APERTUS = Architecture(
+    classes=("ApertusForCausalLM",),
+    model_types=("apertus",),
+    read=_read_apertus,
+    naming=Naming(attn_norm="attention_layernorm.weight", mlp_norm="feedforward_layernorm.weight"),
+    ignorable=("*.rotary_emb.inv_freq", "*.mlp.act_fn.beta", "*.mlp.act_fn.eps"),
+)
+
+
+# Every fourth layer of OLMo 3 sees everything.
+_PATTERN = 4
+
+
+def _read_olmo2(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
+    """OLMo 2: no norms before, and norms of all queries and of all keys together."""
+    bias = config.flag("attention_bias")
+    parts |= {"pre_norm": False, "post_norm": True, "qk_norm": True, "whole_norm": True}
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, **parts)
+
+
+def _read_olmo3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """OLMo 3: OLMo 2 with windows, and a scaled rotation in the other layers alone."""
+    slides, head_dim = config.slides(_PATTERN), config.head_dim()
+    whole, local = config.rope(head_dim, "full_attention"), config.local_rope(head_dim)
+    apart = any(slides) and whole != local
+    further = {"more_ropes": (local,), "rope_layers": tuple(map(int, slides))} if apart else {}
+    return _read_olmo2(config, tied, windows=config.windows_of(slides), rope=whole, **further)
+
+
+def _read_exaone4(config: HFConfig, tied: bool) -> DecoderSpec:
+    """EXAONE 4: norms of each query and key head; in models with a window, layers without it do not rotate."""
+    slides = config.slides() if config.get("sliding_window") is not None else []
+    windows, layers = config.windows_of(slides), tuple(0 if slide else -1 for slide in slides)
+    return common_spec(config, tied, pre_norm=False, post_norm=True, qk_norm=True, windows=windows, rope_layers=layers)
+
+
+OLMO2 = Architecture(classes=("Olmo2ForCausalLM",), model_types=("olmo2",), read=_read_olmo2)
+OLMO3 = Architecture(classes=("Olmo3ForCausalLM",), model_types=("olmo3",), read=_read_olmo3)
+EXAONE4 = Architecture(classes=("Exaone4ForCausalLM",), model_types=("exaone4",), read=_read_exaone4)
+
+
+_GRANITE_PATTERN = 4  # layers of which the first sees everything, where config.json does not say
+_WINDOW = 128  # likewise
+
+
+def _rotations(config: HFConfig, spec: DecoderSpec) -> dict[str, Any]:
+    """A rotation for each base among `layer_rope_theta`, where layers with a base of 0 do not rotate."""
+    given = config.get("layer_rope_theta")
+    if given is None:
+        return {}
+    if not isinstance(given, list) or len(given) != spec.num_layers:
+        message = f"config.json: layer_rope_theta={given!r} must be a number for each of {spec.num_layers} layers."
+        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.")
+    bases = [HFConfig({"layer_rope_theta": theta}).number("layer_rope_theta") for theta in given if theta != 0]
+    kinds = sorted(set(bases)) or [spec.rope.theta]
+    first, *others = (dataclasses.replace(spec.rope, theta=theta) for theta in kinds)
+    layers = tuple(kinds.index(theta) if theta else -1 for theta in given)
+    return {"rope": first, "more_ropes": tuple(others), "rope_layers": layers if any(layers) else ()}
+
+
+def _with_windows(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:
+    layers = range(spec.num_layers)
+    usual = config.get("layer_types") is None
+    slides = [bool(layer % _GRANITE_PATTERN) for layer in layers] if usual else config.slides()
+    window = config.integer("sliding_window", _WINDOW)
+    windows = tuple(window if slide else 0 for slide in slides) if any(slides) and window < spec.max_positions else ()
+    return dataclasses.replace(spec, sinks=True, windows=windows, **_rotations(config, spec))
+
+
+def _read(config: HFConfig, tied: bool) -> DecoderSpec:
+    return _with_windows(config, read_granite(config, tied))
+
+
+def _read_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    return _with_windows(config, read_granite_moe(config, tied))
+
+
+GRANITE_SWA = Architecture(
+    classes=("GraniteSWAForCausalLM",), model_types=("granite_swa",), read=_read, refine=refine_granite
+)
+GRANITE_MOE_SWA = Architecture(
+    classes=("GraniteMoeSWAForCausalLM",),
+    model_types=("granitemoe_swa",),
+    read=_read_moe,
+    naming=Naming(
+        mixture=dataclasses.replace(
+            GRANITE_MOE_NAMES,
+            router="block_sparse_moe.router.weight",
+            stacked_gate_up="block_sparse_moe.experts.gate_up_proj",
+            stacked_down="block_sparse_moe.experts.down_proj",
+        )
+    ),
+    refine=refine_granite_moe,
 )

@@ -13,10 +13,9 @@ from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
-from edgeinfer.export.architectures.mixture_plans import MixtureNaming
+from edgeinfer.export.architectures.llama import refine_granite
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE
-from edgeinfer.export.architectures.near_llama import refine_granite
-from edgeinfer.export.architectures.plans import TensorPlan
+from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 _HINT = "Check that config.json is complete and belongs to this model."

@@ -11,7 +11,7 @@ from edgeinfer.bundle.codecs import Rows
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.described import pad_values
-from edgeinfer.export.architectures.plans import Source, TensorPlan
+from edgeinfer.export.architectures.tensors import Source, TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.packed import PACKINGS, PackedSource
 from edgeinfer.quant.policy import QuantScheme

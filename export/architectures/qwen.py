@@ -1,10 +1,16 @@
-"""The Qwen families: Qwen2, Qwen3, their mixtures of experts, and the language models of those that see."""
+"""The Qwen families: Qwen2, Qwen3 and their mixtures, and the hybrids Qwen3-Next and Qwen3.5 with gated delta rules."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.recurrence import DeltaSpec, Mixer
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.architectures.base import Architecture, common_spec
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures.base import MTP, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.tensors import Source, TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
 _ROOTS = (("model.", ""), ("model.language_model.", ""))
@@ -75,3 +81,136 @@ def _read_qwen3_moe(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 QWEN3_MOE = Architecture(classes=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), read=_read_qwen3_moe)
+
+
+_MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
+# Where config.json does not say: every fourth layer attends, and rotates a quarter of each head.
+_INTERVAL, _PARTIAL = 4, 0.25
+_HINT = "Check that config.json is complete and belongs to this model."
+
+
+def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
+    layers, types = config.integer("num_hidden_layers"), config.get("layer_types")
+    if types is None:
+        interval = config.integer("full_attention_interval", _INTERVAL)
+        types = ["linear_attention" if layer % interval else "full_attention" for layer in range(1, layers + 1)]
+    known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
+    if not known or len(types) != layers:
+        raise CheckpointError(f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", _HINT)
+    mixers = tuple(_MIXERS[each] for each in types)
+    return mixers if "delta" in mixers else ()
+
+
+def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
+    """Most layers have a delta rule, the others attention with normed queries and keys and a gate of its channels."""
+    if config.flag("attention_bias"):
+        raise CheckpointError("config.json: attention_bias of a hybrid Qwen is not supported.", _HINT)
+    mixers, delta = _mixers(config), None
+    if mixers:
+        fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        delta = DeltaSpec(*(config.integer(f"linear_{field}") for field in fields))
+    if config.activation() != "silu":
+        raise CheckpointError("config.json: hidden_act of a hybrid Qwen must be silu.", _HINT)
+    return common_spec(
+        config,
+        tied,
+        rope=config.rope(config.head_dim(), partial=_PARTIAL),
+        qk_norm=True,
+        output_gate="channel",
+        mixers=mixers,
+        delta=delta,
+        **parts,
+    )
+
+
+def _moe(config: HFConfig, dense_layers: tuple[int, ...] = (), renormalize: bool = True) -> MoESpec:
+    return MoESpec(
+        experts=config.experts(),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("moe_intermediate_size"),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        renormalize=renormalize,
+        dense_layers=dense_layers,
+    )
+
+
+def _read_next(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Qwen3-Next: experts in most or all layers."""
+    renormalize = config.get("norm_topk_prob") is None or config.flag("norm_topk_prob")
+    return _hybrid(config, tied, moe=_moe(config, config.dense_layers(), renormalize))
+
+
+def _read_3_5_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Qwen3.5 with experts in every layer; no MLP has a size."""
+    moe = _moe(config)
+    return _hybrid(config, tied, moe=moe, intermediate_size=moe.expert_size)
+
+
+def _taken(source: Source, period: int, first: int, share: int) -> Source:
+    """Of each `period` rows of a tensor the `share` ones from `first` on."""
+    return dataclasses.replace(source, pieces=(period, first, share))
+
+
+def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """Norms are stored without their one, and each query head has its gate behind it."""
+    size = spec.head_dim
+    if plan.name.endswith("attn.qkv"):
+        query, *others = plan.sources
+        return TensorPlan(plan.name, (_taken(query, 2 * size, 0, size), *others))
+    if plan.name.endswith("attn.gate"):
+        return TensorPlan(plan.name, (_taken(plan.sources[0], 2 * size, size, size),))
+    return plan.changed(offset=1.0) if plan.name.endswith("norm") and ".mixer." not in plan.name else plan
+
+
+def _refine_next(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """Each key head of a delta rule has its query, key, values and gates one behind the other."""
+    delta = spec.delta
+    if delta is None or not plan.name.endswith(("mixer.in", "mixer.gates")):
+        return _refine(config, spec, plan)
+    root, hidden = plan.sources[0].name.rsplit("in_proj_", 1)[0], spec.hidden_size
+    each = delta.value_heads // delta.key_heads
+    wide = each * delta.value_size
+    gates = plan.name.endswith("gates")
+    name, shares = ("ba", [each, each]) if gates else ("qkvz", [delta.key_size, delta.key_size, wide, wide])
+    sources, first = [], 0
+    for share in shares:
+        source = Source(f"{root}in_proj_{name}.weight", (delta.key_heads * share, hidden))
+        sources.append(_taken(source, sum(shares), first, share))
+        first += share
+    return TensorPlan(plan.name, tuple(sources))
+
+
+_NAMING = Naming(gate="self_attn.q_proj", mixer="linear_attn")
+_HYBRID_IGNORABLE = ("*.rotary_emb.inv_freq", "model.visual.*")
+_HYBRID_ROOTS = (("model.", ""), ("model.language_model.", ""))
+
+QWEN3_NEXT = Architecture(
+    classes=("Qwen3NextForCausalLM",),
+    model_types=("qwen3_next",),
+    read=_read_next,
+    naming=_NAMING,
+    ignorable=_HYBRID_IGNORABLE,
+    refine=_refine_next,
+    predicts=MTP,
+)
+QWEN3_5 = Architecture(
+    classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    model_types=("qwen3_5_text", "qwen3_5"),
+    read=_hybrid,
+    naming=_NAMING,
+    roots=_HYBRID_ROOTS,
+    ignorable=_HYBRID_IGNORABLE,
+    refine=_refine,
+    predicts=MTP,
+)
+QWEN3_5_MOE = Architecture(
+    classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    read=_read_3_5_moe,
+    naming=_NAMING,
+    roots=_HYBRID_ROOTS,
+    ignorable=_HYBRID_IGNORABLE,
+    refine=_refine,
+    predicts=MTP,
+)

@@ -10,8 +10,7 @@ from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
-from edgeinfer.export.architectures.mixture_plans import MixtureNaming
-from edgeinfer.export.architectures.plans import TensorPlan
+from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 SHARED_EXPERTS = MixtureNaming(

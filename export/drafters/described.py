@@ -14,7 +14,7 @@ from edgeinfer.bundle.draft_tokens import draft_tokens_fault
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures.base import Architecture
-from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
+from edgeinfer.export.architectures.tensors import Source, TensorPlan, plan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
 

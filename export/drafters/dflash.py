@@ -14,8 +14,8 @@ import math
 from edgeinfer.bundle.draft_module import MOST_BLOCK, DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
-from edgeinfer.export.architectures.plans import TensorPlan, plan
 from edgeinfer.export.architectures.qwen import QWEN3
+from edgeinfer.export.architectures.tensors import TensorPlan, plan
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
 

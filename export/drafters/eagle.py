@@ -15,7 +15,7 @@ from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.llama import LLAMA
-from edgeinfer.export.architectures.plans import plan
+from edgeinfer.export.architectures.tensors import plan
 from edgeinfer.export.drafters.described import (
     DescribedModule,
     ModuleSource,

@@ -15,7 +15,7 @@ from edgeinfer.bundle.draft_module import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS, Dr
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
 from edgeinfer.export.architectures.llama import LLAMA
-from edgeinfer.export.architectures.plans import TensorPlan, plan
+from edgeinfer.export.architectures.tensors import TensorPlan, plan
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, drafted_by, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
 

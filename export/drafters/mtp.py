@@ -22,7 +22,7 @@ from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import MTP, NEXT_LAYER, Architecture
 from edgeinfer.export.architectures.described import stored_tensors
-from edgeinfer.export.architectures.plans import TensorPlan, plan
+from edgeinfer.export.architectures.tensors import TensorPlan, plan
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
 

@@ -1,7 +1,9 @@
-"""Which of llama.cpp's types each tensor of a GGUF file gets so that the model loses least within a size.
+"""Chooses the type of each tensor of a GGUF file so that the model loses least within a size; importance matrices.
 
-What a type costs a tensor is measured with llama.cpp's own quantizer on some of its rows, at their output, beside what
-a probe of the whole model lost by a coarser rounding of the same matrix.
+The cost of a type is measured with llama.cpp's own quantizer on some of a tensor's rows, as the error of their output,
+times what a probe of the whole model lost by a coarser rounding of the same matrix. The importance matrix holds the
+mean square of each column's inputs when a text is read; the checkpoint is run layer by layer in numpy, so that memory
+holds one layer.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.export.gguf.importance import Importance
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, TensorRows
-from edgeinfer.export.options.file_types import fitting
+from edgeinfer.export.options import fitting
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
-from edgeinfer.quant.calibration import ModelReader
+from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import share_of, spread_rows
+from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
@@ -254,3 +256,68 @@ def _energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
     """Squared output error, of all inputs alike where there are none."""
     output = error if x is None or not len(x) else x @ error.T
     return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
+
+
+# By names of tensors: (K,), or of experts (E * K,), one expert after the other.
+Importance = dict[str, Floats]
+
+_HEAD = "output.weight"
+# A column that never got a value still has a weight: llama.cpp divides by sums of these.
+_LEAST = 1e-6
+
+
+def gather_importance(
+    spec: DecoderSpec,
+    reader: ModelReader,
+    texts: Sequence[Ints],
+    tensors: Iterable[PlannedGgufTensor],
+    progress: Progress | None = None,
+) -> Importance:
+    """Collects the importance of every matrix of a file but the embedding and routers, which stay as they are.
+
+    An embedding has none, also where it is the head as well. An expert that no token reached counts all its columns
+    the same.
+
+    Args:
+        texts: token ids; texts do not see each other.
+    """
+    gathered = _Gathered(spec, reader, progress)
+    options = CalibrationOptions(streams="float", hessian=False, weigh_experts=False)
+    found = calibrate(spec, reader, texts, gathered, options)
+    squares = gathered.squares
+    importance = {}
+    for tensor in tensors:
+        if tensor.name == _HEAD:
+            importance[tensor.name] = _positive(found.head.mean_square)
+        elif tensor.name != _EMBEDDING and all(part.plan in squares for part in tensor.parts):
+            importance[tensor.name] = np.concatenate([_positive(squares[part.plan]) for part in tensor.parts])
+    return importance
+
+
+class _Gathered:
+    """Collects the statistics of each matrix's inputs; see `edgeinfer.quant.calibration.Visitor`."""
+
+    def __init__(self, spec: DecoderSpec, reader: ModelReader, progress: Progress | None) -> None:
+        self.squares: dict[str, Floats] = {}
+        self._layers, self._progress = spec.num_layers, progress
+        self._done = 0
+
+    def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
+        """Nothing is moved between matrices."""
+
+    def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
+        """Rows as they are."""
+        return rows
+
+    def matrix(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:  # (R, C) -> (R, C)
+        """A matrix as it is; None: nothing enters it."""
+        self.squares[name] = np.ones(weight.shape[1], np.float32) if statistics is None else statistics.mean_square
+        if self._progress is not None and name.endswith("attn.out"):
+            self._done += 1
+            self._progress("calibration", self._done, self._layers)
+        return weight
+
+
+def _positive(squares: Floats) -> Floats:  # (K,) -> (K,)
+    floor = _LEAST * float(squares.mean(dtype=np.float64))
+    return np.maximum(squares, np.float32(floor)) if floor > 0 else np.ones_like(squares)

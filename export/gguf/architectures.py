@@ -1,4 +1,4 @@
-"""What an architecture of llama.cpp can express of a decoder."""
+"""What an architecture of llama.cpp can express of a decoder and of its experts, and the metadata that say it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.plans import Shape, TensorPlan
-from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.architectures.tensors import Shape, TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
 Floats = NDArray[np.float32]
@@ -177,3 +178,200 @@ class GgufArchitecture:
 def every(count: int, layers: int) -> Iterator[bool]:
     """Whether each layer is the last of so many."""
     return (count > 0 and (layer + 1) % count == 0 for layer in range(layers))
+
+
+# llama.cpp's own limit, at which it ends the process.
+_MOST_EXPERTS = 1024
+# llama.cpp's numbers of how scores become shares (enum llama_expert_gating_func_type, src/llama-hparams.h).
+_GATING = {"softmax": 1, "sigmoid": 2}
+
+
+@dataclass(frozen=True)
+class GgufMixture:
+    """The mixture of an architecture of llama.cpp.
+
+    Attributes:
+        renormalizes: whether the weights of a token's experts are made to sum to one; None where a key says so.
+        length: the width of experts has a key of its own.
+        leading: its first layers may have ordinary MLPs.
+        router: how scores become shares.
+        gating: a key says how, which `router` is where it is missing; both are possible then.
+        scale: a key multiplies the weights.
+        groups: experts may be chosen among the best groups.
+        shared: what describes the shared expert: "length" is its width, "count" how many experts wide it is, "both"
+            are needed, "same" it is as wide as an expert, "" there is none.
+        parts: later fields of a MoESpec (edgeinfer.bundle.spec) that its graph has.
+    """
+
+    renormalizes: bool | None
+    length: bool = True
+    leading: bool = False
+    router: str = "softmax"
+    gating: bool = False
+    scale: bool = False
+    groups: bool = False
+    shared: str = "length"
+    parts: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Later fields of a MoESpec that may have other values than their defaults."""
+        routers = ("router",) if self.gating or self.router != "softmax" else ()
+        scale = ("scale",) if self.scale else ()
+        return (*self.parts, *routers, *scale, *(("groups", "group_top_k") if self.groups else ()))
+
+    def missing(self, spec: DecoderSpec) -> Iterator[str]:
+        """What its graph lacks of a decoder, in words."""
+        moe = spec.moe
+        if moe is None:
+            return
+        first = tuple(range(len(moe.dense_layers)))
+        if moe.dense_layers and not (self.leading and moe.dense_layers == first):
+            yield "layers without experts beside others with them"
+        if self.renormalizes is not None and moe.renormalize != self.renormalizes:
+            yield "weights of experts that are " + ("renormalized" if moe.renormalize else "not renormalized")
+        if moe.router != self.router and not (self.gating and moe.router in _GATING):
+            yield f"router of type {moe.router}"
+        if moe.shared_size and self.shared in ("count", "both") and moe.shared_size % moe.expert_size:
+            yield f"shared expert that is {moe.shared_size} wide beside others of {moe.expert_size}"
+        if moe.shared_size and not self.shared:
+            yield "shared expert"
+        if moe.experts > _MOST_EXPERTS:
+            yield f"room for {moe.experts} experts"
+
+    def add_keys(self, writer: Any, moe: MoESpec) -> None:
+        """Adds the keys of a mixture."""
+        writer.add_expert_count(moe.experts)
+        writer.add_expert_used_count(moe.top_k)
+        if self.length:
+            writer.add_expert_feed_forward_length(moe.expert_size)
+        if moe.shared_size and self.shared in ("length", "both"):
+            writer.add_expert_shared_feed_forward_length(moe.shared_size)
+        if self.shared in ("count", "both"):
+            writer.add_expert_shared_count(moe.shared_size // moe.expert_size)
+        if self.leading:
+            writer.add_leading_dense_block_count(len(moe.dense_layers))
+        if self.gating:
+            writer.add_uint32(f"{writer.arch}.expert_gating_func", _GATING[moe.router])
+        if self.scale:
+            writer.add_expert_weights_scale(moe.scale)
+        if self.renormalizes is None:
+            writer.add_expert_weights_norm(moe.renormalize)
+        if self.groups:
+            writer.add_expert_group_count(moe.groups)
+            writer.add_expert_group_used_count(moe.group_top_k)
+
+
+# llama.cpp's numbers of whole files' types, LLAMA_FTYPE_*.
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+# Of the scheme that quantized blocks are stored in.
+_QUANTIZATION_VERSION = 2
+# What YaRN multiplies sine and cosine by, per logarithm of the factor (arXiv:2309.00071, equation 22).
+_YARN_SCALE = 0.1
+
+
+def context_length(spec: DecoderSpec, arch: GgufArchitecture) -> int:
+    """Tokens of the longest context: no more than a sliding window shows, where llama.cpp's graph has none."""
+    shown = 0 if arch.full_every else spec.window_size
+    return min(spec.max_positions, shown or spec.max_positions)
+
+
+def add_decoder(
+    writer: Any, config: HFConfig, spec: DecoderSpec, arch: GgufArchitecture, name: str, kind: str, tensor: Tensor
+) -> None:
+    """Adds the keys of the model."""
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_quantization_version(_QUANTIZATION_VERSION)
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_context_length(context_length(spec, arch))
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(_feed_forward(spec, arch))
+    _add_heads(writer, spec, arch)
+    (writer.add_layer_norm_rms_eps if spec.norm == "rms" else writer.add_layer_norm_eps)(spec.norm_eps)
+    if arch.attention:
+        _add_rope(writer, spec.rope, arch.compressed)
+    _add_attention(writer, spec, arch)
+    if spec.moe is not None and arch.mixture is not None:
+        arch.mixture.add_keys(writer, spec.moe)
+    for name_there, key, usual in arch.multipliers:
+        writer.add_float32(f"{arch.name}.{key}", config.number(name_there, usual))
+    if arch.keys is not None:
+        arch.keys(writer, config, spec, tensor)
+
+
+def _feed_forward(spec: DecoderSpec, arch: GgufArchitecture) -> int | list[int]:
+    """The MLP's width, which is that of the experts where they have no key of their own; 0 where there is none."""
+    if arch.widths is not None:
+        return arch.widths(spec)
+    if len(spec.no_mlp) == spec.num_layers:
+        return 0
+    return spec.moe.expert_size if spec.moe and arch.mixture and not arch.mixture.length else spec.intermediate_size
+
+
+def _add_heads(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
+    """What the cache holds of a token."""
+    if not arch.attention:
+        writer.add_head_count(0)
+        return
+    writer.add_head_count(spec.num_heads)
+    latent = spec.latent
+    if latent is None:
+        each = [spec.num_kv_heads if spec.attends(layer) else 0 for layer in range(spec.num_layers)]
+        mixed, full = arch.mixed_heads, spec.full_heads
+        if full is not None:
+            each = [spec.heads(layer).kv_heads for layer in range(spec.num_layers)]
+            mixed = len(set(each)) > 1
+            writer.add_key_length_swa(spec.head_dim)
+            writer.add_value_length_swa(spec.head_dim)
+        writer.add_head_count_kv(each if mixed else spec.num_kv_heads)
+        writer.add_key_length(spec.head_dim if full is None else full.head_dim)
+        writer.add_value_length(spec.head_dim if full is None else full.head_dim)
+    elif arch.compressed:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(latent.met_size)
+        writer.add_value_length(latent.rank)
+    else:
+        writer.add_head_count_kv(spec.num_heads)
+        writer.add_key_length(spec.head_dim)
+
+
+def _add_rope(writer: Any, rope: RopeSpec, compressed: bool) -> None:
+    """Llama3's and LongRoPE's factors are tensors, see edgeinfer.export.gguf.tensors."""
+    writer.add_rope_dimension_count(rope.dim)
+    writer.add_rope_freq_base(rope.theta)
+    if rope.type == "linear":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
+        writer.add_rope_scaling_factor(rope.factor)
+    if rope.type == "longrope":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "longrope")
+        writer.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
+        writer.add_rope_scaling_attn_factors(rope.attention_factor)
+    if rope.type == "yarn":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "yarn")
+        writer.add_rope_scaling_factor(rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
+        writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
+        usual = 1 + _YARN_SCALE * math.log(rope.factor) if rope.factor > 1 else 1.0
+        if not compressed and not math.isclose(rope.attention_factor, usual, rel_tol=1e-6):
+            writer.add_rope_scaling_attn_factors(rope.attention_factor / usual)
+
+
+def _add_attention(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
+    if arch.full_every and (spec.windows or arch.always_slides):
+        # Its graph has windows in any case: one as long as the context hides nothing.
+        window = spec.window_size
+        writer.add_sliding_window(window or spec.max_positions)
+        full = every(arch.full_every, spec.num_layers)
+        known = arch.full_every > 0 and spec.windows == tuple(0 if seen else window for seen in full)
+        if spec.windows and not known:
+            writer.add_sliding_window_pattern([each > 0 for each in spec.windows])
+    for rope in spec.more_ropes:
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", rope.theta)
+    if spec.attention_softcap:
+        writer.add_attn_logit_softcapping(spec.attention_softcap)
+    if spec.logit_softcap:
+        writer.add_final_logit_softcapping(spec.logit_softcap)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.architectures.plans import Shape, TensorPlan
-from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
-from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.architectures.tensors import Shape, TensorPlan
+from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
 from edgeinfer.export.source.hf_config import HFConfig
 
 # What llama.cpp's Gemma 3n has and no key gives (src/llama-hparams.h, src/models/gemma3n.cpp): sizes, layers before

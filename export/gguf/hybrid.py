@@ -10,10 +10,9 @@ import numpy as np
 
 from edgeinfer.bundle.recurrence import DeltaSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.architectures.plans import Shape, Source, TensorPlan
-from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
+from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan
+from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
 from edgeinfer.export.gguf.mamba import decayed
-from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
 
 # Of pairs of a head, those that turn by time, height and width: transformers' configuration of Qwen3.5.

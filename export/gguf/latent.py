@@ -9,9 +9,8 @@ from typing import Any
 
 from edgeinfer.bundle.parts import LatentSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.architectures.plans import Shape, Source, TensorPlan
-from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
-from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan
+from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
 from edgeinfer.export.source.hf_config import HFConfig
 
 # What llama.cpp's graph of MiniCPM3 multiplies by: of embeddings, of results, and the width that the head was made for.

@@ -11,10 +11,9 @@ import numpy as np
 from edgeinfer.bundle.recurrence import Mamba2Spec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.mamba import ANY_STEP
-from edgeinfer.export.architectures.plans import Shape, TensorPlan
-from edgeinfer.export.gguf.architectures import Floats, GgufArchitecture, GgufForm, Tensor
+from edgeinfer.export.architectures.tensors import Shape, TensorPlan
+from edgeinfer.export.gguf.architectures import Floats, GgufArchitecture, GgufForm, GgufMixture, Tensor
 from edgeinfer.export.gguf.dense import DENSE, GRANITE
-from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
 
 _TENSORS = {

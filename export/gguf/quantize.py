@@ -25,7 +25,7 @@ from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered
-from edgeinfer.export.options.file_types import (
+from edgeinfer.export.options import (
     COPY,
     PACKED_KIND,
     FileType,

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by llama.cpp's names, and the rows of ours that they hold."""
+"""The tensors of a GGUF file by llama.cpp's names, and the rows of ours that they hold; MXFP4 blocks unchanged."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.architectures.plans import TensorPlan
+from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture
-from edgeinfer.export.gguf.mxfp4 import MXFP4_BITS, MXFP4_SCHEME
+from edgeinfer.quant.policy import QuantScheme
 
 Floats = NDArray[np.float32]
 
@@ -235,3 +236,20 @@ def rope_tensors(rope: RopeSpec) -> dict[str, Floats]:
             "rope_factors_short.weight": np.asarray(rope.short_factors, np.float32),
         }
     return {}
+
+
+MXFP4_BITS = 4
+MXFP4_SCHEME = QuantScheme(MXFP4_BITS, 32, symmetric=True, e2m1=True)
+# Of an exponent that a byte holds, E8M0.
+_BIAS = 127
+
+
+def mxfp4_blocks(rows: QuantizedMatrix) -> NDArray[np.uint8]:  # (N, blocks * 17)
+    """Rows of ggml's `block_mxfp4` (ggml-common.h): the scale's exponent, then values 0 to 15 in lower halves of bytes
+    and 16 to 31 in upper ones, where checkpoints have neighbours in a byte."""
+    codes = np.stack([rows.data & 15, rows.data >> 4], axis=-1)  # (N, blocks, 16, 2)
+    codes = codes.reshape(*codes.shape[:2], 2, 16)
+    halves = codes[:, :, 0] | codes[:, :, 1] << 4
+    # Ours are half of the checkpoint's scales, and frexp's mantissa is one half.
+    exponents = (np.frexp(rows.scales)[1] + _BIAS).astype(np.uint8)  # (N, blocks)
+    return np.concatenate([exponents[:, :, None], halves], axis=2).reshape(len(exponents), -1)

@@ -23,17 +23,14 @@ from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.described import describe, read_spec, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.architectures.plans import TensorPlan
-from edgeinfer.export.gguf.architectures import ONNX_HINT, GgufArchitecture
-from edgeinfer.export.gguf.dense import DENSE
+from edgeinfer.export.architectures.tensors import TensorPlan
+from edgeinfer.export.gguf.architectures import FILE_TYPES, ONNX_HINT, GgufArchitecture, add_decoder
+from edgeinfer.export.gguf.dense import DENSE, SHARED_MIXTURES
 from edgeinfer.export.gguf.gemma import GEMMAS
 from edgeinfer.export.gguf.hybrid import HYBRID
-from edgeinfer.export.gguf.keys import FILE_TYPES, add_decoder
 from edgeinfer.export.gguf.latent import LATENT
 from edgeinfer.export.gguf.mamba import MAMBA
-from edgeinfer.export.gguf.mxfp4 import MXFP4_SCHEME, mxfp4_blocks
-from edgeinfer.export.gguf.shared_mixtures import SHARED_MIXTURES
-from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensors, rope_tensors
+from edgeinfer.export.gguf.tensors import MXFP4_SCHEME, PlannedGgufTensor, gguf_tensors, mxfp4_blocks, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config

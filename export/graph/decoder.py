@@ -20,12 +20,10 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention
 from edgeinfer.export.graph.builder import GraphBuilder
-from edgeinfer.export.graph.experts import Experts
-from edgeinfer.export.graph.layer_ends import LayerEnds
 from edgeinfer.export.graph.mixture import NO_EXPERTS, Entering, declare_choice, mixture, runs_few, runs_many
-from edgeinfer.export.graph.operators import Operators
+from edgeinfer.export.graph.operators import Experts, Operators
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
-from edgeinfer.export.graph.streams import Streams
+from edgeinfer.export.graph.streams import LayerEnds, Streams
 
 OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
 

@@ -9,8 +9,7 @@ from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.mixture import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import GraphBuilder
-from edgeinfer.export.graph.experts import Experts, Mixing, Routing
-from edgeinfer.export.graph.operators import Operators
+from edgeinfer.export.graph.operators import Experts, Mixing, Operators, Routing
 
 # Ids of a layer without experts, made once for all.
 NO_EXPERTS = "no_experts"

@@ -38,8 +38,7 @@ from edgeinfer.bundle.activations import deviations
 from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
-from edgeinfer.export.graph.experts import Experts, Mixing, quantized_experts
-from edgeinfer.export.graph.operators import Operators
+from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantized_experts
 
 # MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
 _INT8_ACTIVATIONS = 4

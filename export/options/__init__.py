@@ -1,1 +1,429 @@
-"""The options of an export."""
+"""The options of an export, validated on construction, and the types of GGUF files that can be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, Layout
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.static_graph import StaticGraphs
+from edgeinfer.config import CONVERTED_BITS, FLOAT_BITS
+from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.quant.budget import Limits
+from edgeinfer.quant.calibration import default_tokens
+from edgeinfer.quant.methods import METHODS
+from edgeinfer.quant.policy import QuantPolicy, default_group_size, default_head_bits
+from edgeinfer.wording import Setting
+
+_DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
+_LARGEST_WIDTH = 256
+FORMATS = ("onnx", "gguf")
+EXPORTERS = ("native", "optimum")
+# llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
+_GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
+_GROUP_SIZES = (32, 64, 128)
+# Fewer say little of a model; more cost hours and change nothing.
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
+_UNRECORDED = (
+    *("name", "layout", "force", "calibration", "calibration_tokens"),
+    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static", "drafter"),
+)
+
+
+@dataclass(frozen=True)
+class StaticOptions:
+    """The shapes that are fixed at export.
+
+    Attributes:
+        context: tokens of prompt plus reply; None is 1024, or what the model allows.
+        chunk: prompt tokens per pass; None is 64, or what context and widths allow.
+        widths: rows of the passes that decode and verify drafts, ascending.
+        layers: that are kept, ascending; empty for all.
+    """
+
+    context: int | None = None
+    chunk: int | None = None
+    widths: tuple[int, ...] = (1, 2, 4, 8)
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.widths or any(a >= b for a, b in itertools.pairwise(self.widths)):
+            raise UsageError(f"Static widths {_listed(self.widths)} do not ascend.", "Write them like 1,2,4,8.")
+        if not 1 <= self.widths[0] <= self.widths[-1] <= _LARGEST_WIDTH:
+            hint = f"Choose 1 to {_LARGEST_WIDTH} rows, such as 1,2,4,8."
+            raise UsageError(f"Static widths {_listed(self.widths)} are out of range.", hint)
+        if self.chunk is not None and self.chunk < self.widths[-1]:
+            message = f"A static chunk of {self.chunk} is below the largest width, {self.widths[-1]}."
+            raise UsageError(message, f"Choose at least {self.widths[-1]}, or narrower widths.")
+        if self.context is not None and self.context < (self.chunk or self.widths[-1]):
+            message = f"A static context of {self.context} tokens is below the chunk and the largest width."
+            raise UsageError(message, "Choose a larger context, or a smaller chunk.")
+        if any(a >= b for a, b in itertools.pairwise(self.layers)) or min(self.layers, default=0) < 0:
+            raise UsageError(f"Static layers {_listed(self.layers)} do not ascend.", "Write them like 0-5,8.")
+
+    def graphs(self, spec: DecoderSpec) -> StaticGraphs:
+        """The graphs of a decoder."""
+        if self.layers and self.layers[-1] >= spec.num_layers:
+            message = f"The model has no layer {self.layers[-1]}."
+            raise UsageError(message, f"Its layers are numbered 0 to {spec.num_layers - 1}.")
+        if self.context is not None and self.context > spec.max_positions:
+            allowed = spec.max_positions
+            message = f"A static context of {self.context} tokens was requested, but the model allows only {allowed}."
+            raise UsageError(message, f"Use --static-context {allowed} or less.")
+        context = self.context or min(_DEFAULT_CONTEXT, spec.max_positions)
+        chunk = self.chunk or max(self.widths[-1], min(_DEFAULT_CHUNK, context))
+        try:
+            return StaticGraphs(context, chunk, self.widths, self.layers or tuple(range(spec.num_layers)))
+        except BundleError as error:
+            hint = f"The model allows a context of {spec.max_positions} tokens, which chunk and widths must not exceed."
+            raise UsageError(error.message, hint) from error
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers)) or "(none)"
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """How a checkpoint becomes a bundle.
+
+    Attributes:
+        bits: of the linear layers; 32 keeps float32, and a GGUF file may have 16. Not used where there is a budget.
+        group_size: values that share a scale; None decides by the model's size, see edgeinfer.quant.default_group_size.
+            A layer whose width it does not divide takes the next smaller that does.
+        symmetric: no stored zero points: a tenth smaller, a little less exact.
+        head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
+        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 to 4, float32 instead of 8.
+        method: how values are found, of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else
+            "rtn".
+        calibration: UTF-8 text the model is run on to learn which weights matter; None quantizes without.
+        calibration_tokens: of it that are run; None decides by the model's size, see
+            edgeinfer.quant.calibration.default_tokens.
+        budget_bits: stored bits per parameter, over everything in weights.bin, that an integer programme spends as the
+            model loses least by; None gives every matrix the bits asked for.
+        target_size: the same as bytes of weights.bin.
+        bits_for: bits of the matrices whose name matches a glob pattern, of which the last match wins; they hold in any
+            case, also where there is a budget.
+        layout: "native" stores weights as our own kernel reads them, "portable" as MatMulNBits does; either is
+            converted to the other by `edgeinfer convert`, or on the device that needs it.
+        exporter: "native" builds the graph itself, "optimum" goes through optimum-onnx.
+        format: of the model file, "onnx" or "gguf"; the latter runs on llama.cpp.
+        gguf_type: of a GGUF file, by llama.cpp's name, as Q4_K_M; None decides by `bits`.
+        types_for: of a GGUF file, types of the tensors whose name matches a glob pattern, as `bits_for`.
+        prune_layers: of a GGUF file, layers to leave out, for a drafter.
+        prune_count: of a GGUF file, how many layers to leave out that the model misses least.
+        static: fixed shapes, for devices that run no others; None makes an ordinary bundle.
+        drafter: a checkpoint of an EAGLE head, which goes into the bundle.
+        name: name in the manifest; None takes the folder's.
+        force: replace a bundle that is already there.
+    """
+
+    bits: int = 4
+    group_size: int | None = None
+    symmetric: bool = False
+    head_bits: int | None = None
+    keep_small: bool = True
+    method: str | None = None
+    calibration: Path | None = None
+    calibration_tokens: int | None = None
+    budget_bits: float | None = None
+    target_size: int | None = None
+    bits_for: tuple[tuple[str, int], ...] = ()
+    layout: Layout = NATIVE
+    exporter: str = "native"
+    format: str = "onnx"
+    gguf_type: str | None = None
+    types_for: tuple[tuple[str, str], ...] = ()
+    prune_layers: tuple[int, ...] = ()
+    prune_count: int = 0
+    static: StaticOptions | None = None
+    drafter: Path | None = None
+    name: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("format", self.format, FORMATS)
+        _choice("bits", self.bits, CONVERTED_BITS if self.format == "onnx" else tuple(_GGUF_TYPES))
+        _choice("group_size", self.group_size, (None, *_GROUP_SIZES))
+        _choice("head_bits", self.head_bits, (None, *CONVERTED_BITS))
+        _choice("layout", self.layout, LAYOUTS)
+        _choice("exporter", self.exporter, EXPORTERS)
+        if self.name is not None and not self.name.strip():
+            raise UsageError("The name is empty.", "Leave it out to use the folder's name.")
+        self._check_method()
+        self._check_budget()
+        for pattern, bits in self.bits_for:
+            _choice("bits_for", bits, CONVERTED_BITS)
+            if not pattern:
+                raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
+        if self.drafter is not None:
+            self._check_drafter()
+        if self.exporter != "native":
+            self._check_opaque()
+        if self.static is not None:
+            self._check_static()
+        if self.format == "gguf":
+            self._check_gguf()
+        else:
+            self._check_onnx()
+
+    def _check_method(self) -> None:
+        _choice("method", self.method, (None, *METHODS))
+        if self.method is not None and METHODS[self.method].needs != "nothing" and self.calibration is None:
+            hint = "Add --calibration FILE, or choose a method that needs none, such as rtn."
+            raise UsageError(f"The method {self.method} needs a calibration text.", hint)
+        tokens = self.calibration_tokens
+        if tokens is not None and not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
+            hint = f"Choose {_FEWEST_TOKENS} to {_MOST_TOKENS}."
+            raise UsageError(Setting("calibration_tokens", tokens) + " is out of range.", hint)
+
+    def _check_budget(self) -> None:
+        if self.budget_bits is not None and self.target_size is not None:
+            both = Setting("budget_bits") + " and " + Setting("target_size")
+            raise UsageError(both + " are both given.", "Leave one of them out.")
+        if self.budget_bits is not None and not 1 <= self.budget_bits <= FLOAT_BITS:
+            message = Setting("budget_bits", self.budget_bits) + " is out of range."
+            raise UsageError(message, f"Choose 1 to {FLOAT_BITS}.")
+        if self.target_size is not None and self.target_size <= 0:
+            message = Setting("target_size", self.target_size) + " is out of range."
+            raise UsageError(message, "Use a positive number of bytes.")
+
+    def _check_opaque(self) -> None:
+        """Refuses what the optimum exporter cannot do: it names no tensors and runs no layers."""
+        asked = {
+            "method": self.method not in (None, "rtn"),
+            "calibration": self.calibration is not None,
+            "budget_bits": self.budget_bits is not None,
+            "target_size": self.target_size is not None,
+            "bits_for": bool(self.bits_for),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                message = f"{name} is not supported by the {self.exporter} exporter."
+                raise UsageError(message, "Leave it out, or use the native exporter.")
+
+    def _check_drafter(self) -> None:
+        """Refuses bundles without the native graph, which alone shows a drafter the states that it reads."""
+        asked = {
+            f"format={self.format!r}": self.format != "onnx",
+            f"exporter={self.exporter!r}": self.exporter != "native",
+            f"layout={self.layout!r}": self.layout != NATIVE,
+            "static": self.static is not None,
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise UsageError(f"{name} is not supported with a drafter.", "Leave it out, or leave --drafter out.")
+
+    def _check_gguf(self) -> None:
+        """Refuses options that llama.cpp's types decide by themselves."""
+        asked = {
+            "exporter": self.exporter != "native",
+            "layout": self.layout != NATIVE,
+            "method": self.method is not None,
+            "group_size": self.group_size is not None,
+            "symmetric": self.symmetric,
+            "head_bits": self.head_bits is not None,
+            "keep_small": not self.keep_small,
+            "bits_for": bool(self.bits_for),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                hint = "Leave it out, and choose a type, such as --type Q4_K_M."
+                raise UsageError(f"{name} is not supported for GGUF models.", hint)
+        if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
+            message = f"{self.gguf_kind} needs a calibration text."
+            raise UsageError(message, "Add --calibration FILE, or choose a larger type.")
+        if self.has_budget and self.gguf_type is not None:
+            raise UsageError("A type and a size are both given.", "Leave one of them out.")
+        if self.prune_layers and self.prune_count:
+            raise UsageError("prune_layers and prune_count are both given.", "Leave one of them out.")
+        if self.prune_count < 0 or min(self.prune_layers, default=0) < 0:
+            raise UsageError("A negative layer cannot be left out.", "Layers are numbered from 0.")
+        for pattern, kind in self.types_for:
+            find_tensor_type(kind)
+            if not pattern:
+                raise UsageError("A pattern of types_for is empty.", "Write it like blk.*.ffn_down.weight=Q8_0.")
+
+    def _check_static(self) -> None:
+        """Refuses what has no operator in ONNX's standard, or no meaning with fixed shapes."""
+        asked = {
+            f"format={self.format!r}": self.format != "onnx",
+            f"exporter={self.exporter!r}": self.exporter != "native",
+            f"layout={self.layout!r}": self.layout != NATIVE,
+            "budget_bits": self.budget_bits is not None,
+            "target_size": self.target_size is not None,
+            **{f"{few} bits": few in (self.bits, self.head_bits, *(b for _, b in self.bits_for)) for few in (2, 3)},
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                hint = "Leave it out, and choose --bits 4, 8 or 32, or leave --static out."
+                raise UsageError(f"{name} is not supported for static models.", hint)
+
+    def _check_onnx(self) -> None:
+        """Refuses options that only GGUF files have."""
+        asked = {
+            "A GGUF type": self.gguf_type is not None or bool(self.types_for),
+            "Leaving layers out": bool(self.prune_layers or self.prune_count),
+        }
+        for what, is_asked in asked.items():
+            if is_asked:
+                hint = "Add --format gguf, or leave it out."
+                raise UsageError(f"{what} is not supported for ONNX models.", hint)
+
+    @property
+    def is_reworked(self) -> bool:
+        """Whether a GGUF file is more than the checkpoint's tensors in one type."""
+        return self.has_budget or bool(self.types_for or self.prune_layers or self.prune_count)
+
+    @property
+    def gguf_kind(self) -> str:
+        """The type of a GGUF file, as asked for or by bits."""
+        return _GGUF_TYPES[self.bits] if self.gguf_type is None else find_file_type(self.gguf_type).name
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether bits are chosen by an integer programme."""
+        return self.budget_bits is not None or self.target_size is not None
+
+    def budget_bytes(self, parameters: int) -> int | None:
+        """What weights.bin may take, for a model of so many parameters; None where bits are given."""
+        if self.budget_bits is not None:
+            return math.floor(self.budget_bits * parameters / 8)
+        return self.target_size
+
+    def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
+        """Decides everything that depends on the model's size, and not on a budget."""
+        method = self.method or ("rtn" if self.calibration is None else "gptq")
+        tokens = self.calibration_tokens or default_tokens(weights)
+        if self.has_budget:
+            return dataclasses.replace(self, method=method, calibration_tokens=tokens)
+        return dataclasses.replace(
+            self,
+            head_bits=self.head_bits or default_head_bits(self.bits, vocabulary_weights),
+            group_size=self.group_size or default_group_size(weights),
+            method=method,
+            calibration_tokens=tokens,
+        )
+
+    @property
+    def policy(self) -> QuantPolicy:
+        """The bits each tensor of a model gets; of a resolved configuration without a budget only."""
+        assert self.head_bits is not None and self.group_size is not None, "resolve first"
+        # The operators of ONNX Runtime, which the optimum route writes at once, read 2 bits each.
+        native = self.layout == NATIVE and self.exporter == "native"
+        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, vectors=native)
+
+    @property
+    def limits(self) -> Limits:
+        """What a plan within a budget may choose."""
+        return Limits(self.head_bits, self.group_size, self.symmetric, self.bits_for)
+
+    @property
+    def options(self) -> dict[str, str | int | float | bool | None]:
+        """The options that the manifest records: all but paths and what it says elsewhere."""
+        if self.format == "gguf":
+            types = " ".join(f"{pattern}={kind}" for pattern, kind in self.types_for) or None
+            asked = {"budget_bits": self.budget_bits, "target_size": self.target_size, "types_for": types}
+            return {"format": self.format, "type": self.gguf_kind} | asked
+        given = {k: v for k, v in dataclasses.asdict(self).items() if k not in _UNRECORDED}
+        if self.has_budget:
+            del given["bits"]
+        return given | {"bits_for": " ".join(f"{pattern}={bits}" for pattern, bits in self.bits_for) or None}
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed or isinstance(value, bool):
+        choices = ", ".join(str(a) for a in allowed if a is not None)
+        raise UsageError(f"{name}={value!r} is not supported.", f"Choose one of {choices}.")
+
+
+@dataclass(frozen=True)
+class FileType:
+    """A type of files.
+
+    Attributes:
+        name: as llama.cpp's own tool writes it.
+        number: llama.cpp's number of it.
+        base: type of most tensors.
+        needs_importance: llama.cpp makes it with importance data only.
+    """
+
+    name: str
+    number: int
+    base: str
+    needs_importance: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        """Whether tensors stay plain numbers."""
+        return self.base in _FLOATS
+
+
+_FLOATS = ("F32", "F16", "BF16")
+_NEEDY = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")
+# Numbers and types of tensors from llama.h and llama-quant.cpp. Withdrawn ones are missing, and those that no published
+# reader knows.
+_ROWS = (
+    ("F32", 0, "F32"), ("F16", 1, "F16"), ("BF16", 32, "BF16"), ("Q8_0", 7, "Q8_0"), ("Q6_K", 18, "Q6_K"),
+    ("Q5_K_M", 17, "Q5_K"), ("Q5_K_S", 16, "Q5_K"), ("Q5_1", 9, "Q5_1"), ("Q5_0", 8, "Q5_0"),
+    ("Q4_K_M", 15, "Q4_K"), ("Q4_K_S", 14, "Q4_K"), ("Q4_1", 3, "Q4_1"), ("Q4_0", 2, "Q4_0"),
+    ("IQ4_NL", 25, "IQ4_NL"), ("IQ4_XS", 30, "IQ4_XS"), ("MXFP4_MOE", 38, "MXFP4"),
+    ("Q3_K_L", 13, "Q3_K"), ("Q3_K_M", 12, "Q3_K"), ("Q3_K_S", 11, "Q3_K"),
+    ("IQ3_M", 27, "IQ3_S"), ("IQ3_S", 26, "IQ3_S"), ("IQ3_XS", 22, "IQ3_S"), ("IQ3_XXS", 23, "IQ3_XXS"),
+    ("Q2_K", 10, "Q2_K"), ("Q2_K_S", 21, "Q2_K"), ("IQ2_M", 29, "IQ2_S"), ("IQ2_S", 28, "IQ2_XS"),
+    ("IQ2_XS", 20, "IQ2_XS"), ("IQ2_XXS", 19, "IQ2_XXS"), ("TQ2_0", 37, "TQ2_0"), ("TQ1_0", 36, "TQ1_0"),
+    ("IQ1_M", 31, "IQ1_M"), ("IQ1_S", 24, "IQ1_S"),
+)  # fmt: skip
+# By name, from large to small.
+FILE_TYPES = {name: FileType(name, number, base, name in _NEEDY) for name, number, base in _ROWS}
+# Of the quantizer: tensors as they are, those of some layers left out.
+COPY = FileType("COPY", 0, "F32")
+# The type whose experts are those of a checkpoint in MXFP4.
+PACKED_KIND = "MXFP4_MOE"
+# As llama.cpp's own tool takes them.
+_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+# What a single tensor may be made, with the types among them that need importance data whatever the file.
+TENSOR_TYPES = tuple(dict.fromkeys(row[2] for row in _ROWS))
+# Where rows are no whole blocks, from llama-quant.cpp.
+_FALLBACKS = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"),
+    **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"},
+}
+_NEEDY_TENSORS = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"})
+
+
+def find_file_type(name: str) -> FileType:
+    """A type of files by its name, in any case."""
+    upper = name.upper()
+    found = FILE_TYPES.get(_ALIASES.get(upper, upper))
+    if found is None:
+        raise UsageError(f"There is no GGUF type {name!r}.", f"Choose one of {', '.join(FILE_TYPES)}.")
+    return found
+
+
+def find_tensor_type(name: str) -> str:
+    """A type of tensors by its name, in any case."""
+    upper = name.upper()
+    if upper not in TENSOR_TYPES:
+        raise UsageError(f"A tensor cannot have the type {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")
+    return upper
+
+
+def fitting(tensor_type: str, columns: int) -> str:
+    """The type that llama.cpp gives a tensor of so many columns instead of the requested one: blocks must fit a row."""
+    if columns % ggml_type(tensor_type).block_values == 0:
+        return tensor_type
+    smaller = _FALLBACKS.get(tensor_type, "F16")
+    return smaller if columns % ggml_type(smaller).block_values == 0 else "F16"
+
+
+def needs_importance(tensor_type: str) -> bool:
+    """Whether llama.cpp needs importance data for tensors of this type."""
+    return tensor_type in _NEEDY_TENSORS

@@ -1,8 +1,10 @@
-"""Lazy reading of a Hugging Face safetensors checkpoint.
+"""Lazy reading of a Hugging Face safetensors checkpoint, and of a bundle's weights as one.
 
-Tensors are read with plain file reads rather than through a memory map, because mapped pages would count against the
-memory of an export: own code instead of the `safetensors` library for that reason, and because its numpy side has no
-bfloat16.
+Tensors are read with plain file reads instead of a memory map, because mapped pages count against the memory of an
+export. The `safetensors` library is not used for that reason, and because its numpy side has no bfloat16.
+
+8-bit floats (E4M3) follow DeepSeek-V3's published weights and transformers' FineGrainedFP8Config: a matrix `NAME` has a
+`NAME_scale_inv`, whose numbers multiply blocks of 128 rows and 128 columns, or one number that multiplies all of it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index, read_into
-from edgeinfer.errors import CheckpointError
-from edgeinfer.export.source import fp8
+from edgeinfer.bundle.layouts import WEIGHTS
+from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.errors import CheckpointError, UsageError
 
 FLOATS = ("F32", "F16", "BF16", "F64")
 _WIDER: dict[str, type[np.generic]] = {"F16": np.float16, "F64": np.float64}
@@ -62,8 +66,8 @@ class Checkpoint:
             self._read_shards(index)
         else:
             raise _no_weights(folder)
-        eights = [name for name, tensor in self._tensors.items() if tensor.stored.dtype == fp8.E4M3]
-        self._beside = {other for name in eights for other in fp8.beside(name)}
+        eights = [name for name, tensor in self._tensors.items() if tensor.stored.dtype == E4M3]
+        self._beside = {other for name in eights for other in fp8_companions(name)}
 
     def __enter__(self) -> Self:
         return self
@@ -100,16 +104,16 @@ class Checkpoint:
         if stored.shape != shape:
             message = f"Tensor {name!r} in {file} has shape {stored.shape}, config.json implies {shape}."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
-        if stored.dtype == fp8.E4M3 and types == FLOATS and fp8.scale_name(name) in self._tensors:
+        if stored.dtype == E4M3 and types == FLOATS and fp8_scale_name(name) in self._tensors:
             self._require_scales(name, shape)
         elif stored.dtype not in types:
             hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
             raise CheckpointError(f"Tensor {name!r} in {file} has type {stored.dtype}.", hint)
 
     def _require_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        scales = fp8.scale_name(name)
+        scales = fp8_scale_name(name)
         whole = math.prod(self._tensors[scales].stored.shape) == 1
-        self.require(scales, self._tensors[scales].stored.shape if whole else fp8.scale_shape(shape))
+        self.require(scales, self._tensors[scales].stored.shape if whole else fp8_scale_shape(shape))
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
@@ -118,7 +122,7 @@ class Checkpoint:
         tensor = self._tensors[name]
         shape = (tensor.stored.shape or (1,)) if within is None else tensor.stored.shape[1:]
         stop = shape[0] if stop is None else stop
-        if tensor.stored.dtype == fp8.E4M3:
+        if tensor.stored.dtype == E4M3:
             return self._read_scaled(name, start, stop, within)
         row_items = math.prod(shape[1:])
         values = np.empty((stop - start, *shape[1:]), np.float32)
@@ -129,13 +133,13 @@ class Checkpoint:
 
     def _read_scaled(self, name: str, start: int, stop: int, within: int | None) -> NDArray[np.float32]:
         """As `read`, of 8-bit floats and their scales."""
-        values = fp8.numbers(self.read_packed(name, start, stop, within=within))
-        scales = self._tensors[fp8.scale_name(name)].stored.shape
+        values = fp8_numbers(self.read_packed(name, start, stop, within=within))
+        scales = self._tensors[fp8_scale_name(name)].stored.shape
         if math.prod(scales) == 1:
-            values *= self.read(fp8.scale_name(name)).reshape(())
+            values *= self.read(fp8_scale_name(name)).reshape(())
             return values
-        first, last = start // fp8.BLOCK, -(-stop // fp8.BLOCK)
-        fp8.multiply_blocks(values, self.read(fp8.scale_name(name), first, last, within=within), start)
+        first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
+        multiply_fp8_blocks(values, self.read(fp8_scale_name(name), first, last, within=within), start)
         return values
 
     def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:
@@ -277,3 +281,126 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
     with _reading(path), path.open("rb") as file:
         index = read_index(file, path.stat().st_size)
     return {stored.name: _Tensor(path, stored) for stored in index.arrays}
+
+
+E4M3 = "F8_E4M3"
+FP8_BLOCK = 128
+Floats = NDArray[np.float32]
+Shape = tuple[int, ...]
+
+_MANTISSA_BITS, _BIAS = 3, 7
+
+
+def _fp8_table() -> Floats:  # (256,)
+    """The number of every byte; the largest of either sign is none."""
+    codes = np.arange(128)
+    exponents, mantissas = codes >> _MANTISSA_BITS, (codes & 7).astype(np.float32)
+    above = np.where(exponents > 0, np.float32(1 << _MANTISSA_BITS), np.float32(0))
+    half = np.ldexp(above + mantissas, np.maximum(exponents, 1) - _BIAS - _MANTISSA_BITS)
+    half[-1] = np.nan
+    return np.concatenate([half, -half]).astype(np.float32)
+
+
+_FP8_NUMBERS = _fp8_table()
+
+
+def fp8_scale_name(name: str) -> str:
+    """The tensor with the scales of another."""
+    return f"{name}_scale_inv"
+
+
+def fp8_companions(name: str) -> tuple[str, str]:
+    """Names of the tensors that belong to one of 8 bits: its scales, and that of what enters a fixed rounding."""
+    return fp8_scale_name(name), f"{name.removesuffix('weight')}activation_scale"
+
+
+def fp8_scale_shape(shape: Shape) -> Shape:
+    """Shape of the scales of a matrix, or of some that are stacked."""
+    return (*shape[:-2], *(math.ceil(size / FP8_BLOCK) for size in shape[-2:]))
+
+
+def fp8_numbers(codes: NDArray[np.uint8]) -> Floats:
+    """The fp8_numbers of bytes; those that are none are NaN."""
+    return _FP8_NUMBERS[codes]
+
+
+def multiply_fp8_blocks(values: Floats, scales: Floats, start: int) -> None:  # (N, K), (blocks of the rows, blocks)
+    """Multiplies rows of a matrix by the scales of their blocks."""
+    first = start % FP8_BLOCK
+    places = np.arange(first, first + len(values)) // FP8_BLOCK
+    for column in range(scales.shape[1]):
+        values[:, column * FP8_BLOCK : (column + 1) * FP8_BLOCK] *= scales[places, column, None]
+
+
+def checkpoint_config(bundle: Bundle) -> dict[str, Any]:
+    """Makes the config.json of a checkpoint that computes what the bundle does."""
+    generation = bundle.read_object("generation_config.json")
+    ends = generation.get("eos_token_id")
+    end = (ends[0] if ends else None) if isinstance(ends, list) else ends
+    return _config(_plain_spec(bundle)) | {"bos_token_id": generation.get("bos_token_id"), "eos_token_id": end}
+
+
+def _plain_spec(bundle: Bundle) -> DecoderSpec:
+    spec = bundle.manifest.decoder
+    odd = spec is None or spec.moe or spec.whole_norm or spec.window_size or spec.mlp_bias or spec.activation != "silu"
+    if (
+        spec is None
+        or odd
+        or later_fields(spec)
+        or later_fields(spec.rope)
+        or spec.rope.type != "default"
+        or spec.rope.dim != spec.head_dim
+    ):
+        message = f"{bundle.path} cannot be turned back into a checkpoint, as it is not a plain Llama, Qwen2 or Qwen3."
+        raise UsageError(message, "Use the checkpoint itself.")
+    return spec
+
+
+def _config(spec: DecoderSpec) -> dict[str, Any]:
+    family = "Qwen3" if spec.qk_norm else "Qwen2" if spec.qkv_bias and not spec.output_bias else "Llama"
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.rope.theta,
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": spec.qkv_bias,
+        "tie_word_embeddings": spec.tied,
+        "torch_dtype": "float32",
+    }
+
+
+def checkpoint_tensors(bundle: Bundle) -> Iterator[tuple[str, Floats]]:
+    """Yields every tensor under Hugging Face's name; packed tensors of the bundle are split again."""
+    spec = _plain_spec(bundle)
+    bundle.check(WEIGHTS)
+    yield "model.embed_tokens.weight", bundle.tensor("embed")
+    sizes = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
+    for layer in range(spec.num_layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        yield f"{theirs}input_layernorm.weight", bundle.tensor(f"{ours}attn_norm")
+        yield f"{theirs}post_attention_layernorm.weight", bundle.tensor(f"{ours}mlp_norm")
+        yield f"{theirs}self_attn.o_proj.weight", bundle.tensor(f"{ours}attn.out")
+        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            joined = bundle.tensor(f"{ours}attn.qkv" + ("_bias" if kind == "bias" else ""))
+            parts = np.split(joined, np.cumsum(list(sizes.values()))[:-1])
+            yield from ((f"{theirs}self_attn.{name}_proj.{kind}", p) for name, p in zip(sizes, parts, strict=True))
+        if spec.qk_norm:
+            yield f"{theirs}self_attn.q_norm.weight", bundle.tensor(f"{ours}attn.q_norm")
+            yield f"{theirs}self_attn.k_norm.weight", bundle.tensor(f"{ours}attn.k_norm")
+        if spec.output_bias:
+            yield f"{theirs}self_attn.o_proj.bias", bundle.tensor(f"{ours}attn.out_bias")
+        gate, up = np.split(bundle.tensor(f"{ours}mlp.gate_up"), 2)
+        yield from ((f"{theirs}mlp.gate_proj.weight", gate), (f"{theirs}mlp.up_proj.weight", up))
+        yield f"{theirs}mlp.down_proj.weight", bundle.tensor(f"{ours}mlp.down")
+    yield "model.norm.weight", bundle.tensor("final_norm")
+    if not spec.tied:
+        yield "lm_head.weight", bundle.tensor("head")

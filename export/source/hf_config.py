@@ -1,9 +1,16 @@
-"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike."""
+"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike.
+
+Fields that the file leaves out get the defaults of transformers, which config_defaults.json holds;
+`python -m tests.tools.config_defaults` writes that file.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +18,6 @@ from edgeinfer.bundle.rope import RopeSpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
-from edgeinfer.export.source.defaults import completed
 
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
@@ -293,3 +299,35 @@ def _numbers(values: dict[str, Any], name: str) -> tuple[float, ...]:
     if not isinstance(given, list) or not given:
         raise _wrong(name, given, "a list of numbers")
     return tuple(_number({name: v}, name) for v in given)
+
+
+FILE = "config_defaults.json"
+# Fields that are null where they were not given, and older ones that say the same in other words.
+_OLDER = {"layers_block_type": "hybrid_override_pattern", "rope_parameters": "rope_scaling"}
+
+
+def completed(values: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The values of a config.json and, of the fields that it leaves out, the defaults of its kind.
+
+    A number that is null stays so, which often means something else than the default.
+
+    Args:
+        kind: transformers' name of the family, `model_type`; where the models also see, of their language model.
+    """
+    known = _known_defaults()
+    kind = known["kinds"].get(kind, kind)
+    family = known["families"].get(kind, {"aliases": {}, "defaults": {}})
+    renamed = {name: values[alias] for alias, name in family["aliases"].items() if alias in values}
+    values = renamed | {name: value for name, value in values.items() if value is not None or name not in _OLDER}
+    defaults = {name: value for name, value in family["defaults"].items() if not _given(name, values)}
+    return defaults | values
+
+
+def _given(name: str, values: dict[str, Any]) -> bool:
+    return name in values or values.get(_OLDER.get(name, name)) is not None
+
+
+@functools.cache
+def _known_defaults() -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(files(__package__).joinpath(FILE).read_text("utf-8"))
+    return known

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.bfloat16 import round_nearest
 from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize_e2m1, midpoint, pack
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.source import fp8
-from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
+from edgeinfer.export.source.checkpoint import FLOATS, FP8_BLOCK, Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.quant.policy import QuantScheme, effective_block
 
@@ -251,6 +250,6 @@ def require_fp8_blocks(config: HFConfig) -> None:
     if not isinstance(given, dict) or given.get("quant_method") != "fp8":
         return
     blocks = given.get("weight_block_size")
-    if blocks is not None and blocks != [fp8.BLOCK, fp8.BLOCK]:
+    if blocks is not None and blocks != [FP8_BLOCK, FP8_BLOCK]:
         message = f"FP8 weights with scales of blocks of {blocks!r} are not supported."
-        raise UnsupportedArchitectureError(message, f"Choose a checkpoint with blocks of {[fp8.BLOCK] * 2}.")
+        raise UnsupportedArchitectureError(message, f"Choose a checkpoint with blocks of {[FP8_BLOCK] * 2}.")

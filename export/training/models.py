@@ -20,8 +20,13 @@ from transformers.utils import logging
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST, storage_errors
 from edgeinfer.errors import CheckpointError, ModelError, StorageError, TokenizerError, UsageError
-from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
-from edgeinfer.export.source.checkpoint import Checkpoint, parse_object, read_bytes
+from edgeinfer.export.source.checkpoint import (
+    Checkpoint,
+    checkpoint_config,
+    checkpoint_tensors,
+    parse_object,
+    read_bytes,
+)
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_templates
 from edgeinfer.export.training.sizing import StudentSize

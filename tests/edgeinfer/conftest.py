@@ -10,7 +10,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device

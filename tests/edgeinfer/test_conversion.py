@@ -29,7 +29,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
 from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint
 from tests.cli import contents
 from tests.factories import make_checkpoint

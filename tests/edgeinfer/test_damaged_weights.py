@@ -20,7 +20,7 @@ from edgeinfer.bundle.layouts import MODEL, WEIGHTS
 from edgeinfer.bundle.nesting import nest_drafter
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, ModelError
-from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
+from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.runtime.weights import verification
 from edgeinfer.runtime.weights.verification import Verification
 from tests.cache import made

@@ -14,7 +14,7 @@ from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import ModelError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint as export_anew
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import made
 from tests.draft_modules import (
     PROMPT,

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import edgeinfer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import ModelError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.tables import each_row

@@ -24,7 +24,7 @@ from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.tables import each_row

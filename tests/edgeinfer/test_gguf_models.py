@@ -13,7 +13,7 @@ import edgeinfer
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BudgetError, CapabilityError, ModelError
 from edgeinfer.export.gguf.quantize import quantize_gguf
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint
 from tests.gguf_models import builtin_checkpoint, builtin_gguf, random_gguf
 from tests.runtime.backends.llamacpp.models import Shape, write_gguf

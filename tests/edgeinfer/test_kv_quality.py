@@ -8,7 +8,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint, made
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.old_bundle import old_bundle

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import export_checkpoint as export_anew
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
 from tests.cache import made

@@ -11,7 +11,7 @@ import edgeinfer
 from edgeinfer.bundle.nesting import nest_drafter
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import DRAFTERS
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.prospects import PRIORS, priors_of

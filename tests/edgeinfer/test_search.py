@@ -13,7 +13,7 @@ import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.results import Result
 from edgeinfer.searching import SEARCHES, SearchMethod
 from tests.cache import made

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import edgeinfer
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.generation import TokenStream
 from tests.cache import made
 from tests.cli import TIME_LIMIT

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from edgeinfer.bundle.gguf import pre_tokenizers as names
-from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE
+from edgeinfer.export.gguf.route import ORDINARY, RARE
 
 ROWS = 900
 UNDERLINE = "\u2581"

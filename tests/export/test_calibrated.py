@@ -25,15 +25,14 @@ from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
-from edgeinfer.export.weights.folding import fold_head, fold_layer
+from edgeinfer.export.weights.calibrated import fold_head, fold_layer
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate
 from edgeinfer.quant.methods import METHODS
-from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.quant.policy import QuantPolicy
+from edgeinfer.quant.policy import QuantPlan, QuantPolicy
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -136,7 +135,7 @@ def test_progress_counts_weights_to_the_end(tmp_path: Path, text: Path) -> None:
 
 def test_progress_moves_within_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "in", "llama")
-    monkeypatch.setattr("edgeinfer.export.weights.writer._SLAB_VALUES", 1024)
+    monkeypatch.setattr("edgeinfer.export.weights.planning._SLAB_VALUES", 1024)
     seen: list[tuple[str, int, int]] = []
     export_checkpoint(tmp_path / "in", tmp_path / "out", ExportConfig(bits=32), lambda *step: seen.append(step))
     assert len({done for name, done, _ in seen if name == "embed"}) > 4 and seen[0][1] == 0

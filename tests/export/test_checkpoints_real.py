@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import edgeinfer
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.tuning.measure import TokenScores

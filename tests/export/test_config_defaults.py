@@ -13,9 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, EdgeInferError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.source import defaults
-from edgeinfer.export.source.defaults import completed
-from edgeinfer.export.source.hf_config import HFConfig, read_config
+from edgeinfer.export.source import hf_config
+from edgeinfer.export.source.hf_config import HFConfig, completed, read_config
 from tests.export.families.table import FAMILIES, Family
 from tests.factories import make_config
 from tests.tools.config_defaults import known_defaults, text_config_class
@@ -23,7 +22,7 @@ from tests.tools.config_defaults import known_defaults, text_config_class
 
 @pytest.mark.slow
 def test_the_file_says_what_transformers_says() -> None:
-    assert known_defaults() == defaults._known(), "run: python -m tests.tools.config_defaults"
+    assert known_defaults() == hf_config._known_defaults(), "run: python -m tests.tools.config_defaults"
 
 
 def read(values: dict[str, Any]) -> DecoderSpec | None:
@@ -48,7 +47,7 @@ _RESOLVED = ("layer_types", "mlp_layer_types", "rope_parameters", "head_dim", "n
 def changes(family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
     """Configurations of a family that leave a field out or have null there."""
     kind = text_config_class(f"{family.name}ForCausalLM")
-    fields = sorted({*defaults._known()["families"][kind.model_type]["defaults"], *_RESOLVED})
+    fields = sorted({*hf_config._known_defaults()["families"][kind.model_type]["defaults"], *_RESOLVED})
     for settings in family.settings:
         whole = written(make_config(family.name, **settings))
         for name in (name for name in fields if name in whole):

@@ -23,7 +23,7 @@ from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.described import describe, read_spec, require_graphs, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.architectures.plans import TensorPlan
+from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
 from edgeinfer.runtime.backends.contract import ForwardInput

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.utils import logging as library
 
 from edgeinfer.errors import ModelError, StorageError, TemplateError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.dialogues import clean, dialogue, main, names_in
 from edgeinfer.export.training.drafter import measure_acceptance, run_lengths
 from edgeinfer.export.training.exits import exit_weight, layer_dropout

@@ -28,7 +28,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import made
 from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint

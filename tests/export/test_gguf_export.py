@@ -15,7 +15,7 @@ import pytest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import CheckpointError, StorageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.factories import make_checkpoint
 
 pytest.importorskip("gguf")
@@ -142,7 +142,7 @@ def test_without_llama_cpp_plain_types_are_written_and_the_check_is_skipped(
 def test_rare_differences_of_the_tokenizer_are_told(
     source: Path, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from edgeinfer.export.gguf.tokenizer_check import TokenizerCheck
+    from edgeinfer.export.gguf.route import TokenizerCheck
 
     monkeypatch.setattr(route, "check_tokenizer", lambda *args: TokenizerCheck(9, ("odd",)))
     with caplog.at_level(logging.WARNING, "edgeinfer"):

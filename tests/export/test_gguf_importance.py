@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.gguf.importance import Importance, gather_importance
+from edgeinfer.export.gguf.allocation import Importance, gather_importance
 from edgeinfer.export.gguf.writer import open_gguf_source
 from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.factories import make_checkpoint

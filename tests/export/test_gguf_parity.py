@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 from tests.tables import each_row
 

@@ -21,7 +21,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.errors import BackendError, BundleError, StorageError, UsageError
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
-from edgeinfer.export.options.file_types import FILE_TYPES
+from edgeinfer.export.options import FILE_TYPES
 from tests.gguf_logits import GgufModel
 
 pytestmark = pytest.mark.gguf

@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export.gguf.quantize import quantize_gguf
-from edgeinfer.export.options.file_types import fitting
+from edgeinfer.export.options import fitting
 from tests.gguf_builder import Builder, small_model
 
 DOWN = "blk.0.ffn_down.weight"  # 8 rows of 16 columns

@@ -11,7 +11,7 @@ from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.gguf.tensors import gguf_tensor_names
 from edgeinfer.export.gguf.writer import write_gguf
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.export.gguf_cases import LATENT
 from tests.factories import VARIANTS, make_block_ffn_checkpoint, make_checkpoint
 from tests.tables import each_row

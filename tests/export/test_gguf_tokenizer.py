@@ -21,10 +21,10 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tokenizer_table import encode_table
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenizer, llama_encoder
+from edgeinfer.export.gguf.route import ORDINARY, RARE, check_tokenizer, llama_encoder
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer

@@ -17,7 +17,7 @@ from edgeinfer.bundle.heads import Heads, add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, ModelError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask, area_under_curve
 from edgeinfer.export.training.draft_heads import HeadsShape, HeadsTask, HydraTask, MedusaTask
 from edgeinfer.export.training.models import Target, load_target

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures.lfm import LFM2, LFM3
-from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5
+from edgeinfer.export.architectures.qwen import QWEN3_5
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig
 from tests.factories import make_checkpoint
 from tests.tables import each_row

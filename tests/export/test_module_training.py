@@ -17,7 +17,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint as export_anew
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.dflash import DflashOptions, train_dflash
 from edgeinfer.export.training.eagle import EagleOptions, train_eagle
 from edgeinfer.export.training.hydra import HydraOptions, train_hydra

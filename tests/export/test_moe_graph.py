@@ -22,7 +22,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made

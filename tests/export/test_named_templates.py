@@ -12,7 +12,7 @@ import edgeinfer
 from edgeinfer.bundle.gguf_bundle import open_gguf
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.runtime.text.template import ChatTemplate

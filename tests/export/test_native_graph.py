@@ -27,7 +27,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.graph.attention import PagedLayer
 from edgeinfer.export.graph.decoder import build_decoder_graph
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.factories import make_checkpoint

@@ -12,7 +12,7 @@ import pytest
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.quant.calibration import CalibrationOptions
 from edgeinfer.quant.gptq import GptqOptions

@@ -14,7 +14,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 

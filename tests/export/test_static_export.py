@@ -19,7 +19,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from tests.cli import edgeinfer, refuses
 from tests.factories import make_checkpoint
 from tests.tables import each_row

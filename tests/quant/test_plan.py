@@ -9,8 +9,7 @@ import pytest
 
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.quant.policy import QuantPolicy, QuantScheme
+from edgeinfer.quant.policy import QuantPlan, QuantPolicy, QuantScheme
 from tests.tables import each_row
 
 SHAPES: dict[str, tuple[int, ...]] = {

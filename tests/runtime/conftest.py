@@ -15,7 +15,7 @@ import transformers
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.factories import VARIANTS
 from tests.runtime.models import bundle_of, checkpoint_of
 

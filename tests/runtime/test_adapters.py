@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import encode_arrays
 from edgeinfer.errors import AdapterError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.runtime.models import bundle_of

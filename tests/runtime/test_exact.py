@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.layouts import LAYOUTS
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

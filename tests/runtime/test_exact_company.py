@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.kv_types import PAGED_KV
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache

@@ -15,8 +15,8 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
-from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
+from edgeinfer.export.options import ExportConfig
+from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

@@ -11,7 +11,7 @@ import edgeinfer
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, checkpoint_of

@@ -12,7 +12,7 @@ import torch
 
 import edgeinfer
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.export.passes import expected_logits
 from tests.factories import make_checkpoint
 

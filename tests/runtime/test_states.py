@@ -19,7 +19,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

@@ -18,7 +18,7 @@ from edgeinfer.bundle.writing import seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import MOST_DRAFTED, drafters_in
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

@@ -12,7 +12,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from tests.cli import TIME_LIMIT
 from tests.runtime.models import bundle_of
 from tests.tables import each_row

@@ -11,7 +11,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from tests.cli import edgeinfer as command
 from tests.cli import edgeinfer_process, refuses
 from tests.edgeinfer.conftest import TEMPLATE

@@ -17,7 +17,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, StorageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend

@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 
 from edgeinfer.export.architectures import ARCHITECTURES
-from edgeinfer.export.source.defaults import FILE
+from edgeinfer.export.source.hf_config import FILE
 
 _EXPORT = Path(__file__).parents[2] / "export"
 # What ends a text is said by generation_config.json and the tokenizer, and whether a head is tied by the tensors.

@@ -31,7 +31,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import stored_tensors
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

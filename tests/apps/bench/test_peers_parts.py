@@ -24,7 +24,7 @@ from edgeinfer.apps.bench.watch import watch
 from edgeinfer.apps.bench.worker import ENGINES, serve
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BackendError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.apps.bench.here import Canned, read_tensors
 from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from tests.cache import export_checkpoint, made
 from tests.cli import (

@@ -18,7 +18,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint

@@ -11,7 +11,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.heads import has_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint

@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint, made
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded

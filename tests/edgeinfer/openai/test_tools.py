@@ -12,7 +12,7 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.tool_formats import FORMATS, Dialect

@@ -16,7 +16,7 @@ from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.export.architectures.refused import REFUSED
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES, WITHOUT_GGUF
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.export.families.table import FAMILIES, Family
 from tests.export.families.test_families import ROOT, backends, branches, chunks, run
 from tests.export.passes import TOKENS, expected_logits

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.families.table import FAMILIES
 from tests.export.families.test_families import TOLERANCE, run

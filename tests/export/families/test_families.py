@@ -20,7 +20,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from tests.export.families.generated import configurations
 from tests.export.families.table import FAMILIES, Family
 from tests.export.families.test_families import backends, run

@@ -7,8 +7,7 @@ from typing import Any
 import transformers
 
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.source.defaults import completed
-from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.hf_config import HFConfig, completed
 from tests.factories import COMMON
 
 _WINDOW = {"sliding_window": 64, "hidden_activation": "gelu_pytorch_tanh"}

@@ -12,7 +12,7 @@ import pytest
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory

@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.experts.statistics import active_experts

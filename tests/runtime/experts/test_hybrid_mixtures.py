@@ -11,7 +11,7 @@ import edgeinfer
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.export.options.config import ExportConfig, StaticOptions
+from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

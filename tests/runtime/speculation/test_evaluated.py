@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.head import HEAD_ROWS

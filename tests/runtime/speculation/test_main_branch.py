@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

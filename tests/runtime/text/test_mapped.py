@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
 from edgeinfer.errors import TokenizerError
-from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE
+from edgeinfer.export.gguf.route import ORDINARY, RARE
 from edgeinfer.runtime.text.mapped import MappedTokenizer, find_table, make_table
 from edgeinfer.runtime.text.streaming import StreamDecoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer

@@ -49,7 +49,7 @@ def make_backend(gguf_bundle: Callable[..., Bundle]) -> Any:
 def bundles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
     """Exports a GGUF bundle once, by a name in the module's FAMILIES: classes and settings."""
     from edgeinfer.export.exporter import export_checkpoint
-    from edgeinfer.export.options.config import ExportConfig
+    from edgeinfer.export.options import ExportConfig
     from tests.factories import make_checkpoint
 
     @cache

@@ -16,7 +16,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import MERGING, OVERFLOWS
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend

@@ -17,7 +17,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import MERGING, GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend

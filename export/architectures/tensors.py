@@ -1,0 +1,332 @@
+"""Which checkpoint tensors make up each tensor of a bundle, and how they are changed; mixtures and recurrent layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from edgeinfer.bundle.experts import expert_biases, expert_tensor, find_expert
+from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.peft import Module
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.tables import is_looked_up
+from edgeinfer.export.source.packed import MXFP4, PACKINGS, mxfp4_tensors
+from edgeinfer.quant.policy import QuantScheme
+
+Shape = tuple[int, ...]
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class HeadPadding:
+    """Zeros after each attention head along one axis; see edgeinfer.export.architectures.described.
+
+    Attributes:
+        axis: 0 for rows, 1 for columns.
+        width, wide: of a head, before and after.
+        scale: multiplies the values.
+    """
+
+    axis: int
+    heads: int
+    width: int
+    wide: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
+
+    Attributes:
+        shape: of the one that is taken.
+        index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
+            where it stacks none.
+        joined: of a matrix, the axis along which they follow one another instead.
+        split: rows of ours that a row of the checkpoint's matrix holds one behind the other.
+        turned: the checkpoint's matrix has columns for rows.
+        packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
+        scale: multiplies the values.
+        offset: is added to them before that (norms stored as what is more than one).
+        softplus: log(1 + exp(x)) of them is taken before all else.
+        pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
+        heads: of a matrix, those of which each has columns for rows in the bundle; 0 where none has.
+    """
+
+    name: str
+    shape: Shape
+    padding: HeadPadding | None = None
+    index: int = 0
+    stacked: int = 0
+    joined: int | None = None
+    split: int = 1
+    turned: bool = False
+    packing: str = ""
+    scale: float = 1.0
+    offset: float = 0.0
+    softplus: bool = False
+    pieces: tuple[int, int, int] | tuple[()] = ()
+    heads: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the checkpoint's tensor, row for row and column for column, times a factor at most."""
+        plain = Source(self.name, self.shape, turned=self.turned, scale=self.scale)
+        return self == plain
+
+    @property
+    def stored_shape(self) -> Shape:
+        """Shape of the checkpoint's tensor, unpacked."""
+        if self.joined is not None:
+            return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
+        if self.split > 1:
+            return (self.shape[0] // self.split, self.shape[1] * self.split)
+        shape = self.shape
+        if self.pieces:
+            period, _, share = self.pieces
+            shape = (shape[0] // share * period, *shape[1:])
+        shape = shape[::-1] if self.turned else shape
+        return (self.stacked, *shape) if self.stacked else shape
+
+    @property
+    def padded_shape(self) -> Shape:
+        """Shape in the bundle."""
+        if self.heads:
+            return (self.heads * self.shape[1], self.shape[0] // self.heads)
+        if self.padding is None:
+            return self.shape
+        axis, size = self.padding.axis, self.padding.heads * self.padding.wide
+        return (*self.shape[:axis], size, *self.shape[axis + 1 :])
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the bundle: checkpoint tensors put together along the rows."""
+
+    name: str
+    sources: tuple[Source, ...]
+
+    def changed(self, *, scale: float = 1.0, offset: float = 0.0) -> TensorPlan:
+        """The same with other values: what is stored plus the offset, times the scale."""
+        changed = (dataclasses.replace(source, scale=scale, offset=offset) for source in self.sources)
+        return TensorPlan(self.name, tuple(changed))
+
+    def packed(self, packing: str) -> TensorPlan:
+        """The same of packed tensors."""
+        return TensorPlan(self.name, tuple(dataclasses.replace(source, packing=packing) for source in self.sources))
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole."""
+        first = self.sources[0].padded_shape
+        return (sum(s.padded_shape[0] for s in self.sources), *first[1:])
+
+    @property
+    def parameters(self) -> int:
+        """Number of the checkpoint's weights in it; padding does not count."""
+        return sum(math.prod(s.shape) for s in self.sources)
+
+    def kept(self, bits: int) -> QuantScheme | None:
+        """The scheme that holds the checkpoint's packed values as they are, where so many bits are asked for."""
+        packing, *others = {source.packing for source in self.sources}
+        if others or not packing:
+            return None
+        return PACKINGS[packing].scheme(self.shape[1], bits)
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether this is the LM head or an embedding."""
+        return self.name == "head" or is_looked_up(self.name)
+
+
+def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
+    """Plans a tensor that concatenates whole checkpoint tensors, given by name and shape."""
+    return TensorPlan(name, tuple(Source(*s) for s in sources))
+
+
+def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
+    """The linear modules whose rows follow one another in a planned matrix; none where adapters of them would not fit
+    it: of experts and embeddings, and where columns are moved, or rows and columns filled up."""
+    if len(plan.shape) != 2 or is_looked_up(plan.name) or find_expert(plan.name) is not None:
+        return ()
+    whole = (dataclasses.replace(source, pieces=()).is_whole for source in plan.sources)
+    if not all(whole) or not all(source.name.endswith(_WEIGHT) for source in plan.sources):
+        return ()
+    return tuple(Module(s.name.removesuffix(_WEIGHT), s.shape[0], s.scale, s.pieces) for s in plan.sources)
+
+
+# Of experts beside an MLP.
+_BESIDE_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
+
+
+@dataclass(frozen=True)
+class MixtureNaming:
+    """Names of the tensors of a mixture, after the layer's own prefix.
+
+    A checkpoint stores every expert's matrices on their own, or one tensor that stacks them along a first axis, as
+    floats or as blocks of MXFP4 with scales; all are accepted.
+
+    Attributes:
+        choice_bias_stacked: how many the tensor stacks along a first axis of its own; 0 where it is a vector.
+        router_norm: of a "relu" router.
+        gate_up: tensors whose rows, in this order, are gate and up of expert `{expert}`; one where there is no gate.
+            Empty where they are always stacked.
+        stacked_gate_up, stacked_down: names of the stacked tensors, where they are stacked; their biases end in
+            "_bias" besides.
+        turned: stacked floats have columns for rows.
+        by_turns: the rows of gate and up that are stacked take turns.
+        shared_gate_up: tensors whose rows, in this order, are gate and up of the shared expert.
+        router_input_norm, experts_norm, experts_post_norm, dense_post_norm: of experts beside an MLP: norms of what
+            the router reads, of what enters and leaves the experts, and of what leaves the MLP.
+        expert_scale: likewise, what each expert's results are multiplied by.
+    """
+
+    router: str = "mlp.gate.weight"
+    router_bias: str = "mlp.gate.bias"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_stacked: int = 0
+    router_norm: str = ""
+    gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
+    down: str = "mlp.experts.{expert}.down_proj.weight"
+    stacked_gate_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+    turned: bool = False
+    by_turns: bool = False
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
+    shared_down: str = "mlp.shared_expert.down_proj.weight"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    router_input_norm: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    experts_post_norm: str = "post_feedforward_layernorm_2.weight"
+    dense_post_norm: str = "post_feedforward_layernorm_1.weight"
+
+
+def mixture_plans(
+    names: MixtureNaming, moe: MoESpec, hidden: int, layer: int, root: str, stored: Collection[str]
+) -> list[TensorPlan]:
+    """Plans the tensors of a mixture in the order they are written."""
+    prefix, experts = f"layers.{layer}.mlp", moe.experts
+    plans = [plan(f"{prefix}.router", (root + names.router, (experts, hidden)))]
+    if moe.router_bias:
+        plans.append(plan(f"{prefix}.router_bias", (root + names.router_bias, (experts,))))
+    if moe.choice_bias:
+        bias = Source(root + names.choice_bias, (experts,), stacked=names.choice_bias_stacked)
+        plans.append(TensorPlan(f"{prefix}.choice_bias", (bias,)))
+    if moe.beside:
+        for name, size in (("expert_scale", experts), *((norm, hidden) for norm in _BESIDE_NORMS)):
+            plans.append(plan(f"{prefix}.{name}", (root + getattr(names, name), (size,))))
+    if moe.router == "relu":
+        plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))
+    inner = "gate_up" if moe.gated else "up"
+    for expert in range(experts):
+        into, out = _matrices(names, moe, hidden, root, stored, expert)
+        plans.append(TensorPlan(expert_tensor(layer, expert, inner), into))
+        plans.append(TensorPlan(expert_tensor(layer, expert, "down"), (out,)))
+    if moe.expert_bias:
+        for part, name, size in (
+            (inner, names.stacked_gate_up, moe.expert_size),
+            ("down", names.stacked_down, hidden),
+        ):
+            sources = [_rows(f"{root}{name}_bias", (size,), names, part, e, experts) for e in range(experts)]
+            plans.append(TensorPlan(expert_biases(layer, part), tuple(each for some in sources for each in some)))
+    if moe.shared_size:
+        part, rows = ("gate_up", 2 * moe.shared_size) if moe.gated else ("up", moe.shared_size)
+        rows //= len(names.shared_gate_up)
+        plans.append(plan(f"{prefix}.shared.{part}", *((root + n, (rows, hidden)) for n in names.shared_gate_up)))
+        plans.append(plan(f"{prefix}.shared.down", (root + names.shared_down, (hidden, moe.shared_size))))
+    if moe.shared_gate:
+        plans.append(plan(f"{prefix}.shared.gate", (root + names.shared_gate, (1, hidden))))
+    return plans
+
+
+def _matrices(
+    names: MixtureNaming, moe: MoESpec, hidden: int, root: str, stored: Collection[str], expert: int
+) -> tuple[tuple[Source, ...], Source]:
+    """What the hidden states enter of an expert, and what they leave by."""
+    inner, experts = moe.expert_size, moe.experts
+    up, down = root + names.stacked_gate_up, root + names.stacked_down
+    packed = mxfp4_tensors(down)[0] in stored
+    if packed or down in stored or not names.gate_up:
+        how: dict[str, Any] = {"packing": MXFP4} if packed else {"turned": names.turned}
+        into = _rows(up, (inner, hidden), names, "gate_up" if moe.gated else "up", expert, experts, **how)
+        return into, Source(down, (hidden, inner), index=expert, stacked=experts, **how)
+    rows = (2 if moe.gated else 1) * inner // len(names.gate_up)
+    single = tuple(Source(root + name.format(expert=expert), (rows, hidden)) for name in names.gate_up)
+    return single, Source(root + names.down.format(expert=expert), (hidden, inner))
+
+
+def _rows(
+    name: str, shape: Shape, names: MixtureNaming, part: str, expert: int, experts: int, **how: Any
+) -> tuple[Source, ...]:
+    """One part of an expert, of those that a tensor stacks; `shape` is that of gate and of up where it is of both."""
+    if part == "gate_up" and names.by_turns:
+        halves = ((2, half, 1) for half in (0, 1))
+        return tuple(Source(name, shape, index=expert, stacked=experts, pieces=half, **how) for half in halves)
+    whole = (2 * shape[0], *shape[1:]) if part == "gate_up" else shape
+    return (Source(name, whole, index=expert, stacked=experts, **how),)
+
+
+def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
+    """Those of a layer that has a recurrence in the place of attention, or beside it; of others none."""
+    prefix = f"layers.{layer}.mixer"
+    if spec.mixer(layer) == "conv":
+        yield from _conv_tensors(spec, prefix, root)
+    elif spec.mixer(layer) == "delta":
+        yield from _delta_tensors(spec, prefix, root)
+    elif "mamba2" in spec.parts_of(layer):
+        yield from _mamba2_tensors(spec, prefix, root)
+
+
+def _conv_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
+    conv, hidden = spec.conv, spec.hidden_size
+    assert conv is not None, "a layer with a convolution has its sizes"
+    modules: dict[str, tuple[str, tuple[int, ...]]] = {
+        "in": ("in_proj", (3 * hidden, hidden)),
+        "conv": ("conv", (hidden, 1, conv.width)),
+        "out": ("out_proj", (hidden, hidden)),
+    }
+    for name, (module, shape) in modules.items():
+        yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
+        if conv.bias:
+            yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
+
+
+def _delta_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
+    delta, hidden = spec.delta, spec.hidden_size
+    assert delta is not None, "a layer with a delta rule has its sizes"
+    channels, heads = 2 * delta.keys + delta.values, delta.value_heads
+    yield plan(
+        f"{prefix}.in",
+        (f"{root}in_proj_qkv.weight", (channels, hidden)),
+        (f"{root}in_proj_z.weight", (delta.values, hidden)),
+    )
+    gates = ((f"{root}in_proj_{name}.weight", (heads, hidden)) for name in ("b", "a"))
+    yield plan(f"{prefix}.gates", *gates)
+    yield plan(f"{prefix}.conv", (f"{root}conv1d.weight", (channels, 1, delta.width)))
+    yield plan(f"{prefix}.dt_bias", (f"{root}dt_bias", (heads,)))
+    yield plan(f"{prefix}.a_log", (f"{root}A_log", (heads,)))
+    yield plan(f"{prefix}.norm", (f"{root}norm.weight", (delta.value_size,)))
+    yield plan(f"{prefix}.out", (f"{root}out_proj.weight", (hidden, delta.values)))
+
+
+def _mamba2_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
+    scan, hidden = spec.mamba2, spec.hidden_size
+    assert scan is not None, "a layer with a recurrence has its sizes"
+    shapes: dict[str, tuple[str, tuple[int, ...], bool]] = {
+        "in": ("in_proj", (scan.read_size, hidden), scan.bias),
+        "conv": ("conv1d", (scan.conv_size, 1, scan.width), scan.conv_bias),
+        "out": ("out_proj", (hidden, scan.inner_size), scan.bias),
+    }
+    for name, (module, shape, biased) in shapes.items():
+        yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
+        if biased:
+            yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
+    for name, source in (("dt_bias", "dt_bias"), ("a_log", "A_log"), ("d", "D")):
+        yield plan(f"{prefix}.{name}", (f"{root}{source}", (scan.heads,)))
+    if scan.normed:
+        yield plan(f"{prefix}.norm", (f"{root}norm.weight", (scan.inner_size,)))

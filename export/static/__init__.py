@@ -1,1 +1,0 @@
-"""Export for devices that run fixed shapes only."""
