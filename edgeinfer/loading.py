@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle.heads import read_heads
+from edgeinfer.bundle.additions import read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import NO_DRAFT_MODEL
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
-from edgeinfer.hub.cache import ready
-from edgeinfer.hub.last_use import note_use
+from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo, Progress

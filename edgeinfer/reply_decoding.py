@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from edgeinfer.adapting import steering_in
-from edgeinfer.bundle.steering import read_steering
+from edgeinfer.bundle.additions import read_steering
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UnshareableError, UsageError
 from edgeinfer.model_parts import ModelParts

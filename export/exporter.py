@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.manifest import Capabilities, Manifest, TensorEntry, capabilities_in
-from edgeinfer.bundle.nesting import NESTED
+from edgeinfer.bundle.opening import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import UsageError

@@ -13,12 +13,11 @@ import onnx
 
 from edgeinfer.bundle import static_graph as io
 from edgeinfer.bundle.codecs import CODECS
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, STATIC, WEIGHTS
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, PORTABLE, STATIC, WEIGHTS, values_dtype
 from edgeinfer.bundle.manifest import Blob, Capabilities, Manifest, TensorEntry
 from edgeinfer.bundle.packing import midpoint
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraph, StaticGraphs
-from edgeinfer.bundle.static_layout import values_dtype
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import UsageError

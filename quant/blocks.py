@@ -9,8 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, blocks_per_row, dense_rows, midpoint, pack
-from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
+from edgeinfer.bundle.packing import (
+    VALUE_BITS,
+    QuantizedMatrix,
+    QuantizedShape,
+    blocks_per_row,
+    dense_rows,
+    midpoint,
+    pack,
+    read_vectors,
+)
 from edgeinfer.errors import CheckpointError
 from edgeinfer.quant.policy import QuantScheme
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from edgeinfer.bundle.experts import find_expert, portable_bits
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import Blob
+from edgeinfer.bundle.packing import find_expert, portable_bits
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
 from edgeinfer.config import BITS
 from edgeinfer.errors import BudgetError, UsageError

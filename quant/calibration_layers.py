@@ -16,12 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import recurrent
-from edgeinfer.bundle.activations import gate_up, inner_values
-from edgeinfer.bundle.arithmetic import attend, logistic, normed, query_factors, rms_norm, rope_tables, rotate, route
-from edgeinfer.bundle.experts import expert_biases
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.parts import LatentSpec
-from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.arithmetic import (
+    attend,
+    gate_up,
+    inner_values,
+    logistic,
+    normed,
+    query_factors,
+    rms_norm,
+    rope_tables,
+    rotate,
+    route,
+)
+from edgeinfer.bundle.packing import expert_biases
+from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec
 from edgeinfer.bundle.spec import Activation, DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.packing import BLOCK_SIZES
-from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.config import BITS, FLOAT_BITS
 from edgeinfer.errors import UsageError
 
@@ -44,7 +44,7 @@ class QuantScheme:
         bits: 2, 3, 4 or 8 per value.
         block_size: values that share a scale: 32, 64 or 128.
         symmetric: the zero point is the middle of the range and is not stored.
-        vectors: bytes of 2 bits are codes of vectors (edgeinfer.bundle.vectors), without zero points.
+        vectors: bytes of 2 bits are codes of vectors (edgeinfer.bundle.packing), without zero points.
         e2m1: values are codes of E2M1 instead, as a checkpoint has them; no quantizer makes such.
     """
 

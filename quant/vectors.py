@@ -1,4 +1,4 @@
-"""Quantization to codes of vectors: four weights at once by the codebook of `edgeinfer.bundle.vectors`.
+"""Quantization to codes of vectors: four weights at once by the codebook of `edgeinfer.bundle.packing`.
 
 Where nothing but mean squares of the inputs is known, each block's scale is searched and each vector gets the code
 whose values are nearest, an input's error counting by its mean square. With the Hessian H of the inputs errors are fed
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
-from edgeinfer.bundle.vectors import MAGNITUDES, VECTOR, split_codes
+from edgeinfer.bundle.packing import MAGNITUDES, VECTOR, split_codes
 from edgeinfer.quant.blocks import Codes, Grid, Solver
 from edgeinfer.quant.gptq import GptqOptions, damped, divide_by, padded_square, upper_factor
 from edgeinfer.quant.refine import LAZY, row_errors

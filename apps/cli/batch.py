@@ -18,7 +18,7 @@ from edgeinfer.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Subparsers
-    from edgeinfer.tools.batch_files import BatchInput
+    from edgeinfer.tools.batch import BatchInput
 
 
 _DESCRIPTION = """\
@@ -59,8 +59,10 @@ def add_batch(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    from edgeinfer.tools.batch import answer_batch  # not for --help's sake
-    from edgeinfer.tools.batch_files import BatchInput
+    from edgeinfer.tools.batch import (
+        BatchInput,
+        answer_batch,  # not for --help's sake
+    )
 
     if args.parallel < 1:
         raise UsageError(f"--parallel {args.parallel} is out of range.", "Give 1 or more.")
@@ -91,7 +93,7 @@ def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
 
 
 def _check_output(requests: Path, output: Path, *, replaces: bool) -> None:
-    from edgeinfer.tools.batch_files import ReplyFile
+    from edgeinfer.tools.batch import ReplyFile
 
     partial = ReplyFile.partial_of(output)
     if requests.resolve() in (output.resolve(), partial.resolve()) or (output.exists() and requests.samefile(output)):
@@ -114,7 +116,7 @@ def _tell_damaged(requests: BatchInput) -> None:
 @contextmanager
 def _told(output: Path, requests: BatchInput) -> Iterator[None]:
     """Says what is kept of a run that does not come to its end."""
-    from edgeinfer.tools.batch_files import ReplyFile
+    from edgeinfer.tools.batch import ReplyFile
 
     try:
         yield

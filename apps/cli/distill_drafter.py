@@ -160,8 +160,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
 
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
     """Exports what was trained, measures it on the engine and puts it into its target; returns the report."""
-    from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
-    from edgeinfer.bundle.opening import open_bundle
+    from edgeinfer.bundle.opening import add_figures, exit_figure, nest_drafter, open_bundle
     from edgeinfer.export.exporter import export_checkpoint
     from edgeinfer.export.options import ExportConfig
     from edgeinfer.tools.distilling import measure_drafter

@@ -23,7 +23,7 @@ from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
-    from edgeinfer.bundle.heads import Heads
+    from edgeinfer.bundle.additions import Heads
     from edgeinfer.export.training.heads import HeadsTraining
 
 
@@ -136,7 +136,7 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _keep(source: Path, out: Path, heads: Heads, *, in_place: bool) -> None:
-    from edgeinfer.bundle.heads import add_heads, copy_with_heads
+    from edgeinfer.bundle.additions import add_heads, copy_with_heads
 
     if in_place:
         add_heads(out, heads)
@@ -155,7 +155,7 @@ def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any
 
 
 def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, Any]) -> None:
-    from edgeinfer.bundle.heads import JUDGED, TRUSTED
+    from edgeinfer.bundle.additions import JUDGED, TRUSTED
 
     rows: list[tuple[str, ...]] = [("on test text", "before", "after")]
     for name, value in trained.after.items():

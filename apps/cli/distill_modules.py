@@ -179,8 +179,7 @@ def _finish(
     args: argparse.Namespace, source: Path, drafter: str, trained: ModuleTraining, bar: Progress | None
 ) -> dict[str, Any]:
     """Makes the bundle, measures what the module brings on the engine, and returns the report."""
-    from edgeinfer.bundle.nesting import NESTED
-    from edgeinfer.bundle.opening import open_bundle
+    from edgeinfer.bundle.opening import NESTED, open_bundle
     from edgeinfer.export.drafters.opening import attach_drafter
     from edgeinfer.export.exporter import export_checkpoint
     from edgeinfer.export.options import ExportConfig

@@ -20,9 +20,8 @@ from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle.gguf.metadata import GgufArray, Value
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
-from edgeinfer.bundle.manifest import Manifest, TensorEntry
+from edgeinfer.bundle.manifest import Manifest, PlannedTensor, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.plan_record import PlannedTensor
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import format_size

@@ -119,7 +119,7 @@ def _roomy_model(args: argparse.Namespace, loading: dict[str, Any], text: str, r
     if roomy["context"] <= model.context:
         return model
     model.close()
-    from edgeinfer.hub.estimate import room
+    from edgeinfer.hub.catalog_models import room
 
     plan = edgeinfer.plan(args.model, **roomy)
     fits = plan.fits and plan.planned_bytes <= room(loading.get("memory"))

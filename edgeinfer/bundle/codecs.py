@@ -14,19 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE, STATIC, Layout
-from edgeinfer.bundle.manifest import Blob, TensorEntry
-from edgeinfer.bundle.native_layout import (
+from edgeinfer.bundle.layouts import (
+    NATIVE,
+    PORTABLE,
+    STATIC,
     TILE,
+    Layout,
     NativeTiles,
+    StaticMatrix,
     covering_tiles,
+    from_static,
     pack_tiles,
     tile_rows,
     tiles_of,
+    to_static,
     unpack_tiles,
 )
+from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, packed_bytes
-from edgeinfer.bundle.static_layout import StaticMatrix, from_static, to_static
 from edgeinfer.errors import BundleError
 
 # Values of a matrix that are unpacked at a time.

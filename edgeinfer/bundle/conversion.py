@@ -1,6 +1,6 @@
 """A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it.
 
-Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.experts), and codes of
+Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.packing), and codes of
 vectors as 4 bits.
 """
 
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgeinfer.bundle.codecs import CODECS, read_blob
-from edgeinfer.bundle.experts import widen
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.nesting import nested_drafter
-from edgeinfer.bundle.packing import QuantizedMatrix
+from edgeinfer.bundle.opening import nested_drafter
+from edgeinfer.bundle.packing import QuantizedMatrix, widen
 from edgeinfer.bundle.protobuf import fields, length_delimited
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors

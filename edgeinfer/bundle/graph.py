@@ -32,7 +32,7 @@ attends to its path: the first n slots of its sequence, then some further ones, 
 further slots attends to the first n alone, and names its own slot, which may be any, in place of where they begin
   kv_pool                uint8   (B,)            all pages, at a multiple of 64 bytes; written in place before any row
                                                  of a layer attends
-  kv_layout              int64   (3 + L,)        type of keys, type of values (edgeinfer.bundle.kv_types.PAGED_KV),
+  kv_layout              int64   (3 + L,)        type of keys, type of values (edgeinfer.bundle.geometry.PAGED_KV),
                                                  bytes of a page, where each layer begins in it
   kv_pages               int32   (N, G)          page of the pool that holds each PAGE_SLOTS slots of each sequence; -1
                                                  where there is none yet

@@ -15,7 +15,7 @@ and where the decoder has them: head_bias (V,) · a norm's own _bias · layers.{
   .mlp.up (F, D) for gate_up in an MLP without a gate, and for qkv in latent attention .attn.q (q, D), or
   .attn.q_a (r, D)   .attn.q_a_norm (r,) .attn.q_b (q, r) · .attn.kv_a (rank + rotated, D) · .attn.kv_norm (rank,)
   .attn.k_b (heads rank, plain) · .attn.v_b (heads v, rank). What stands in for attention is .mixer.in,
-  .out, .conv and the vectors of edgeinfer.bundle.recurrence. A tied head is listed with the embedding's own blobs.
+  .out, .conv and the vectors of edgeinfer.bundle.parts. A tied head is listed with the embedding's own blobs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,93 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any
 
-from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
+from edgeinfer.bundle.layouts import (
+    LAYOUT_VERSIONS,
+    NATIVE,
+    PORTABLE,
+    STATIC,
+    STATIC_BITS,
+    Layout,
+    native_parts,
+    static_parts,
+    tensor_layout,
+)
 from edgeinfer.bundle.manifest_json import DAMAGED, drop_empty, read, require, wrong
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.native_layout import native_parts
-from edgeinfer.bundle.packing import BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
+from edgeinfer.bundle.packing import BLOCK_SIZES, Dtype, Parts, QuantizedShape, find_expert, portable_parts
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.peft import Module
-from edgeinfer.bundle.plan_record import PlanRecord
-from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
-from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
-from edgeinfer.config import BITS
+from edgeinfer.config import BITS, CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
+
+
+def _require_plan(condition: bool, what: str) -> None:
+    if not condition:
+        raise BundleError(f"Plan: {what}.", "The bundle is damaged or was edited by hand; export or download it again.")
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """What was planned for one matrix.
+
+    Attributes:
+        bits: of each value; 32 keeps float32. Of a tensor of a GGUF file with its scales, 4.5 for Q4_K.
+        block_size: values that share a scale; 0 at 32 bits.
+        symmetric: without zero points.
+        predicted_kl: what quantizing it was predicted to cost, in nats per token; None where nothing was predicted.
+        type: of a tensor of a GGUF file, by llama.cpp's name.
+    """
+
+    name: str
+    bits: int | float
+    block_size: int = 0
+    symmetric: bool = False
+    predicted_kl: float | None = None
+    type: str = ""
+
+    def __post_init__(self) -> None:
+        known = self.bits in CONVERTED_BITS or (self.type != "" and 0 < self.bits <= FLOAT_BITS)
+        _require_plan(known, f"{self.name} has {self.bits} bits")
+        blocks = self.block_size > 0 if self.bits < FLOAT_BITS else self.block_size == 0
+        _require_plan(
+            blocks or (self.type != "" and self.block_size > 0), f"{self.name} has a block of {self.block_size}"
+        )
+        _require_plan(self.predicted_kl is None or self.predicted_kl >= 0, f"{self.name} has a negative prediction")
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """How every matrix of a bundle was quantized.
+
+    Attributes:
+        method: of edgeinfer.quant.methods, by name.
+        tensors: every matrix, in the order of the table; a tied head is its embedding and not listed.
+        calibration_sha256: of the text that the model was run on; None where there was none.
+        calibration_tokens: that were run.
+        budget_bytes: what the weights were allowed to take; None where their bits were given.
+    """
+
+    method: str
+    tensors: tuple[PlannedTensor, ...] = ()
+    calibration_sha256: str | None = None
+    calibration_tokens: int = 0
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        names = {tensor.name for tensor in self.tensors}
+        _require_plan(len(names) == len(self.tensors), "a tensor is listed twice")
+        _require_plan(self.calibration_tokens >= 0, f"{self.calibration_tokens} tokens are impossible")
+        _require_plan(self.budget_bytes is None or self.budget_bytes > 0, f"{self.budget_bytes} bytes are impossible")
+
+    @property
+    def predicted_kl(self) -> float | None:
+        """What quantizing the model was predicted to cost, in nats per token; None where nothing was predicted."""
+        costs = [tensor.predicted_kl for tensor in self.tensors if tensor.predicted_kl is not None]
+        return sum(costs) if costs else None
+
 
 FORMAT = "edgeinfer-bundle"
 # 3 brought paged graphs (`Manifest.paged`); bundles of version 2 run with float32 caches.

@@ -1,24 +1,85 @@
-"""The bytes of a quantized matrix in the portable layout.
+"""The bytes of a quantized matrix in the portable layout, codes of vectors, and the experts that are stored together.
 
-Layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized: a matrix (N, K) is cut along K into blocks of
-`block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, at 3 bits
-eight to three bytes, first value in the lowest bits; one float32 scale per block, a bfloat16 by value; zero points
+The portable layout is that of ONNX Runtime's MatMulNBits and GatherBlockQuantized: a matrix (N, K) is cut along K into
+blocks of `block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, at 3
+bits eight to three bytes, first value in the lowest bits; one float32 scale per block, a bfloat16 by value; zero points
 packed like values, each row of blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
 
 ONNX Runtime's operators multiply no 3 bits: a bundle in the portable layout has 4 instead, of the same values.
-In the native layout matrices of 2 bits may be codes of vectors (edgeinfer.bundle.vectors), which are 4 bits in others.
-Experts of 4 bits may be codes of E2M1 there, as MXFP4 has them: each stands for twice its value, times the scale.
+Experts of 4 bits may be codes of E2M1 in the native layout, as MXFP4 has them: each stands for twice its value, times
+the scale.
+
+Codes of vectors are matrices of 2 bits in the native layout: a byte stands for four weights, by a codebook that all
+matrices share. Its low half chooses one of 16 magnitudes for each of the four, its high half their signs, so that an
+instruction set needs tables of 16 bytes only. Magnitudes are whole and at most 7, so layouts without vectors store the
+values exactly as 4 bits. The four lie a quarter of a block apart, as the values of a byte of 2 bits do in the native
+layout.
+
+One operator reads all experts of a layer in the portable layout, so there they have one format: the widest bits and the
+smallest block of any of them, with zero points where the bits differ. Widening is exact: a value is scale * (q - zero)
+with the same q and zero; without zero points q grows by as much as the middle moves. Codes of E2M1 become 8 bits there.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 from edgeinfer.records import dataclass
+
+Bytes = NDArray[np.uint8]
+# Weights of a code, and bits of each value that it stands for.
+VECTOR, VALUE_BITS = 4, 4
+_FIELD_BITS = 2
+# The same as in runtime/native/values.h, found by k-means on Gaussian numbers (docs/log/2026-11-26.md, "codebooks").
+MAGNITUDES = np.array(
+    [
+        *((1, 1, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 3, 1, 3)),
+        *((2, 1, 2, 3), (2, 3, 2, 1), (2, 2, 2, 7), (2, 2, 7, 2)),
+        *((2, 7, 2, 2), (7, 2, 2, 2), (2, 2, 5, 5), (2, 5, 5, 2)),
+        *((5, 2, 2, 5), (5, 2, 5, 2), (5, 5, 2, 2), (2, 6, 3, 6)),
+    ],
+    np.int8,
+)  # (16, 4)
+
+
+def _all_values() -> Bytes:  # (256, 4)
+    codes = np.arange(256)
+    signs = 1 - 2 * (codes[:, None] >> np.arange(VECTOR, 2 * VECTOR) & 1)
+    values: Bytes = ((1 << (VALUE_BITS - 1)) + signs * MAGNITUDES[codes & 15]).astype(np.uint8)
+    return values
+
+
+_VALUES = _all_values()
+
+
+def split_codes(codes: Bytes) -> Bytes:  # (..., B / 4) -> (..., B)
+    """The codes of blocks as values of 2 bits, which is how bundles carry them."""
+    fields = codes[..., None, :] >> _shifts() & np.uint8(3)  # (..., 4, B / 4)
+    return fields.reshape(*codes.shape[:-1], -1)
+
+
+def join_codes(fields: Bytes) -> Bytes:  # (..., B) -> (..., B / 4)
+    """Reverses `split_codes`."""
+    parts = fields.reshape(*fields.shape[:-1], VECTOR, -1)
+    codes: Bytes = np.bitwise_or.reduce(parts << _shifts(), axis=-2)
+    return codes
+
+
+def read_vectors(fields: Bytes) -> Bytes:  # (..., B) -> (..., B)
+    """The values of 4 bits, with a zero of 8, that blocks of codes stand for."""
+    values = _VALUES[join_codes(fields)]  # (..., B / 4, 4)
+    return np.ascontiguousarray(values.swapaxes(-1, -2)).reshape(fields.shape)
+
+
+def _shifts() -> Bytes:  # (4, 1)
+    return np.arange(0, _FIELD_BITS * VECTOR, _FIELD_BITS, dtype=np.uint8)[:, None]
+
 
 BLOCK_SIZES = (32, 64, 128)
 # Twice the values of E2M1 by their codes. Source: OCP Microscaling Formats 1.0.
@@ -38,8 +99,8 @@ class QuantizedShape:
         zero_points: every block has one of its own; without them the zero is the middle of the range.
         paired: two matrices of N / 2 rows each, gate and up, which the native layout puts side by side.
         e2m1: values are codes of E2M1.
-        inline_scales: in the native layout scales lie among the values, see edgeinfer.bundle.native_layout.
-        vectors: values of 2 bits are fields of codes of vectors, see edgeinfer.bundle.vectors.
+        inline_scales: in the native layout scales lie among the values, see edgeinfer.bundle.layouts.
+        vectors: values of 2 bits are fields of codes of vectors, see edgeinfer.bundle.packing.
     """
 
     n: int
@@ -171,3 +232,84 @@ def dequantize_e2m1(
     values = E2M1_DOUBLED[unpack(data, 4, 2 * data.shape[-1])].astype(np.float32)
     values *= scales[..., None]
     return values.reshape(len(data), -1)
+
+
+# Bits that codes of E2M1 become where only evenly spaced values are stored.
+_WIDENED = 8
+_NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """What an expert's tensor is, by its name.
+
+    Attributes:
+        part: "gate_up", or "up" where experts are not gated, or "down".
+    """
+
+    layer: int
+    expert: int
+    part: str
+
+
+def expert_tensor(layer: int, expert: int, part: str) -> str:
+    """Name of a tensor of an expert."""
+    return f"layers.{layer}.mlp.experts.{expert}.{part}"
+
+
+def expert_biases(layer: int, part: str) -> str:
+    """Name of the vector that holds the biases of a part, of the first expert to the last."""
+    return f"layers.{layer}.mlp.experts.{part}_bias"
+
+
+def find_expert(name: str) -> Expert | None:
+    """What a tensor is of which expert; None where it is of none."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else Expert(int(found[1]), int(found[2]), found[3])
+
+
+def common_format(shapes: Sequence[QuantizedShape]) -> tuple[int, int, bool]:
+    """Bits, block and whether there are zero points, of the format that holds all these matrices exactly."""
+    own = [_WIDENED if s.e2m1 else plain_shape(s).bits for s in shapes]
+    bits, block = max(own), min(s.block_size for s in shapes)
+    zeros = (s.zero_points or (b != bits and not s.e2m1) for s, b in zip(shapes, own, strict=True))
+    return bits, block, any(zeros)
+
+
+def plain_shape(shape: QuantizedShape) -> QuantizedShape:
+    """What a matrix is outside the native layout, if no expert of codes of E2M1."""
+    bits = VALUE_BITS if shape.vectors else portable_bits(shape.bits)
+    return dataclasses.replace(shape, bits=bits, vectors=False)
+
+
+def portable_bits(bits: int) -> int:
+    """What values of so many bits are stored in outside the native layout."""
+    return 4 if bits == 3 else bits
+
+
+def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
+    """The same values in a format of as many or more bits, as large or smaller blocks, and zero points if any has."""
+    before = (source.bits, source.block_size, source.zero_points, source.e2m1, source.vectors)
+    if before == (target.bits, target.block_size, target.zero_points, target.e2m1, target.vectors):
+        return rows
+    count, stop = len(rows.data), target.blocks * target.block_size
+    fields = unpack(rows.data, source.bits, source.block_size)
+    values = (read_vectors(fields) if source.vectors else fields).reshape(count, -1)[:, :stop]  # (N, blocks * block)
+    if source.vectors:
+        source = dataclasses.replace(source, bits=VALUE_BITS, vectors=False)
+    if source.e2m1:
+        values = (E2M1_DOUBLED[values] + np.int16(midpoint(_WIDENED))).astype(np.uint8)
+        source = dataclasses.replace(source, bits=_WIDENED, e2m1=False)
+    elif not source.zero_points and not target.zero_points:
+        values = values + np.uint8(midpoint(target.bits) - midpoint(source.bits))
+    times = source.block_size // target.block_size
+    scales = np.repeat(rows.scales, times, axis=1)[:, : target.blocks]
+    zeros = None
+    if target.zero_points:
+        if rows.zero_points is None:
+            points = np.full((count, source.blocks), midpoint(source.bits), np.uint8)
+        else:
+            points = unpack(rows.zero_points, source.bits, source.blocks)
+        zeros = pack(np.repeat(points, times, axis=1)[:, : target.blocks], target.bits)
+    blocks = values.reshape(count, target.blocks, target.block_size)
+    return QuantizedMatrix(pack(blocks, target.bits), scales, zeros)

@@ -1,13 +1,14 @@
-"""Parts that few families have: latent attention, heads that differ by layer, shared caches, per-layer embeddings."""
+"""The parts of decoders: rotations, mixtures of experts, recurrences, and parts that few families have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.geometry import KVLayer
+from edgeinfer.bundle.geometry import KVLayer, StateLayer, require_described
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
@@ -170,3 +171,300 @@ class LatentSpec:
     def met_size(self) -> int:
         """Channels that a query meets of a token."""
         return self.rank + self.rotary_size
+
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`).
+
+    Attributes:
+        dim: rotated dimensions of a head, even; the rest pass through.
+        factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
+        short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
+        attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
+        beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
+        interleaved: neighbouring channels are a pair, instead of one of each half.
+        query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
+            (Llama 4, Ministral 3); 0 leaves them as they are.
+        turned: of "proportional": pairs that turn, the others stand still (LFM3, Gemma 4).
+    """
+
+    type: RopeType
+    theta: float
+    dim: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    interleaved: bool = False
+    query_beta: float = 0.0
+    turned: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
+        _require(self.theta > 0 and self.factor > 0, "rope theta and factor must be positive")
+        _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
+        if self.type in ("dynamic", "llama3", "longrope", "yarn") or self.query_beta:
+            _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
+        proportional = self.type == "proportional"
+        _require(0 < self.turned <= self.dim // 2 if proportional else not self.turned, "rope pairs must be of its dim")
+        if self.type == "llama3":
+            ordered = self.high_freq_factor > self.low_freq_factor > 0
+            _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
+        if self.type == "yarn":
+            _require(self.beta_fast > self.beta_slow > 0, "rope beta_fast must exceed beta_slow")
+            _require(self.theta > 1, "yarn needs a rope theta above 1")
+        if self.type == "longrope":
+            sizes = {len(self.short_factors), len(self.long_factors)}
+            _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
+            _require(min(self.short_factors + self.long_factors) > 0, "longrope factors must be positive")
+
+
+Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """The mixture of experts that stands in for a layer's MLP.
+
+    A token's scores are the router's product with its normed hidden state, and a bias where there is one. They become
+    shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
+    is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
+    `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
+    rectified scores (BlockFFN); `top_k` is the number of experts then. "sparsemixer" (Phi-3.5-MoE): experts are chosen
+    by falling score, and each weighted by its share of a softmax over those that are not chosen before it and whose
+    score lies at most 2 `jitter` below its own, relative to the larger magnitude of theirs and its own score.
+
+    Attributes:
+        experts: of a layer.
+        top_k: the most a token uses.
+        expert_size: inner width of one.
+        shared_size: inner width of the expert that every token uses; 0 where there is none.
+        shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
+        gated: experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
+        dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
+        router_bias: is added to the scores (gpt-oss).
+        choice_bias: is added to the shares when experts are chosen, and not to what they are weighted by (DeepSeek-V3).
+        expert_bias: the experts' matrices have biases (gpt-oss).
+        groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
+            group's rank is its best share, or with a choice bias the sum of its two best.
+        scale: of the chosen experts' weights.
+        jitter: of a "sparsemixer"; 0 for other routers.
+        beside: the layer has its ordinary MLP as well. Router, experts and MLP each read the hidden states through a
+            norm of their own; what the chosen experts give is multiplied by a number of each, experts and MLP are
+            normed, and their sum is what the layer's MLP gives (Gemma 4).
+    """
+
+    experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    shared_gate: bool = False
+    router: Router = "softmax"
+    renormalize: bool = True
+    gated: bool = True
+    dense_layers: tuple[int, ...] = ()
+    router_bias: bool = False
+    choice_bias: bool = False
+    expert_bias: bool = False
+    groups: int = 1
+    group_top_k: int = 1
+    scale: float = 1.0
+    jitter: float = 0.0
+    beside: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "top_k", "expert_size"):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+        _require(self.experts <= 4096, f"{self.experts} experts are impossible")
+        _require(self.top_k <= self.experts, f"top_k {self.top_k} exceeds {self.experts} experts")
+        _require(self.shared_size >= 0, "shared_size must be 0 or positive")
+        _require(self.shared_size > 0 or not self.shared_gate, "a shared gate needs a shared expert")
+        _require(self.router in get_args(Router), f"router {self.router!r} is unknown")
+        every = self.router != "relu" or self.top_k == self.experts
+        _require(every, "a relu router chooses among all experts")
+        ascending = self.dense_layers == tuple(sorted(set(self.dense_layers)))
+        _require(ascending and min(self.dense_layers, default=0) >= 0, "dense_layers must ascend")
+        _require(1 <= self.group_top_k <= self.groups, "group_top_k must be from 1 to groups")
+        _require(self.experts % self.groups == 0, "groups must divide the experts")
+        enough = self.top_k <= self.experts // self.groups * self.group_top_k
+        _require(enough, "the groups chosen have fewer experts than top_k")
+        _require(self.scale > 0, "the scale of the experts must be positive")
+        mixes = self.router == "sparsemixer"
+        _require(self.jitter > 0 if mixes else not self.jitter, "jitter is of a sparsemixer router, and positive")
+        plain = self.groups == 1 and not self.choice_bias and not self.renormalize
+        _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
+
+        _require(not self.beside or (self.gated and not self.shared_size), "experts beside an MLP share none")
+
+    @property
+    def by_shares(self) -> bool:
+        """Whether weights are shares that were made before experts are chosen, by something else than these shares."""
+        return self.router == "sigmoid" or self.choice_bias or (self.groups > 1 and not self.renormalize)
+
+    @property
+    def draft_count(self) -> int:
+        """Experts of a token in a cheap pass, where an operator cannot have any number of them."""
+        return max(1, self.top_k // 2)
+
+
+# What mixes the tokens of a layer; the one with two adds up what both make of the same normed hidden states.
+Mixer = Literal["attention", "conv", "delta", "mamba2", "attention+mamba2", "none"]
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A short convolution between two gates (LFM2): out(C * conv(B * x)) of B, C and x made of the hidden state.
+
+    Each channel has its own weights over the last tokens. What the convolution reads, B * x, is kept of every token
+    like keys and values are.
+
+    Attributes:
+        width: tokens that it reaches over, the latest included.
+        bias: of both products and of the convolution.
+    """
+
+    width: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_described(1 <= self.width <= 64, "the width of a convolution must be from 1 to 64")
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """The gated delta rule (Qwen3-Next, Qwen3.5), whose heads have a matrix each that a token decays and corrects.
+
+    Queries, keys and values are made of the hidden state and go through a convolution over the last tokens and silu.
+    What heads give is normalised and multiplied by silu of a gate.
+
+    Attributes:
+        key_heads, value_heads: heads of queries and keys, each of which serves as many of values.
+        key_size, value_size: channels of one.
+        width: tokens that the convolution reaches over, the latest included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.key_heads, self.value_heads, self.key_size, self.value_size)
+        require_described(all(0 < size <= 4096 for size in sizes), "the heads of a delta rule must be from 1 to 4096")
+        require_described(self.value_heads % self.key_heads == 0, "value_heads must be a multiple of key_heads")
+        require_described(1 <= self.width <= 16, "the width of a convolution must be from 1 to 16")
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Channels of all values, and of the gate."""
+        return self.value_heads * self.value_size
+
+    @property
+    def state(self) -> StateLayer:
+        """What a layer keeps."""
+        sizes = (self.value_heads, self.key_heads, self.key_size, self.value_size)
+        return StateLayer(*sizes, channels=2 * self.keys + self.values, width=self.width)
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """A state of a matrix for each head, scaled down and added to by every token (Mamba-2, "SSD").
+
+    One product of the hidden state gives a gate z, the channels x, B and C, and a time step for each head. x, B and C
+    pass a convolution over the last tokens and SiLU. With dt = softplus(time step + bias), clipped, a head's state S
+    becomes exp(-exp(a_log) dt) S + dt x B^T and gives S C + d x. What heads give is multiplied by SiLU(z) and normed.
+
+    Attributes:
+        heads, head_size: of x and z; together they are as wide as what the last product reads.
+        groups: of heads, which share B and C, and of channels, which share a norm.
+        state_size: channels of B and of C.
+        width: tokens that the convolution reaches over, the latest included.
+        bias: of both products.
+        conv_bias: of the convolution.
+        normed: there is a norm; otherwise the gate is all.
+        norm_first: the norm comes before the gate.
+        least_step, most_step: what dt is clipped to; 0 for the latter leaves it as it is.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    width: int = 4
+    bias: bool = False
+    conv_bias: bool = True
+    normed: bool = True
+    norm_first: bool = False
+    least_step: float = 0.0
+    most_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_size", "groups", "state_size"):
+            require_described(0 < getattr(self, name) <= 1 << 16, f"{name} of a recurrence must be from 1 to 65536")
+        require_described(1 <= self.width <= 64, "the width of a convolution must be from 1 to 64")
+        require_described(self.heads % self.groups == 0, "heads of a recurrence must be a multiple of its groups")
+        require_described(self.normed or not self.norm_first, "a norm before the gate needs a norm")
+        clipped = self.least_step <= self.most_step if self.most_step else self.least_step == 0
+        require_described(self.least_step >= 0 and clipped, "the least time step must not exceed the largest")
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def read_size(self) -> int:
+        """Width of the first product: z, x, B, C and time steps."""
+        return self.inner_size + self.conv_size + self.heads
+
+    @property
+    def state(self) -> StateLayer:
+        """What a layer keeps: of each head a matrix of channels of B and channels of x."""
+        sizes = (self.heads, self.groups, self.state_size, self.head_size)
+        return StateLayer(*sizes, channels=self.conv_size, width=self.width)
+
+
+def parts_of(mixer: Mixer) -> tuple[Mixer, ...]:
+    """What a layer has of attention and recurrences."""
+    both: tuple[Mixer, ...] = ("attention", "mamba2")
+    return both if mixer == "attention+mamba2" else () if mixer == "none" else (mixer,)
+
+
+def check_mixers(
+    mixers: tuple[Mixer, ...], layers: int, sizes: Mapping[str, object | None], no_mlp: tuple[int, ...]
+) -> None:
+    """Checks what mixes the tokens of each layer.
+
+    Args:
+        sizes: of each kind of recurrence; None where no layer has it.
+    """
+    require_described(len(mixers) in (0, layers), "mixers must name every layer or none")
+    require_described(all(mixer in get_args(Mixer) for mixer in mixers), "mixers must be known")
+    require_described(not mixers or set(mixers) != {"attention"}, "mixers are for layers without attention")
+    for kind, described in sizes.items():
+        there = any(kind in parts_of(mixer) for mixer in mixers)
+        require_described(there == (described is not None), f"layers of {kind} need its sizes, and those such layers")
+    ascending = no_mlp == tuple(sorted(set(no_mlp))) and all(layer in range(len(mixers)) for layer in no_mlp)
+    require_described(ascending, "no_mlp must ascend, beside mixers")
+    require_described(all(mixers[layer] != "none" for layer in no_mlp), "a layer must have a mixer or an MLP")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import silu
-from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.parts import Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 
 Floats = NDArray[np.float32]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
-from edgeinfer.bundle.kv_types import FLOAT32, PAGED_KV
+from edgeinfer.bundle.geometry import FLOAT32, PAGED_KV
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dense_rows
@@ -74,7 +74,7 @@ class Bundle:
         return (stored, *(other for other in LAYOUTS if other != stored and self.has(model_name(stored, other))))
 
     def kv_types(self, layout: Layout) -> tuple[str, ...]:
-        """Types of cache (edgeinfer.bundle.kv_types) that the graph of a layout can have, float32 first."""
+        """Types of cache (edgeinfer.bundle.geometry) that the graph of a layout can have, float32 first."""
         return PAGED_KV if self.manifest.paged and layout == NATIVE else (FLOAT32,)
 
     @property

@@ -15,12 +15,19 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator
 
-from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert, plain_shape
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
-from edgeinfer.bundle.packing import Parts, QuantizedShape
-from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.packing import (
+    Expert,
+    Parts,
+    QuantizedShape,
+    common_format,
+    expert_biases,
+    expert_tensor,
+    find_expert,
+    plain_shape,
+)
+from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.records import dataclass
 

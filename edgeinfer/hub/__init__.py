@@ -19,13 +19,13 @@ if TYPE_CHECKING:
         cached_models,
         is_bundle,
         is_checkpoint,
+        last_uses,
+        note_use,
         remove_cached,
     )
     from edgeinfer.hub.catalog_models import CatalogModel, catalog, catalog_model
-    from edgeinfer.hub.download import pull
+    from edgeinfer.hub.download import Offer, offers, pull
     from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
-    from edgeinfer.hub.gguf_offers import Offer, offers
-    from edgeinfer.hub.last_use import last_uses, note_use
     from edgeinfer.hub.placing import Place, find_place, places, shown_name
     from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
     from edgeinfer.hub.search import FoundModel, search_hub
@@ -64,38 +64,30 @@ __all__ = [
     "update",
 ]
 
+# Where each name is defined; the module is imported when the name is first used.
 _HOMES = {
-    "BUILTIN": "cache",
-    "CachedModel": "cache",
-    "CatalogModel": "catalog_models",
-    "Converted": "folder",
-    "FoundModel": "search",
-    "Offer": "gguf_offers",
-    "Place": "placing",
-    "builtin": "cache",
-    "cached": "cache",
-    "cached_models": "cache",
-    "catalog": "catalog_models",
-    "catalog_model": "catalog_models",
-    "converted_models": "folder",
-    "find": "resolving",
-    "find_checkpoint": "resolving",
-    "find_place": "placing",
-    "is_bundle": "cache",
-    "is_checkpoint": "cache",
-    "last_uses": "last_use",
-    "local": "resolving",
-    "models_folder": "folder",
-    "note_use": "last_use",
-    "offers": "gguf_offers",
-    "places": "placing",
-    "pull": "download",
-    "remove_cached": "cache",
-    "remove_converted": "folder",
-    "resolve": "resolving",
-    "search_hub": "search",
-    "shown_name": "placing",
-    "update": "resolving",
+    name: module
+    for module, names in {
+        "cache": (
+            "BUILTIN",
+            "CachedModel",
+            "builtin",
+            "cached",
+            "cached_models",
+            "is_bundle",
+            "is_checkpoint",
+            "last_uses",
+            "note_use",
+            "remove_cached",
+        ),
+        "catalog_models": ("CatalogModel", "catalog", "catalog_model"),
+        "download": ("Offer", "offers", "pull"),
+        "folder": ("Converted", "converted_models", "models_folder", "remove_converted"),
+        "placing": ("Place", "find_place", "places", "shown_name"),
+        "resolving": ("find", "find_checkpoint", "local", "resolve", "update"),
+        "search": ("FoundModel", "search_hub"),
+    }.items()
+    for name in names
 }
 
 if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours

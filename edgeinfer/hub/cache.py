@@ -1,14 +1,17 @@
-"""What is on this machine without asking the hub: paths, the built-in model, and the cache of the hub's library."""
+"""Models on this machine, found without asking the hub: paths, the built-in model, the hub's cache; their last use."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import time
 from pathlib import Path
 from typing import Literal
 
 from edgeinfer.bundle.names import part_of, quantization_of, stem_of
-from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import BundleError, HubError, ModelError
+from edgeinfer.bundle.writing import MANIFEST, write_file
+from edgeinfer.errors import BundleError, HubError, ModelError, StorageError
 from edgeinfer.hub.client import library
 from edgeinfer.hub.ids import (
     CONFIG_PATTERNS,
@@ -21,6 +24,7 @@ from edgeinfer.hub.ids import (
     literal,
 )
 from edgeinfer.records import dataclass
+from edgeinfer.user_folders import user_data
 
 BUILTIN = "tales"
 Kind = Literal["bundle", "gguf", "checkpoint"]
@@ -196,3 +200,37 @@ def remove_cached(model: CachedModel) -> int:
         file.unlink(missing_ok=True)
         blob.unlink(missing_ok=True)
     return freed
+
+
+_FILE = "last_use.json"
+# The oldest make room.
+_MOST_MODELS = 500
+_MOST_BYTES = 1_000_000
+
+
+def note_use(path: Path) -> None:
+    """Notes that a model was loaded now, as far as that can be kept."""
+    with contextlib.suppress(OSError, StorageError, ValueError):
+        uses = last_uses() | {str(path.resolve()): time.time()}
+        latest = sorted(uses.items(), key=lambda use: use[1])[-_MOST_MODELS:]
+        file = _file()
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(file, json.dumps(dict(latest), indent=0).encode("utf-8"), durable=False)
+
+
+def last_uses() -> dict[str, float]:
+    """Seconds since 1970 by resolved path."""
+    try:
+        file = _file()
+        if file.stat().st_size > _MOST_BYTES:
+            return {}
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, StorageError, ValueError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {path: float(when) for path, when in data.items() if isinstance(when, int | float) and 0 < when < 1e11}
+
+
+def _file() -> Path:
+    return user_data() / "edgeinfer" / _FILE

@@ -1,16 +1,115 @@
-"""A few good models for devices, by short names: data that ships with edgeinfer, read when it is asked for."""
+"""A few good models for devices, by short names, and the memory that a model of given sizes needs."""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from edgeinfer.hub.estimate import DecoderSizes, gguf_memory
 from edgeinfer.hub.ids import HubName, parse_name
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.system.machine import machine_memory
+
+# Python, its libraries and the activations of a pass, as `edgeinfer plan` counts them for models of 0.1 to 8 billion
+# parameters.
+_PROCESS_BYTES = 200_000_000
+# The context that a model still has where memory is short, and a cache of floats: loading plans a longer one if it can.
+_CONTEXT, _KV_BYTES = 2048, 4
+_GGUF_KV_BYTES = 2
+# Of a linear layer's weight, with its group's scale and zero point (groups of 128, a fourth of a bit).
+_EXTRA_BITS = 0.25
+# What other programs and the system leave of the memory of a machine.
+_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes of a decoder by which its memory is estimated, by the names of Hugging Face's config.json.
+
+    Attributes:
+        experts: of each layer; 0 without a mixture.
+        shared: width of the MLP that a mixture has beside its experts.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    experts: int = 0
+    shared: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> DecoderSizes:
+        """Of a config.json whose architecture was found to be supported."""
+
+        def number(*names: str, default: int | None = None) -> int:
+            value = next((config[name] for name in names if config.get(name) is not None), default)
+            if value is None:
+                raise KeyError(names[0])
+            return int(value)
+
+        heads, hidden = number("num_attention_heads"), number("hidden_size")
+        experts = number("num_local_experts", "num_experts", default=0)
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=number(*(("moe_intermediate_size",) if experts else ()), "intermediate_size"),
+            num_hidden_layers=number("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=number("num_key_value_heads", default=heads),
+            head_dim=number("head_dim", default=hidden // heads),
+            vocab_size=number("vocab_size"),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            experts=experts,
+            shared=number("shared_expert_intermediate_size", default=0),
+        )
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Of embedding and output layer."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Of all matrices; norms and biases are left out."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        mlp = 3 * self.hidden_size * (self.intermediate_size * max(self.experts, 1) + self.shared)
+        router = self.hidden_size * self.experts
+        layer = self.hidden_size * self.head_dim * heads + mlp + router
+        return layer * self.num_hidden_layers + self.vocabulary_parameters
+
+    def weight_bytes(self, bits: int) -> int:
+        """Of the converted model's weights."""
+        return round(self.parameters * (bits + (_EXTRA_BITS if bits < 32 else 0)) / 8)
+
+    def kv_bytes(self, context: int = _CONTEXT) -> int:
+        """Of the cache."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * _KV_BYTES * context
+
+    def memory(self, bits: int) -> int:
+        """What running the converted model takes: weights, a cache for 2048 tokens, and the process around them."""
+        return self.weight_bytes(bits) + self.kv_bytes() + _PROCESS_BYTES
+
+
+def gguf_memory(file_bytes: int, sizes: DecoderSizes | None = None) -> int:
+    """What running a GGUF file takes: the file, a cache for 2048 tokens, and the process around them.
+
+    Args:
+        sizes: of its decoder; where they are not known, the cache is taken for a tenth of the file.
+    """
+    kv = file_bytes // 10 if sizes is None else sizes.kv_bytes() * _GGUF_KV_BYTES // _KV_BYTES
+    return file_bytes + kv + _PROCESS_BYTES
+
+
+def room(memory: int | None = None) -> int:
+    """Bytes that a model may take: the budget, or three quarters of what this machine has."""
+    return round(machine_memory() * _SHARE) if memory is None else memory
+
 
 # What a checkpoint is converted to unless memory or the user says otherwise.
 CATALOG_BITS = 4

@@ -22,8 +22,8 @@ from typing import IO, Any
 import edgeinfer.errors
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalError
 from edgeinfer.hub.client import Progress
+from edgeinfer.hub.download import Offer
 from edgeinfer.hub.folder import remove_leftovers
-from edgeinfer.hub.gguf_offers import Offer
 from edgeinfer.records import dataclass
 
 Choose = Callable[[list[Offer]], str]

@@ -14,10 +14,9 @@ from edgeinfer.bundle.names import display_name, stem_of
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import EdgeInferError, ModelError
-from edgeinfer.hub.cache import BUILTIN, CachedModel, builtin, cached_models, is_bundle
+from edgeinfer.hub.cache import BUILTIN, CachedModel, builtin, cached_models, is_bundle, last_uses
 from edgeinfer.hub.folder import Converted, converted_models, models_folder, source_of
 from edgeinfer.hub.ids import GGUF, first_part
-from edgeinfer.hub.last_use import last_uses
 from edgeinfer.records import dataclass
 
 Origin = Literal["built-in", "converted", "hub", "folder"]

@@ -1,23 +1,302 @@
-"""Answers a file of requests, several in passes that they share, and goes on where a run that was killed left off."""
+"""Answers a file of requests, several in shared passes, and continues after a run that was killed.
+
+Requests are read a line at a time, and each reply is on disk before the next one starts, so that a kill loses none.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import io
 import json
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
-from edgeinfer.errors import TemplateError, UnshareableError, UsageError
+from filelock import FileLock, Timeout
+
+from edgeinfer.bundle.writing import new_file, storage_errors
+from edgeinfer.config import format_size
+from edgeinfer.encodings import decode_text, marked_encoding
+from edgeinfer.errors import PromptError, TemplateError, UnshareableError, UsageError
 from edgeinfer.openai import make_completion, whole
-from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_request
+from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_id, read_object, read_request
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.records import dataclass
 from edgeinfer.results import Progress
-from edgeinfer.tools.batch_files import BatchInput, BatchLine, ReplyFile, ReplyLine
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model
+
+
+# Bytes of a line: the longest contexts, ten million tokens, hold less text.
+_MOST_LINE = 64 * 1000**2
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """A line of requests.
+
+    Attributes:
+        number: of the line, from 1.
+        offset, size: where it lies in the file, in bytes.
+        custom_id: of its request; None where that cannot be read.
+        error: why it holds no request; None where it does.
+    """
+
+    number: int
+    offset: int
+    size: int
+    custom_id: str | None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """A file of requests, all lines of which were looked at; empty ones are left out.
+
+    Attributes:
+        sha256: of the file.
+        text: what the file says in UTF-8, where that is not what its bytes are.
+    """
+
+    path: Path
+    lines: tuple[BatchLine, ...]
+    sha256: str
+    text: bytes | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Looks at a file."""
+        digest = hashlib.sha256()
+        try:
+            text = _converted(path)
+            with _opened(path, text) as file:
+                lines = tuple(_lines(file, digest.update))
+        except OSError as error:
+            raise PromptError(f"Cannot read {path}: {error.strerror}.", "Name a file of requests.") from error
+        if not lines:
+            raise PromptError(f"{path} has no requests.", "Write one JSON object a line.")
+        _refuse_twins(lines)
+        return cls(path, lines, digest.hexdigest(), text)
+
+    def read(self, lines: Iterable[BatchLine]) -> Iterator[dict[str, Any]]:
+        """The objects of lines that hold requests, one after the other."""
+        with _opened(self.path, self.text) as file:
+            for line in lines:
+                file.seek(line.offset)
+                yield read_object(file.read(line.size))
+
+
+def _converted(path: Path) -> bytes | None:
+    """A file of UTF-16 or UTF-32, as its mark tells, in UTF-8; None where it is no such file."""
+    with path.open("rb") as file:
+        if marked_encoding(file.read(4)) in (None, "utf-8-sig"):
+            return None
+        file.seek(0)
+        return decode_text(file.read(), path).encode("utf-8", "surrogatepass")
+
+
+def _opened(path: Path, text: bytes | None) -> BinaryIO:
+    return path.open("rb") if text is None else io.BytesIO(text)
+
+
+def _lines(file: BinaryIO, update: Any) -> Iterator[BatchLine]:
+    number = offset = 0
+    while data := file.readline(_MOST_LINE):
+        update(data)
+        number, size, rest = number + 1, len(data), data
+        while not rest.endswith(b"\n") and (rest := file.readline(_MOST_LINE)):
+            update(rest)
+            size += len(rest)
+        if data.strip() or size > len(data):
+            yield _line(data if size == len(data) else None, BatchLine(number, offset, size, None))
+        offset += size
+
+
+def _line(data: bytes | None, line: BatchLine) -> BatchLine:
+    try:
+        if data is None:
+            message = f"The line is larger than {format_size(_MOST_LINE)}."
+            raise RequestError(message, "Shorten its prompt.", code="invalid_line")
+        fields = read_object(data)
+        line = dataclasses.replace(line, custom_id=read_id(fields, line.number))
+        read_request(fields, {})
+    except RequestError as error:
+        return dataclasses.replace(line, error=error)
+    return line
+
+
+def _refuse_twins(lines: Iterable[BatchLine]) -> None:
+    named = [line for line in lines if line.custom_id is not None]
+    twice = next((name for name, count in Counter(line.custom_id for line in named).items() if count > 1), None)
+    if twice is not None:
+        first, second, *_ = (line.number for line in named if line.custom_id == twice)
+        message = f"Lines {first} and {second} have the same custom_id {twice!r}."
+        raise UsageError(message, "Give every line one of its own, or none.")
+
+
+@dataclass(frozen=True)
+class ReplyLine:
+    """What answers a line of requests.
+
+    Attributes:
+        number: of that line.
+        reply: the object of the output's line.
+        failed: whether it tells an error.
+    """
+
+    number: int
+    reply: Mapping[str, Any]
+    failed: bool
+
+
+class ReplyFile:
+    """The replies of a batch: beside the output as they come, each on disk before the next is begun; in the order of
+    the requests under the output's name once all are there.
+
+    Args:
+        output: where the replies are wanted.
+        made_of: what they follow from; replies of a former run that differs there are not mixed in.
+
+    Raises:
+        UsageError: an unfinished output of another batch is there.
+        StorageError: the place cannot be written.
+
+    Attributes:
+        partial: the file beside the output.
+    """
+
+    def __init__(self, output: Path, made_of: Mapping[str, Any]) -> None:
+        self.partial = self.partial_of(output)
+        self._output = output
+        self._places: dict[int, tuple[int, int]] = {}  # offset and size, by the request's line
+        self._failed: set[int] = set()
+        self._size = 0
+        self._handle: int | None = None
+        self._lock = FileLock(f"{self.partial}.lock")
+        try:
+            with storage_errors(self.partial):
+                self._lock.acquire(timeout=0)
+            self._take_over(_encoded({"edgeinfer_batch": _VERSION, **made_of}))
+        except Timeout as error:
+            raise UsageError(f"Another run is writing {self.partial}.", "Let it end, or end it.") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def partial_of(output: Path) -> Path:
+        """The file in which replies are kept until all are there."""
+        return output.with_name(f"{output.name}.partial")
+
+    @property
+    def done(self) -> frozenset[int]:
+        """Lines of requests that have been answered."""
+        return frozenset(self._places)
+
+    @property
+    def failed(self) -> int:
+        """Those whose answer tells an error."""
+        return len(self._failed)
+
+    def append(self, line: ReplyLine) -> None:
+        """Keeps a reply, which is on disk when it returns."""
+        data = _encoded({"line": line.number, "failed": line.failed, "reply": line.reply})
+        offset = self._size
+        self._write(data)
+        self._note(line.number, line.failed, offset, len(data))
+
+    def finish(self) -> None:
+        """Gives the output its name, the replies in the order of the requests."""
+        with self.partial.open("rb") as kept, new_file(self._output) as output:
+            for number in sorted(self._places):
+                offset, size = self._places[number]
+                kept.seek(offset)
+                output.write(_encoded(json.loads(kept.read(size))["reply"]))
+        self.close()
+        self.partial.unlink()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets go of the file; what it holds stays."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_over(self, head: bytes) -> None:
+        """Reads what a former run kept, up to the first line that is not whole, and cuts off the rest."""
+        with storage_errors(self.partial):
+            handle = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        self._handle = handle
+        with self.partial.open("rb") as kept:
+            first = kept.readline()
+            if first == head:
+                self._size = len(first)
+                while (entry := _whole(data := kept.readline())) is not None:
+                    self._note(entry["line"], entry["failed"], self._size, len(data))
+                    self._size += len(data)
+            elif not head.startswith(first):
+                raise _of_another(self.partial, first, head)
+        with storage_errors(self.partial):
+            os.ftruncate(handle, self._size)
+        if not self._size:
+            self._write(head)
+
+    def _write(self, data: bytes) -> None:
+        assert self._handle is not None, "it was not closed"
+        with storage_errors(self.partial):
+            try:
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(self._handle, left) :]
+                os.fsync(self._handle)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._handle, self._size)
+                raise
+        self._size += len(data)
+
+    def _note(self, number: int, failed: bool, offset: int, size: int) -> None:
+        self._places[number] = (offset, size)
+        if failed:
+            self._failed.add(number)
+
+
+def _of_another(partial: Path, first: bytes, head: bytes) -> UsageError:
+    found, wanted = _whole(first) or {}, json.loads(head)
+    differing = [name for name in wanted if found.get(name) != wanted[name]]
+    message = f"{partial} is of another batch: it differs in {', '.join(differing)}."
+    return UsageError(message, "Delete it to begin again, or choose another output.")
+
+
+def _whole(data: bytes) -> dict[str, Any] | None:
+    """The object of a line; None where the line is not whole."""
+    if not data.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    # Escaped, so that a half of a pair of surrogates is no error.
+    return json.dumps(value).encode("ascii") + b"\n"
 
 
 _STAGE = "replies"

@@ -27,11 +27,10 @@ from edgeinfer.bundle.writing import storage_errors, sync_tree
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, InternalError, StorageError
 from edgeinfer.hub.cache import cached_checkpoint
-from edgeinfer.hub.catalog_models import CATALOG_BITS
+from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, room
 from edgeinfer.hub.client import Progress, library
 from edgeinfer.hub.conversion import FetchJob
-from edgeinfer.hub.download import Repository, look_up, pull, pull_config
-from edgeinfer.hub.estimate import DecoderSizes, room
+from edgeinfer.hub.download import Repository, best_offer, look_up, offers_in, pull, pull_config, require_gguf
 from edgeinfer.hub.folder import (
     WORK,
     CheckpointSource,
@@ -41,7 +40,6 @@ from edgeinfer.hub.folder import (
     remove_converted,
     remove_leftovers,
 )
-from edgeinfer.hub.gguf_offers import best_offer, offers_in, require_gguf
 from edgeinfer.hub.ids import gguf_parts, parse_name
 from edgeinfer.records import dataclass
 

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
-from edgeinfer.bundle.heads import Heads, add_heads
-from edgeinfer.bundle.nesting import nested_drafter
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.additions import Heads, add_heads
+from edgeinfer.bundle.opening import nested_drafter, open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import load
+from edgeinfer.bundle.additions import MOST_STEERED, SteeringVector, add_steering, require_steering_name
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.steering import MOST_STEERED, SteeringVector, add_steering, require_name
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.tools.predictions import Predictor
+from edgeinfer.tools.evaluation import Predictor
 
 # Tokens of a text that are read, of one piece of it, and every how many pieces one is kept for validation.
 _MOST, _PIECE, _EVERY = 8192, 512, 5
@@ -106,7 +106,7 @@ def tune_steering(
         ModelError: as `load`.
         StorageError: the bundle cannot be written.
     """
-    require_name(name)
+    require_steering_name(name)
     path = resolve(model)
     given: dict[str, Any] = {"speculation": "off", "remember": False, **options}
     with load(path, **given) as loaded:

@@ -15,7 +15,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY, MeasuredUncertainty
-from edgeinfer.tools.predictions import Predictor
+from edgeinfer.tools.evaluation import Predictor
 
 # Tokens of a text that are read, and of one piece of it.
 _MOST, _PIECE = 8192, 1024

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.layouts import PORTABLE, Layout
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec, later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture

@@ -11,9 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.parts import HeadsSpec, PerLayerSpec, StreamsSpec
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import HeadsSpec, MoESpec, PerLayerSpec, RopeSpec, StreamsSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.parts import LatentSpec
+from edgeinfer.bundle.parts import LatentSpec, MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec

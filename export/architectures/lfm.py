@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.bundle.parts import ConvSpec, Mixer, MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec

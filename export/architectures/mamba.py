@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.recurrence import Mamba2Spec, Mixer
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import Mamba2Spec, Mixer, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.packing import find_expert
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec

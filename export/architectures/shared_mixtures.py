@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle.experts import expert_biases, expert_tensor, find_expert
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.packing import expert_biases, expert_tensor, find_expert
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import is_looked_up

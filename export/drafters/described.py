@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.draft_tokens import draft_tokens_fault
-from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.additions import tokens_fault
+from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.tensors import Source, TensorPlan, plan
@@ -112,7 +111,7 @@ def drafted_by(source: ModuleSource, drafted: int) -> NDArray[np.int64] | None: 
         message = f"The map d2t of {folder} has {len(added)} tokens, config.json says {drafted}."
         raise CheckpointError(message, _AGAIN)
     tokens: NDArray[np.int64] = added + np.arange(drafted)
-    if fault := draft_tokens_fault(tokens, source.target.vocab_size):
+    if fault := tokens_fault(tokens, source.target.vocab_size):
         raise CheckpointError(f"The tokens of the map d2t of {folder} {fault}.", _AGAIN)
     if "t2d" in names:
         known = np.zeros(source.target.vocab_size, np.bool_)

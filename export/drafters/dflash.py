@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from edgeinfer.bundle.draft_module import MOST_BLOCK, DraftModule
+from edgeinfer.bundle.spec import MOST_BLOCK, DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
 from edgeinfer.export.architectures.qwen import QWEN3

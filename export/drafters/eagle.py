@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.bundle.spec import DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.llama import LLAMA

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle.draft_module import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS, DraftModule
+from edgeinfer.bundle.spec import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS, DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
 from edgeinfer.export.architectures.llama import LLAMA

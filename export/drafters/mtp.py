@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.bundle.spec import DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import MTP, NEXT_LAYER, Architecture
 from edgeinfer.export.architectures.described import stored_tensors

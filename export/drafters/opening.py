@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgeinfer.bundle.draft_tokens import DRAFT_TOKENS, encode_draft_tokens
+from edgeinfer.bundle.additions import DRAFT_TOKENS, encode_draft_tokens
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, WEIGHTS, model_name, weights_name
 from edgeinfer.bundle.manifest import Capabilities, Manifest, capabilities_in
-from edgeinfer.bundle.nesting import NESTED
+from edgeinfer.bundle.opening import NESTED
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, lay_out

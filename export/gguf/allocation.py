@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.library import llama_library
-from edgeinfer.bundle.gguf.types import GgmlType, ggml_type
-from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
+from edgeinfer.bundle.gguf.metadata import GgmlType, ggml_type
+from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle.recurrence import Mamba2Spec
+from edgeinfer.bundle.parts import Mamba2Spec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.mamba import ANY_STEP
 from edgeinfer.export.architectures.tensors import Shape, TensorPlan

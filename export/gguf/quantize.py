@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.bundle.gguf.header import GgufTensor
 from edgeinfer.bundle.gguf.library import listening, llama_library
-from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
-from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.gguf.metadata import ggml_type
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered

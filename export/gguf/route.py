@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.library import llama_library
+from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf
-from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.gguf_bundle import manifest_of
-from edgeinfer.bundle.plan_record import PlanRecord
+from edgeinfer.bundle.manifest import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import GGUF_MODEL
 from edgeinfer.bundle.writing import seal, write_bundle

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import inverse_frequencies
-from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.packing import QuantizedMatrix
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.packing import QuantizedMatrix, find_expert
+from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, default_steps
-from edgeinfer.bundle.gguf.pre_tokenizers import PRE_TOKENIZERS
+from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, PRE_TOKENIZERS, default_steps
 from edgeinfer.bundle.gguf.vocabulary import STRIP_KEYS
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.gguf.architectures import ONNX_HINT

@@ -22,7 +22,7 @@ layer, part, norm_epsilon: the gated delta rule over a row's path, its convoluti
   bias · 9 b and a side by side float32 (1, S, 2 heads) · 10 dt_bias · 11 a_log float32 (heads,) · 12 norm (value_size,)
 
 `edgeinfer.Mamba2`, version 1, attributes heads, key_heads (groups), key_size (of B and C), value_size (of x), channels,
-width, layer, part, norm_epsilon, norm_first, least_step, most_step: the recurrence of edgeinfer.bundle.recurrence.
+width, layer, part, norm_epsilon, norm_first, least_step, most_step: the recurrence of edgeinfer.bundle.parts.
   0 z, x, B, C and time steps side by side float32 (1, S, heads value_size + channels + heads) · 1 to 7 as above · 8
   bias (channels,) (optional) · 9 dt_bias · 10 a_log · 11 d float32 (heads,) · 12 norm (heads value_size,) (optional)
 """
@@ -37,9 +37,7 @@ from typing import Any
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.parts import LatentSpec, LayerHeads
-from edgeinfer.bundle.recurrence import Mixer
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import LatentSpec, LayerHeads, Mixer, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators

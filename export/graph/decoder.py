@@ -15,7 +15,7 @@ import onnx
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.parts import Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention

@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.export.graph.attention import ATTENTIONS
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.decoder import OPERATORS, BlockInput, DecoderGraph

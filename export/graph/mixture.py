@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.operators import Experts, Mixing, Operators, Routing

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.manifest import Blob, TensorEntry
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.packing import expert_biases, expert_tensor
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import Activation, DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 

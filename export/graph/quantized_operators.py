@@ -1,7 +1,7 @@
 """Quantized weights in both layouts: read in place by our kernel, or by the operators of ONNX Runtime.
 
 Domain `edgeinfer`, version 1, float32 values. The constants of a matrix are vectors of the bytes that
-edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attributes say what matrix they are.
+edgeinfer.bundle.layouts describes, scales of bfloat16 bits; the attributes say what matrix they are.
 
 EmbeddingLowBit, attributes N, K, bits, block_size, vectors, inline_scales (they are part of data, without input 3)
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.activations import deviations
+from edgeinfer.bundle.arithmetic import deviations
 from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, Layout
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraphs

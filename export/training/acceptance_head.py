@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.errors import ModelError
 from edgeinfer.export.training.draft_heads import half
 from edgeinfer.export.training.models import Target

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.bundle.draft_module import MOST_BLOCK
+from edgeinfer.bundle.spec import MOST_BLOCK
 from edgeinfer.errors import UsageError
 from edgeinfer.export.drafters.dflash import spread_layers
 from edgeinfer.export.training.block_drafter import BlockDrafter, BlockShape

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target

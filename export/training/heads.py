@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.heads import JUDGED, TRUSTED, Heads
+from edgeinfer.bundle.additions import JUDGED, TRUSTED, Heads
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.bundle.draft_module import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS
+from edgeinfer.bundle.spec import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.chain_task import ChainTask, Taught, drafted_tokens
 from edgeinfer.export.training.hydra_heads import HydraModule, HydraShape

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.additions import Heads
 from edgeinfer.export.training.draft_heads import HeadsShape, final_states
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target

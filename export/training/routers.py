@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.additions import Heads
 from edgeinfer.bundle.peft import CONFIG, WEIGHTS
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.export.training.draft_heads import final_states

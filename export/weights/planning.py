@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
-from edgeinfer.bundle.experts import find_expert, widen
-from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
-from edgeinfer.bundle.plan_record import PlanRecord
+from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import Outline
 from edgeinfer.config import FLOAT_BITS

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.geometry import Geometry, KVLayer
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -73,7 +72,7 @@ class CopiedRows:
     """Implements `CacheSnapshot` by arrays of its own.
 
     Attributes:
-        keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.kv_types. (kv_heads, length,
+        keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.geometry. (kv_heads, length,
             width)
         state: as `CacheSnapshot` has it.
         state_bytes: what one takes; 0 where there are no recurrent layers, which need one.

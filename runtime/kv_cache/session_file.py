@@ -37,7 +37,7 @@ from edgeinfer.bundle.array_file import (
     read_into,
     type_name,
 )
-from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.layouts import WEIGHTS, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import new_file

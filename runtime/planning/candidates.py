@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from edgeinfer.bundle.kv_types import PAGED_KV, find_kv_type
+from edgeinfer.bundle.geometry import PAGED_KV, find_kv_type
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mmap import PAGESIZE
 from typing import Any, NamedTuple, Protocol
 
-from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError

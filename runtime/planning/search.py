@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from edgeinfer.bundle.kv_types import find_kv_type
+from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.drafting import drafters_in
 from edgeinfer.records import dataclass

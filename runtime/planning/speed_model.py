@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32, Geometry
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate

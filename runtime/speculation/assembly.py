@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle.heads import read_heads
-from edgeinfer.bundle.nesting import nested_drafter, trained_depths
+from edgeinfer.bundle.additions import read_heads
+from edgeinfer.bundle.opening import nested_drafter, trained_depths
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import drafters_in

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from edgeinfer.bundle.additions import MOST_HEADS, heads_bytes
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.heads import MOST_HEADS, heads_bytes
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.kv_cache import prefix_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgeinfer.bundle.heads import has_heads, heads_file
+from edgeinfer.bundle.additions import has_heads, heads_file
 from edgeinfer.bundle.tables import is_looked_up, tensors_in
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.planning.plan_input import PlanInput

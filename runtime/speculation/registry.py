@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from edgeinfer.bundle.additions import Heads, has_heads, read_heads
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.heads import Heads, has_heads, read_heads
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
@@ -227,7 +227,7 @@ def _dflash(parts: DrafterParts) -> Drafter:
 
 def _module(parts: DrafterParts, drafter: str, what: str, hint: str) -> OpenModule:
     """The draft module of a drafter."""
-    from edgeinfer.bundle.draft_tokens import read_draft_tokens
+    from edgeinfer.bundle.additions import read_draft_tokens
     from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
 
     target, module, bundle = parts.observed, parts.model, parts.module

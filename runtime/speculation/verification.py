@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats

@@ -9,9 +9,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 
-from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.packing import find_expert
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.bundle.digests import FileIdentity, hash_file, published_digest
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import FileIdentity, hash_file, published_digest
 from edgeinfer.errors import BundleError, EdgeInferError, InternalError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.memory import has_room

@@ -16,8 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle.digests import FileIdentity
-from edgeinfer.bundle.writing import write_file
+from edgeinfer.bundle.writing import FileIdentity, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.user_folders import make_private, user_cache, written

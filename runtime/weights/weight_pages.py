@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.system.memory import MappedFile

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.bundle import opening, writing
-from edgeinfer.bundle.heads import add_heads, read_heads
+from edgeinfer.bundle.additions import add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, StorageError

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import opening
+from edgeinfer.bundle.additions import HEADS, Heads, add_heads, copy_with_heads, has_heads, heads_bytes, read_heads
 from edgeinfer.bundle.array_file import decode_arrays, encode_arrays
-from edgeinfer.bundle.heads import HEADS, Heads, add_heads, copy_with_heads, has_heads, heads_bytes, read_heads
 from edgeinfer.bundle.manifest import FileEntry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle

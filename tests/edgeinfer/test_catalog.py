@@ -8,9 +8,8 @@ import edgeinfer
 from edgeinfer.bundle.names import quantization_of
 from edgeinfer.errors import BudgetError, HubError, ModelError
 from edgeinfer.export.architectures import ARCHITECTURES
-from edgeinfer.hub.download import Repository
-from edgeinfer.hub.estimate import DecoderSizes, gguf_memory
-from edgeinfer.hub.gguf_offers import best_offer, offers_in
+from edgeinfer.hub.catalog_models import DecoderSizes, gguf_memory
+from edgeinfer.hub.download import Repository, best_offer, offers_in
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.hub.search import CONVERTED

@@ -12,7 +12,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle.heads import Heads, add_heads
+from edgeinfer.bundle.additions import Heads, add_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, CapabilityError, UsageError
 from edgeinfer.openai.fields import Fields

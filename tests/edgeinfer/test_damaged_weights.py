@@ -15,10 +15,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer import loading
-from edgeinfer.bundle.digests import hash_file
 from edgeinfer.bundle.layouts import MODEL, WEIGHTS
-from edgeinfer.bundle.nesting import nest_drafter
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.opening import nest_drafter, open_bundle
+from edgeinfer.bundle.writing import hash_file
 from edgeinfer.errors import BundleError, ModelError
 from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.runtime.weights import verification

@@ -14,11 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.conversion import convert_bundle
-from edgeinfer.bundle.experts import common_format, expert_tensor, find_expert, widen
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, dense_rows, pack, unpack
+from edgeinfer.bundle.packing import (
+    QuantizedMatrix,
+    QuantizedShape,
+    common_format,
+    dense_rows,
+    expert_tensor,
+    find_expert,
+    pack,
+    unpack,
+    widen,
+)
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.bundle.writing import MANIFEST

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle.gguf import library, smoke
+from edgeinfer.bundle.gguf import library
 from edgeinfer.bundle.gguf.library import extra_buffer_types, functions
 from edgeinfer.errors import UsageError
 from tests.cli import TIME_LIMIT
@@ -84,11 +84,11 @@ class TestInstalled:
 
     def test_a_smoke_test_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         lib = library.llama_library()
-        assert smoke.smoke_test(lib) == ""
-        monkeypatch.setattr(smoke, "_NEAR", -1.0)
-        assert "other logits" in smoke.smoke_test(lib)
-        monkeypatch.setattr(smoke, "tiny_gguf", lambda: b"GGUF")
-        assert "cannot load" in smoke.smoke_test(lib)
+        assert library.smoke_test(lib) == ""
+        monkeypatch.setattr(library, "_NEAR", -1.0)
+        assert "other logits" in library.smoke_test(lib)
+        monkeypatch.setattr(library, "tiny_gguf", lambda: b"GGUF")
+        assert "cannot load" in library.smoke_test(lib)
         monkeypatch.setattr(library, "_imported", lambda: lib)
         with pytest.raises(UsageError, match=r"does not work here: it cannot load"):
             library._checked.__wrapped__()
@@ -96,7 +96,7 @@ class TestInstalled:
     def test_the_first_error_is_told(self, tmp_path: Path) -> None:
         lib = library.llama_library()
         library.logged_error()
-        (tmp_path / "x.gguf").write_bytes(smoke.tiny_gguf().replace(b"blk.0.attn_q", b"blk.0.attn_x"))
+        (tmp_path / "x.gguf").write_bytes(library.tiny_gguf().replace(b"blk.0.attn_q", b"blk.0.attn_x"))
         assert not lib.llama_model_load_from_file(str(tmp_path / "x.gguf").encode(), lib.llama_model_default_params())
         assert library.logged_error() == "tensor 'blk.0.attn_q.weight' not found"
         assert library.logged_error() == ""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.errors import BudgetError, CapabilityError, ModelError
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.options import ExportConfig

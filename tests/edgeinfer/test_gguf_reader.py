@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle.gguf.metadata import GgufArray
+from edgeinfer.bundle.gguf.metadata import GGML_TYPES, ITEM_TYPES, GgufArray, ggml_type
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
-from edgeinfer.bundle.gguf.types import GGML_TYPES, ITEM_TYPES, ggml_type
 from edgeinfer.errors import BundleError
 from tests.gguf_builder import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Builder, Tensor, small_model
 

@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle.heads import Heads, add_heads, read_heads
+from edgeinfer.bundle.additions import Heads, add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgeinfer.bundle.kv_types import FLOAT16, KV, LLAMA_KV, find_kv_type, from_blocks, load, store, to_blocks
+from edgeinfer.bundle.geometry import FLOAT16, KV, LLAMA_KV, find_kv_type, from_blocks, load, store, to_blocks
 
 numbers = st.floats(-100, 100, width=32).filter(lambda value: value == 0 or abs(value) > 1e-3)
 

@@ -38,10 +38,3 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     for path in (made(make_bigrams) / "bundle", old_bundle(tmp_path / "old")):
         with pytest.raises(UsageError, match=r"no smaller KV cache than float32.*--renew"):
             edgeinfer.measure_kv(path, STORIES)
-
-
-def test_calibration_is_gone_but_its_names_say_so() -> None:
-    for name in ("calibrate_kv", "tune_kv"):
-        for home in (edgeinfer, edgeinfer.tools):
-            with pytest.raises(AttributeError, match="KV caches need no calibration"):
-                getattr(home, name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.kv_types import KV, LLAMA_KV, PAGED_KV, find_kv_type, load, store
+from edgeinfer.bundle.geometry import KV, LLAMA_KV, PAGED_KV, Geometry, find_kv_type, load, store
 from edgeinfer.config import ONNX_KV_TYPES
 from edgeinfer.errors import UsageError
 

@@ -16,9 +16,19 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.codecs import CODECS, Rows
-from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import (
+    LAYOUTS,
+    NATIVE,
+    PORTABLE,
+    Layout,
+    NativeTiles,
+    native_parts,
+    pack_tiles,
+    tile_rows,
+    tiles_of,
+    unpack_tiles,
+)
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.native_layout import NativeTiles, native_parts, pack_tiles, tile_rows, tiles_of, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BundleError

@@ -12,10 +12,9 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.conversion import convert_bundle
-from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, Layout
-from edgeinfer.bundle.nesting import nest_drafter
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.opening import nest_drafter, open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import UsageError

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 from edgeinfer.errors import ModelError
-from edgeinfer.tools.predictions import Divergence, Evaluation, compare_predictions, read_predictions
+from edgeinfer.tools.evaluation import Divergence, Evaluation, compare_predictions, read_predictions
 
 Logits = NDArray[np.float32]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.nesting import nest_drafter
+from edgeinfer.bundle.opening import nest_drafter
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import DRAFTERS
 from edgeinfer.export.options import ExportConfig

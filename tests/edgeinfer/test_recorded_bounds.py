@@ -20,8 +20,7 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.bundle.geometry import KVLayer, StateLayer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedShape
-from edgeinfer.bundle.parts import HeadsSpec
-from edgeinfer.bundle.recurrence import ConvSpec
+from edgeinfer.bundle.parts import ConvSpec, HeadsSpec
 from edgeinfer.config import Cache, GenerationConfig, LoadConfig
 from edgeinfer.drafting import Speculation
 from edgeinfer.reply_options import Sampling

@@ -3,7 +3,7 @@
 import numpy as np
 
 from edgeinfer.bundle.arithmetic import route
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import MoESpec
 
 
 def test_sigmoid_shares_choose_within_the_best_groups() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.errors import ModelError, StorageError, UsageError
 from edgeinfer.runtime.kv_cache.session_file import is_session
 from tests.edgeinfer.conftest import TEMPLATE

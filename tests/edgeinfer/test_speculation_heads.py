@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.heads import add_heads
+from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.head import runs_apart

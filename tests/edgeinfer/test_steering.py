@@ -12,8 +12,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
+from edgeinfer.bundle.additions import SteeringVector, add_steering, read_steering, steering_names
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.steering import SteeringVector, add_steering, read_steering, steering_names
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.tools import steering as learning
@@ -129,7 +129,7 @@ def test_other_vectors_are_refused(tokens: Any, values: Any, small_bundle: Path)
 def test_names_and_damage(bundle: Path) -> None:
     vector = read_steering(open_bundle(bundle), "story")
     for name in ("", "../out", "a/b", ".hidden", "x" * 65):
-        with pytest.raises(UsageError, match="no name"):
+        with pytest.raises(UsageError, match="cannot be the name"):
             add_steering(bundle, name, vector)
     path = bundle / "steering" / "story.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from edgeinfer.bundle.gguf import pre_tokenizers as names
+from edgeinfer.bundle.gguf import normalizer as names
 from edgeinfer.export.gguf.route import ORDINARY, RARE
 
 ROWS = 900

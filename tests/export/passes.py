@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.spec import DecoderSpec

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from edgeinfer.bundle import bfloat16, graph
 from edgeinfer.bundle.codecs import NativeCodec
-from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.layouts import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import (

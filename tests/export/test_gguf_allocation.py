@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.gguf.reader import read_gguf
-from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.errors import BudgetError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors

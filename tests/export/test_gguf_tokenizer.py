@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
-from edgeinfer.bundle.gguf import pre_tokenizers as names
+from edgeinfer.bundle.gguf import normalizer as names
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf

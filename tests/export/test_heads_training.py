@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edgeinfer.bundle.heads import Heads, add_heads, read_heads
+from edgeinfer.bundle.additions import Heads, add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, ModelError, UsageError

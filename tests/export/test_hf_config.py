@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import ARCHITECTURES, find_architecture
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES, WITHOUT_GGUF

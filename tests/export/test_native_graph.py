@@ -18,9 +18,8 @@ from onnx.reference.op_run import OpRun
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.arithmetic import rms_norm, rope_tables, rotate, silu, softmax
-from edgeinfer.bundle.layouts import NATIVE
+from edgeinfer.bundle.layouts import NATIVE, NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.manifest import Blob, TensorEntry
-from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
 from edgeinfer.bundle.store import Bundle

@@ -12,8 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import find_architecture

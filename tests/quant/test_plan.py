@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
+from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.quant.policy import QuantPlan, QuantPolicy, QuantScheme
 from tests.tables import each_row

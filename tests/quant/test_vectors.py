@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle.experts import plain_shape, widen
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
-from edgeinfer.bundle.packing import QuantizedShape, dense_rows
-from edgeinfer.bundle.vectors import MAGNITUDES, join_codes, read_vectors, split_codes
+from edgeinfer.bundle.packing import (
+    MAGNITUDES,
+    QuantizedShape,
+    dense_rows,
+    join_codes,
+    plain_shape,
+    read_vectors,
+    split_codes,
+    widen,
+)
 from edgeinfer.errors import UsageError
 from edgeinfer.quant.blocks import Grid, dequantized
 from edgeinfer.quant.budget import candidate_schemes

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.bundle import digests
-from edgeinfer.bundle.digests import FileIdentity, hash_file
+from edgeinfer.bundle import writing
+from edgeinfer.bundle.writing import FileIdentity, hash_file
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.weights import verification, verified_files
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
@@ -34,7 +34,7 @@ def notes_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Bytes of files that were read while something is done."""
-    total, read = 0, digests._read
+    total, read = 0, writing._read
 
     def counted(file: FileIO, buffer: memoryview) -> int:
         nonlocal total
@@ -47,7 +47,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
         act()
         return total - before
 
-    monkeypatch.setattr(digests, "_read", counted)
+    monkeypatch.setattr(writing, "_read", counted)
     return during
 
 

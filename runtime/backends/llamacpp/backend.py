@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from edgeinfer.bundle.geometry import FLOAT16, LLAMA_KV
 from edgeinfer.bundle.gguf.library import logged_error
-from edgeinfer.bundle.kv_types import FLOAT16, LLAMA_KV
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import AdapterError, BackendError, UsageError

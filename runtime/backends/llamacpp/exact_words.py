@@ -16,7 +16,7 @@ from typing import Any, Self, overload
 import numpy as np
 
 from edgeinfer.bundle.gguf.metadata import GgufArray
-from edgeinfer.bundle.gguf.pre_tokenizers import steps_of
+from edgeinfer.bundle.gguf.normalizer import steps_of
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary
 from edgeinfer.runtime.text.contract import byte_token

@@ -6,8 +6,7 @@ import ctypes
 import re
 from typing import Any
 
-from edgeinfer.bundle.gguf.library import SUPPORTED, functions, is_installed, llama_library, logged_error
-from edgeinfer.bundle.gguf.smoke import device_fault
+from edgeinfer.bundle.gguf.library import SUPPORTED, device_fault, functions, is_installed, llama_library, logged_error
 from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device, Traits

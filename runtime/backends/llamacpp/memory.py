@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.bundle.gguf.header import GgufTensor
+from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.gguf.metadata import GgufArray
-from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import geometry_of, head_sizes, key_heads
-from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS, Division
 from edgeinfer.runtime.backends.llamacpp.state import CellRows
 

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.bundle.gguf.header import GgufTensor
 from edgeinfer.bundle.gguf.library import cpu_device, extra_buffer_types, functions
-from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 

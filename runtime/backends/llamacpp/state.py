@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.kv_types import find_kv_type
-from edgeinfer.bundle.kv_types import load as load_rows
-from edgeinfer.bundle.kv_types import store as store_rows
+from edgeinfer.bundle.geometry import find_kv_type
+from edgeinfer.bundle.geometry import load as load_rows
+from edgeinfer.bundle.geometry import store as store_rows
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, check_rows, check_type

@@ -13,7 +13,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import concat_graph
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.geometry import FLOAT32, find_kv_type
 from edgeinfer.bundle.layouts import MODEL
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, UsageError

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import NATIVE, Layout
+from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import MERGING, LoadConfig

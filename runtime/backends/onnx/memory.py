@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from edgeinfer.bundle.draft_module import WAITING_ROWS
-from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import Manifest, TensorEntry
+from edgeinfer.bundle.packing import find_expert
+from edgeinfer.bundle.spec import WAITING_ROWS
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
 from edgeinfer.records import dataclass

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
+from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
@@ -52,7 +52,7 @@ class PagedBackend(GraphBackend):
         bundle: an opened bundle whose native graph is paged.
         capacity: tokens that a sequence may hold.
         exact: pad passes where ONNX Runtime's float matrices make a single row differ.
-        kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
+        kv: type of the cache, one of edgeinfer.bundle.geometry.PAGED_KV.
         pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
         weighed: the cache's rows have weights, for those that stand for several tokens.
         threads, progress, affinity, adapters: as `GraphBackend` takes them.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import recurrent
-from edgeinfer.bundle.activations import cut_off, gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
+    cut_off,
+    gate_up,
+    inner_values,
     logistic,
     normed,
     query_factors,
@@ -25,11 +27,9 @@ from edgeinfer.bundle.arithmetic import (
     rotation_border,
     softcapped,
 )
-from edgeinfer.bundle.geometry import Geometry, KVLayer
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
 from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.bundle.parts import LatentSpec, with_sources
-from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.parts import LatentSpec, Mixer, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
@@ -70,7 +70,7 @@ class ReferenceBackend:
     Args:
         bundle: an opened bundle with a tensor table.
         capacity: tokens the cache may hold.
-        kv: type of the cache, one of edgeinfer.bundle.kv_types; it needs no graph of its own here.
+        kv: type of the cache, one of edgeinfer.bundle.geometry; it needs no graph of its own here.
 
     Raises:
         BundleError: the bundle's weights are opaque.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeinfer.bundle.activations import inner_values
+from edgeinfer.bundle.arithmetic import inner_values
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.runtime.arrays import Floats, Ints

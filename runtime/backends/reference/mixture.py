@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.bundle.arithmetic import logistic, route
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice

@@ -6,9 +6,8 @@ import itertools
 
 import numpy as np
 
-from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.manifest import TensorEntry
-from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.packing import dequantize, expert_biases, expert_tensor
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats

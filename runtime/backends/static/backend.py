@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from edgeinfer.bundle.arithmetic import rope_tables
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.geometry import FLOAT32, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig

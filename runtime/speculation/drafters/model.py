@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.additions import Heads
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, ProbingDrafter, Round

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.draft_module import WAITING_ROWS
+from edgeinfer.bundle.spec import WAITING_ROWS
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput

@@ -90,8 +90,7 @@ def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     kept = {"line": 2, "failed": False, "reply": whole[1] | {"kept": True}}
     # What the head must be is told by an unfinished run.
     with edgeinfer.load(context=192, threads=1) as model:
-        from edgeinfer.tools.batch import answer_batch
-        from edgeinfer.tools.batch_files import BatchInput
+        from edgeinfer.tools.batch import BatchInput, answer_batch
 
         def stop(stage: str, done: int, total: int) -> None:
             raise KeyboardInterrupt

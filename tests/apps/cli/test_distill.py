@@ -13,8 +13,15 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle.nesting import NESTED, add_figures, exit_figure, nest_drafter, nested_drafter, trained_depths
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.opening import (
+    NESTED,
+    add_figures,
+    exit_figure,
+    nest_drafter,
+    nested_drafter,
+    open_bundle,
+    trained_depths,
+)
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError

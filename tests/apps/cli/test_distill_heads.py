@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.bundle.heads import has_heads
+from edgeinfer.bundle.additions import has_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.export.options import ExportConfig

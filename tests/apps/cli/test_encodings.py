@@ -21,7 +21,7 @@ from edgeinfer.apps.cli.output import print_json
 from edgeinfer.contexts import Context
 from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError
-from edgeinfer.tools.batch_files import BatchInput
+from edgeinfer.tools.batch import BatchInput
 from tests.cli import TIME_LIMIT, command, environment
 from tests.cli import edgeinfer as run
 from tests.speculation import needs_builtin

@@ -13,9 +13,8 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.bundle.manifest import Capabilities, Manifest, PlannedTensor, PlanRecord
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import HubError
 from tests.recorded import check_recorded

@@ -15,9 +15,9 @@ import transformers
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import softcapped
-from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig

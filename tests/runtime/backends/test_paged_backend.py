@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError

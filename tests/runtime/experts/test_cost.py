@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.bundle.mixture import MoESpec
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.planning.speed_model import guessed_passes
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes, expected_experts

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.mixture import MoESpec
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.experts.statistics import CHUNKS, ExpertCounter, ExpertCounts, active_experts
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.vectors import MAGNITUDES
+from edgeinfer.bundle.packing import MAGNITUDES
 from edgeinfer.runtime.native.binding import PackedMatrix
 
 Floats = NDArray[np.float32]

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import recurrent
 from edgeinfer.bundle.geometry import StateLayer
-from edgeinfer.bundle.recurrence import Mamba2Spec
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import Mamba2Spec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.gguf.library import listening
-from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle

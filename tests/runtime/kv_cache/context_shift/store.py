@@ -8,7 +8,7 @@ import numpy as np
 
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.bundle.rope import RopeSpec
+from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.additions import Heads
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
