@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
+from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig
@@ -23,14 +24,16 @@ from edgeinfer.contexts import Context, Placement
 from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
+from edgeinfer.loaded import LoadedModel
 from edgeinfer.loading import Bundles, LoadRequest, make_parts
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import GenerationOptions, LoadOptions, Prompt
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
-from edgeinfer.replying import Replying
+from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.text.stopping import CallMark
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import chat_template, several, token_ids
 from edgeinfer.turns import Turns
@@ -38,6 +41,7 @@ from edgeinfer.verification_round import VerificationStream
 
 if TYPE_CHECKING:
     from edgeinfer.context_model import ContextModel
+    from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequest
 
 
 StreamT = TypeVar("StreamT", bound=TokenStream)
@@ -104,18 +108,184 @@ async def aload(
         raise
 
 
-class Model(Replying):
-    """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`);
-    what a prompt shares with the one before is not evaluated again."""
+class Model(LoadedModel):
+    """A loaded model. It holds one KV cache, so it makes one reply at a time, and others wait (`TokenStream.pause`);
+    the part that a prompt shares with the one before is not evaluated again.
+
+    Attributes:
+        reply_thread: the thread that makes replies for event loops.
+    """
 
     def __init__(
         self, lifecycle: ModelLifecycle, template: ChatTemplate | None, inter_token_latency: float | None
     ) -> None:
         super().__init__(lifecycle, template)
+        self.reply_thread = ReplyThread(self._open_batch)
         self._inter_token_latency = inter_token_latency
-        self._turns = Turns()
         self._threads = SlotThreads()
         self._context_models: dict[tuple[object, ...], ContextModel] = {}
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+        """Continue a prompt and return the whole reply.
+
+        Args:
+            prompt: text, or token ids.
+            options: max_tokens=100, temperature=0.7, stop="." and the other keys of `GenerationOptions`, which
+                documents each.
+
+        Raises:
+            PromptError: the prompt is empty, or neither text nor token ids.
+            ContextLengthError: it leaves no room for a reply.
+            UsageError: an option is unknown or out of range, or another reply is running.
+        """
+        return self.stream(prompt, **options).complete()
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TokenStream:
+        """Continue a prompt chunk by chunk: `for chunk in model.stream("Once"): print(chunk.text, end="")`.
+
+        Args:
+            prompt: text, or token ids.
+            options: as `generate` takes them.
+
+        Raises:
+            PromptError, ContextLengthError, UsageError: as `generate`.
+        """
+        started = time.perf_counter()
+        config = GenerationConfig.of(**options)
+        ids = self._prompt_ids(prompt, config)
+        return self._start(GenerationRequest(prompt=ids, config=config, started=started, continues=True))
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+        """`generate` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply.
+
+        Args:
+            prompt: text, or token ids.
+            options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, too.
+        """
+        return await self.astream(prompt, **options).complete()
+
+    def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
+        """`stream` for asynchronous programs: `async for chunk in model.astream("Once"): print(chunk.text, end="")`.
+
+        As many replies as the model was loaded for with `parallel` share passes; more, and those of one conversation,
+        wait for each other. Leaving the loop early ends the reply; `async with` does so at once.
+
+        Args:
+            prompt: text, or token ids.
+            options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, when first awaited.
+        """
+        return AsyncTokenStream(self.reply_thread, lambda: self.stream(prompt, **options))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        begun: str = "",
+        tokens: Sequence[int] | None = None,
+        calls: CallMark | None = None,
+        on_finish: Callable[[Result], None] | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> TokenStream:
+        """Answers OpenAI-style messages, chunk by chunk.
+
+        Args:
+            messages: mappings with "role" and "content".
+            tools: functions that the model's chat template tells it of, as OpenAI shapes them.
+            variables: further names for the template, such as enable_thinking.
+            begun: what the reply already says; the stream goes on behind it.
+            tokens: what `tokenize_chat` gives for all that, where it was asked before.
+            calls: what calls of functions begin with in the reply; stop strings are looked for in the text before them.
+            on_finish: called once with the result, also when the reply is cut short.
+            options: as `generate` takes them: max_tokens, temperature, ... Sampling options that are left out are those
+                that the model's makers recommend (`Model.sampling`).
+
+        Raises:
+            TemplateError: the model has no chat template, or its template rejects the messages.
+            UsageError, PromptError, ContextLengthError: as `generate`.
+        """
+        started = time.perf_counter()
+        config = GenerationConfig.for_chat(self.sampling, options)
+        asked: dict[str, Any] = {"tools": tools, "variables": variables, "begun": begun, "fitting": True}
+        asked["parse_special"] = config.parses_content
+        if tokens is None:
+            tokens = self.tokenize_chat(messages, **asked)
+        lame = [] if config.lame_prompt is None else self.tokenize_chat(_asking(messages, config.lame_prompt), **asked)
+        return self._start(
+            GenerationRequest(
+                prompt=list(tokens),
+                config=config,
+                started=started,
+                continues=bool(begun),
+                lame=tuple(lame),
+                calls=calls,
+                on_finish=on_finish,
+            )
+        )
+
+    def chat(self, system: str | None = None, *, history: Sequence[Mapping[str, Any]] = ()) -> Chat:
+        """A conversation: `chat = model.chat("You are a pirate."); chat.send("Hello").text`.
+
+        Args:
+            system: text of the system message, if any.
+            history: what was said before, as messages with "role" and "content". A system message may come first.
+
+        Raises:
+            UsageError: a message of the history is malformed.
+        """
+        return Chat(self, system, history)
+
+    @overload
+    def create_chat_completion(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: Literal[False] = False, **request: Unpack[ChatRequest]
+    ) -> ChatCompletionObject: ...
+
+    @overload
+    def create_chat_completion(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: Literal[True], **request: Unpack[ChatRequest]
+    ) -> Iterator[ChatCompletionChunk]: ...
+
+    @overload
+    def create_chat_completion(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: bool, **request: Unpack[ChatRequest]
+    ) -> ChatCompletionObject | Iterator[ChatCompletionChunk]: ...
+
+    def create_chat_completion(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **request: Unpack[ChatRequest]
+    ) -> ChatCompletionObject | Iterator[ChatCompletionChunk]:
+        """Answer as OpenAI's chat completions do: with a dictionary, or an iterator of chunks with `stream=True`.
+
+        Args:
+            messages: OpenAI-style messages.
+            stream: return chunks.
+            request: OpenAI's other fields, such as tools, response_format or max_tokens, and all options of `generate`.
+
+        Raises:
+            UsageError: a field that edgeinfer does not support, or as `stream_chat`.
+        """
+        from edgeinfer.openai import chat_completion  # programs that send no such messages do without
+
+        given = {name: value for name, value in request.items() if value is not None}
+        return chat_completion(self, messages, stream=stream, **given)
+
+    def check(self, **options: Unpack[GenerationOptions]) -> None:
+        """Refuses generation options that no reply can be given. A hostile schema or grammar takes some seconds to be
+        found out, which a reply with the same options then need not take again. Safe from any thread.
+
+        Args:
+            options: as `generate` takes them.
+
+        Raises:
+            UsageError: an option is unknown or out of range, or a schema or grammar is too large, or takes too much.
+        """
+        from edgeinfer.runtime.sampling.grammar import check_grammar
+
+        check_grammar(GenerationConfig.of(**options))
+
+    def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
+        ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
+        return token_ids(ids)
 
     def unload(self) -> None:
         """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
@@ -320,8 +490,8 @@ class Model(Replying):
             self._lifecycle.leave()
             raise
 
-    def _require_idle(self) -> None:
-        self._turns.require_idle()
 
-    def _alone(self) -> AbstractContextManager[None]:
-        return self._turns.work()
+def _asking(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """The same conversation with this in the place of the user's last message."""
+    last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
+    return [*messages[:last], {"role": "user", "content": text}, *messages[last + 1 :]]

@@ -30,7 +30,7 @@ from edgeinfer.runtime.kv_cache.contexts.joined import PLACEMENTS, ContextRows, 
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
 
 if TYPE_CHECKING:
-    from edgeinfer.replying import Replying
+    from edgeinfer.api import Model
 
 
 _log = logging.getLogger("edgeinfer")
@@ -64,7 +64,7 @@ class ContextModel:
 
     def __init__(
         self,
-        model: Replying,
+        model: Model,
         start: Callable[[GenerationRequest], TokenStream],
         reading: Callable[[], AbstractContextManager[ModelParts]],
         contexts: Sequence[Context | str | Path],

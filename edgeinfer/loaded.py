@@ -1,40 +1,47 @@
-"""What a loaded model tells of itself, and what its cache holds, kept in files."""
+"""A loaded model but for its replies: its facts, its tokenizer and chat template, and sessions kept in files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import ModelError
-from edgeinfer.lifecycle import resume, save
+from edgeinfer.errors import ModelError, PromptError, TemplateError
+from edgeinfer.lifecycle import ModelLifecycle, resume, save
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.tokenizing import Tokenizing
+from edgeinfer.runtime.text.contract import bytes_of
+from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.tokenizing import known_ids, require_fitting_messages, require_fitting_text
+from edgeinfer.turns import Turns
+from edgeinfer.wording import shown
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.text.guarded_template import GuardedTemplate
     from edgeinfer.runtime.tuning.measure import TokenScores
 
 
-class LoadedModel(Tokenizing):
-    """A model whose facts can be asked for."""
+class LoadedModel:
+    """A model that tells what it is, makes tokens of texts and keeps sessions; `Model` adds replies.
+
+    Args:
+        template: the model's chat template; None where it has none.
+    """
+
+    def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
+        self._lifecycle = lifecycle
+        self._template = template
+        self._guarded: GuardedTemplate | None = None
+        self._turns = Turns()
 
     def __repr__(self) -> str:
         info = self.info
         kept = f"{info.bits_per_weight:.1f} bits, context {self.context}, {info.backend} on {info.device}"
         return f"<{type(self).__name__} {info.name}: {kept}>"
-
-    def _require_idle(self) -> None:
-        """Ends a reply that was left unfinished."""
-        raise NotImplementedError
-
-    def _alone(self) -> AbstractContextManager[None]:
-        """Keeps replies of other threads from beginning before the block ends; errors as `_require_idle`."""
-        raise NotImplementedError
 
     @property
     def _parts(self) -> ModelParts:
@@ -43,7 +50,7 @@ class LoadedModel(Tokenizing):
     @contextmanager
     def _idle(self) -> Iterator[ModelParts]:
         """The parts while no reply is running, which stay inside the block."""
-        with self._alone(), self._lifecycle.acquire() as parts:
+        with self._turns.work(), self._lifecycle.acquire() as parts:
             yield parts
 
     @property
@@ -145,7 +152,7 @@ class LoadedModel(Tokenizing):
         Args:
             adapter: name of that with which the text is evaluated.
         """
-        self._require_idle()
+        self._turns.require_idle()
 
         def rows(logits: Iterator[Floats]) -> Iterator[Floats]:
             with self._idle():
@@ -200,3 +207,176 @@ class LoadedModel(Tokenizing):
         """Takes over the rows of an open session file, if they are this model's; whether they were."""
         with self._idle() as parts:
             return resume(parts, session)
+
+    @property
+    def tokenizes_beside(self) -> bool:
+        """Whether other threads may make tokens of texts while a reply is made."""
+        return self._lifecycle.facts.tokenizes_beside
+
+    @property
+    def chat_template_text(self) -> str | None:
+        """The source of the model's chat template; None where it has none."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def tool_template_text(self) -> str | None:
+        """The same of the template that conversations with tools take, where they have one of their own."""
+        own = None if self._template is None else self._template.tool_use
+        return self.chat_template_text if own is None else own.source
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special: with what the tokenizer itself puts around a text, such as a begin token.
+            parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
+
+        Raises:
+            PromptError: the text is no string, or no valid Unicode.
+        """
+        if not isinstance(text, str):
+            raise PromptError(f"The text is {shown(text)}, which is not a string.", "Pass a string.")
+        with self._lifecycle.acquire(verified=False) as parts:
+            if parse_special:
+                return parts.tokenizer.encode(text, add_special)
+            return parts.literal_encoder.literal(text, add_special)
+
+    def tokenize_data(self, text: str, *, fitting: str = "") -> list[int]:
+        """Token ids of a text that stands inside others: no begin token, and no special token that it spells out.
+
+        Args:
+            fitting: what the text is called where it is far too long for the context, which is then refused before all
+                of it is made tokens of; nothing is refused where this is empty.
+
+        Raises:
+            ContextLengthError: a text that is to be fitting is far too long.
+        """
+        with self._lifecycle.acquire(verified=False) as parts:
+            if fitting:
+                require_fitting_text(parts, text, fitting)
+            return parts.literal_encoder.literal(text)
+
+    def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """The same for a text to go on with; one that is empty raises PromptError, and one that is far too long for the
+        context ContextLengthError."""
+        if isinstance(text, str) and not text:
+            raise PromptError("The prompt is empty.", "Give some text to continue.")
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_fitting_text(parts, text)
+            return self.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        begun: str = "",
+        parse_special: bool = False,
+        fitting: bool = False,
+    ) -> list[int]:
+        """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
+
+        Args:
+            tools, variables, begun: as `Model.stream_chat` takes them.
+            parse_special: special tokens spelled out in these become those tokens, and not only the template's own.
+            fitting: refuse what is far too long for the context before all of it is made tokens of.
+
+        Raises:
+            TemplateError, ContextLengthError: as `Model.stream_chat`, the latter for what is not `fitting`.
+        """
+        template = self._require_template()
+        with self._lifecycle.acquire(verified=False) as parts:
+            if fitting:
+                require_fitting_messages(parts, messages)
+            if parse_special:
+                text = template.render(messages, add_generation_prompt=True, tools=tools, variables=variables) + begun
+            else:
+                from edgeinfer.runtime.text.guarded_template import GuardedTemplate  # with jinja2, which chats need
+
+                # One is kept for its analysis of the template; what it depends on stays when the model is loaded again.
+                self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
+                pieces = self._guarded.parts(messages, tools, variables, begun)
+                text = "".join(pieces)
+            if fitting:
+                require_fitting_text(parts, text)
+            if parse_special:
+                return parts.tokenizer.encode(text, add_special_tokens=False)
+            return parts.literal_encoder.marked(pieces)
+
+    def split_chat(self, messages: Sequence[Mapping[str, Any]], begun: str = "") -> tuple[list[int], list[int]]:
+        """Token ids of messages, and of the reply that was begun, before and behind where the first user message's text
+        begins.
+
+        Raises:
+            TemplateError: the template does not write that text as it is; else as `tokenize_chat`.
+        """
+        template = self._require_template()
+        mark = "[contexts]"
+        while any(mark in str(each) for each in messages):
+            mark += "]"
+        users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
+        marked = list(map(dict, messages))
+        for place in users[:1]:
+            content = marked[place].get("content")
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+            marked[place]["content"] = "".join([mark, *texts])
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_fitting_messages(parts, messages)
+            from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+
+            self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
+            pieces = self._guarded.parts(marked, None, None, begun)
+            require_fitting_text(parts, "".join(pieces))
+            here = [place for place, piece in enumerate(pieces) if mark in piece]
+            if len(here) != 1:
+                message = "The chat template does not write the first message as it is."
+                raise TemplateError(message, "Use generate() with plain text.")
+            before, behind = pieces[here[0]].split(mark, 1)
+            encoder = parts.literal_encoder
+            return encoder.marked([*pieces[: here[0]], before]), encoder.marked([behind, *pieces[here[0] + 1 :]])
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that OpenAI-style messages become in the model's chat template. As a prompt, what messages spell out
+        of special tokens becomes those tokens: `tokenize_chat` and `stream_chat` keep the two apart.
+
+        Args:
+            variables: as `Model.stream_chat` takes them; with "add_generation_prompt": False the text ends with the
+                last message.
+
+        Raises:
+            TemplateError, ContextLengthError: as `Model.stream_chat`.
+        """
+        template = self._require_template()
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_fitting_messages(parts, messages)
+        return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+
+    def _require_template(self) -> ChatTemplate:
+        if self._template is None:
+            message = f"{self._lifecycle.facts.info.name} has no chat template, so it cannot answer messages."
+            raise TemplateError(message, "It continues texts: edgeinfer run, or generate() in Python.")
+        return self._template
+
+    def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids.
+
+        Args:
+            special: with special tokens spelled out, which are left out else.
+
+        Raises:
+            PromptError: one is no id of the model's vocabulary.
+        """
+        with self._lifecycle.acquire(verified=False) as parts:
+            return parts.tokenizer.decode(known_ids(parts, ids), skip_special_tokens=not special)
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token stands for, special tokens spelled out; errors as `detokenize`."""
+        with self._lifecycle.acquire(verified=False) as parts:
+            return [bytes_of(parts.tokenizer, id_) for id_ in known_ids(parts, ids)]
