@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     )
     from edgeinfer.generation import TokenStream
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
-    from edgeinfer.installed import LocalModel, list_models, pull, remove_model
-    from edgeinfer.model_facts import ModelFacts, describe, verify
+    from edgeinfer.installed import LocalModel, ModelFacts, describe, list_models, pull, remove_model, verify
     from edgeinfer.option_types import GenerationOptions, LoadOptions
     from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
@@ -167,7 +166,7 @@ _HOMES = {
     "MemoryPlan": "api",
     "Model": "api",
     "ModelError": "errors",
-    "ModelFacts": "model_facts",
+    "ModelFacts": "installed",
     "NativeUnavailableError": "errors",
     "Offer": "hub",
     "PromptError": "errors",
@@ -190,7 +189,7 @@ _HOMES = {
     "VerificationStream": "api",
     "aload": "api",
     "catalog": "hub",
-    "describe": "model_facts",
+    "describe": "installed",
     "evaluate": "tools",
     "list_devices": "tools",
     "list_models": "installed",
@@ -200,7 +199,7 @@ _HOMES = {
     "pull": "installed",
     "remove_model": "installed",
     "search_hub": "hub",
-    "verify": "model_facts",
+    "verify": "installed",
 }
 
 

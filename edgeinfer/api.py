@@ -16,27 +16,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
-from edgeinfer.async_replies import AsyncTokenStream
-from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
+from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
+from edgeinfer.batching import ReplyBatch, SlotThreads, Turns, batch_backend
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.contexts import Context, Placement
 from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
-from edgeinfer.lifecycle import ModelLifecycle
+from edgeinfer.lifecycle import ModelLifecycle, ModelParts
 from edgeinfer.loaded import LoadedModel
 from edgeinfer.loading import Bundles, LoadRequest, make_parts
-from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import GenerationOptions, LoadOptions, Prompt
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
-from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.stopping import CallMark
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import chat_template, several, token_ids
-from edgeinfer.turns import Turns
 from edgeinfer.verification_round import VerificationStream
 
 if TYPE_CHECKING:
@@ -427,7 +424,8 @@ class Model(LoadedModel):
         from edgeinfer.context_model import ContextModel, remembered  # of few programs
 
         idle = functools.partial(self._threads.idle, self._idle)
-        return remembered(self._context_models, ContextModel(self, self._start, idle, contexts, placement, temperature))
+        made = ContextModel(self, self.reply_thread, self._start, idle, contexts, placement, temperature)
+        return remembered(self._context_models, made)
 
     def verify_draft(
         self,

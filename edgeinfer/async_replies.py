@@ -2,14 +2,246 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from edgeinfer.errors import UsageError
+from edgeinfer.batching import ReplyBatch, Slot
+from edgeinfer.errors import EdgeInferError, UnshareableError, UsageError
 from edgeinfer.generation import TokenStream
-from edgeinfer.reply_thread import Production, ReplyThread
 from edgeinfer.results import Chunk, Result
+from edgeinfer.runtime.system.forks import renewed_in_children
+
+if TYPE_CHECKING:
+    # asyncio takes 4 MB, which a program without an event loop is spared: it is imported where there is one.
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+
+class Production:
+    """A reply as the thread makes it. It does not know who reads it, so that a reader who is gone is noticed.
+
+    Args:
+        start: begins the reply.
+        loop: of the reader.
+        conversation: whose replies are made one after the other; None is one of its own.
+
+    Attributes:
+        queue: of chunks, then None or the error that ended the reply; for the loop.
+        stream: of the reply, once it has begun.
+        conversation: as given.
+        alone: it needs what only one reply at a time can have of a model.
+    """
+
+    def __init__(
+        self, start: Callable[[], TokenStream], loop: asyncio.AbstractEventLoop, conversation: object | None
+    ) -> None:
+        import asyncio
+
+        self.queue: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
+        self.stream: TokenStream | None = None
+        self.conversation = conversation
+        self.alone = False
+        self._start = start
+        self._loop = loop
+        self._lock = threading.RLock()  # a collector of garbage may end a reader while its thread is in here
+        self._cancelled = False
+        self._error: BaseException | None = None
+
+    def cancel(self) -> None:
+        """Ends the reply within the current pass, or before it begins. Safe from any thread."""
+        with self._lock:
+            self._cancelled = True
+            if self.stream is not None:
+                self.stream.cancel()
+
+    def make(self, gives_way: Callable[[], bool]) -> bool:
+        """Makes the reply to its end, or until it pauses to make room for others; returns whether it paused."""
+        try:
+            if self.stream is None and not self._cancelled:
+                self._begin()
+            for chunk in self.stream or ():
+                if not self._tell(chunk):
+                    break
+                if chunk.finish_reason is None and self.shareable and gives_way() and self._pause():
+                    return True
+        except BaseException as error:
+            self._error = error
+        if self.stream is not None:
+            self.stream.close()
+        return False
+
+    def share(self, slot: Slot) -> None:
+        """Makes the reply beside others, or the rest of it; where that cannot be, `alone` says so."""
+        try:
+            if self.stream is not None:
+                self.stream.move(slot.parts, slot.turns)
+        except BaseException as error:
+            self.fail(error)
+            return
+        self.make(lambda: False)
+        if isinstance(self._error, UnshareableError) and self.stream is None:
+            self._error, self.alone = None, True
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the reply by an error."""
+        self._error = error
+        if self.stream is not None:
+            self.stream.close()
+
+    def tell_end(self) -> None:
+        """Lets the reader know that the reply is over."""
+        self._tell(self._error)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether the reply, which has begun, can go on beside others."""
+        return self.stream is not None and self.stream.shareable
+
+    def _begin(self) -> None:
+        stream = self._start()
+        with self._lock:
+            self.stream = stream
+            if self._cancelled:
+                stream.cancel()
+
+    def _pause(self) -> bool:
+        return self.stream is not None and self.stream.pause()
+
+    def _tell(self, item: Chunk | BaseException | None) -> bool:
+        """Hands something to the loop; False where the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+
+class ReplyThread:
+    """The one thread on which a model begins replies for event loops, in the order in which they were asked for.
+
+    A reply that is the only one has the model to itself. When others come, they share passes where the model can and
+    was loaded for several; those that cannot, such as searches, are made before or after these.
+
+    Args:
+        open_batch: a method that opens what replies share passes by, or gives None where they cannot. It is not kept
+            alive by this.
+    """
+
+    def __init__(self, open_batch: Callable[[], ReplyBatch | None]) -> None:
+        self._open_batch = weakref.WeakMethod(open_batch)
+        self.renew()
+        renewed_in_children(self)
+
+    def renew(self) -> None:
+        """Has no thread and nothing to do: what it had is its parent's, in the child of a fork."""
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._waiting: deque[Production] = deque()
+        self._sharing: list[Production] = []
+        self._batch: ReplyBatch | None = None
+
+    def run(self, production: Production) -> None:
+        """Makes the reply once those before it are over, or beside them."""
+        with self._lock:
+            self._waiting.append(production)
+            self._wake()
+
+    def close(self) -> None:
+        """Lets the thread end behind what it still has to do, without the rest of replies that share passes; work that
+        comes later gets a thread of its own."""
+        with self._lock:
+            for production in self._sharing:
+                production.cancel()
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+                self._executor = None
+
+    def _wake(self) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        if self._batch is not None:
+            self._batch.interrupt()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "edgeinfer-replies")
+        self._executor.submit(self._work)
+
+    def _work(self) -> None:
+        """Makes the reply that waits longest, and beside it those that come meanwhile."""
+        with self._lock:
+            first = self._waiting.popleft() if self._waiting else None
+        if first is None:  # it was made beside an earlier one
+            return
+        if self._others_wait() or first.make(self._others_wait):
+            batch = None if first.alone else self._opened()
+            if batch is not None:
+                self._share(batch, first)
+                return
+            first.make(lambda: False)
+        first.tell_end()
+
+    def _others_wait(self) -> bool:
+        return bool(self._waiting)
+
+    def _opened(self) -> ReplyBatch | None:
+        """What replies share passes by; None where they cannot, or the model fails: each of its replies tells why."""
+        open_batch = self._open_batch()
+        try:
+            return None if open_batch is None else open_batch()
+        except EdgeInferError:
+            return None
+
+    def _share(self, batch: ReplyBatch, first: Production) -> None:
+        """Makes replies side by side until none is left."""
+        last: list[Production] = []  # whose readers may expect the model to be free
+        with self._lock:
+            self._batch = batch
+        try:
+            self._add(batch, first, last)
+            while batch.running:
+                # Before the step, which makes all of the only reply unless somebody comes meanwhile.
+                while batch.has_room and (production := self._joining()) is not None:
+                    self._add(batch, production, last)
+                batch.step()
+        finally:
+            with self._lock:
+                self._batch = None
+            batch.close()
+            for production in last:
+                production.tell_end()
+
+    def _add(self, batch: ReplyBatch, production: Production, last: list[Production]) -> None:
+        def work(slot: Slot) -> None:
+            production.share(slot)
+            with self._lock:
+                self._sharing.remove(production)
+            if production.alone:
+                with self._lock:
+                    self._waiting.appendleft(production)
+                    self._wake()
+            elif batch.running > 1:
+                production.tell_end()
+            else:
+                last.append(production)
+
+        with self._lock:
+            self._sharing.append(production)
+        batch.add(work)
+
+    def _joining(self) -> Production | None:
+        """Takes the next reply that can be made beside those that are; none overtakes one that cannot."""
+        with self._lock:
+            talking = [id(one.conversation) for one in self._sharing if one.conversation is not None]
+            for production in self._waiting:
+                if production.alone:
+                    return None
+                if id(production.conversation) not in talking:
+                    self._waiting.remove(production)
+                    return production
+        return None
 
 
 class AsyncTokenStream:

@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from edgeinfer.async_replies import AsyncTokenStream
+from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.bundle.writing import write_file
 from edgeinfer.config import format_size
-from edgeinfer.errors import PromptError, TemplateError, UsageError
+from edgeinfer.errors import PromptError, TemplateError, UsageError, shown
 from edgeinfer.generation import TokenStream
 from edgeinfer.option_types import GenerationOptions
-from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
-from edgeinfer.wording import shown
 
 _FORMAT = "edgeinfer-chat"
 _VERSION = 1

@@ -13,14 +13,13 @@ from edgeinfer.adapting import LoadAdapters, ReplyAdapter
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
 from edgeinfer.device_options import DeviceOptions, LoadReplies
 from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError, one_of, shown
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
 from edgeinfer.records import dataclass
 from edgeinfer.remote_options import RemoteOptions
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
-from edgeinfer.wording import Setting, one_of, shown
 
 # Bits of a quantized weight, of a float, and what a checkpoint is converted to.
 BITS, FLOAT_BITS = (2, 3, 4, 8), 32

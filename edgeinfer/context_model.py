@@ -9,18 +9,19 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
+from edgeinfer.async_replies import ReplyThread
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
 from edgeinfer.contexts import Context, ContextUse, Placement, UnreadContextError
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.generation import TokenStream
-from edgeinfer.model_parts import ModelParts
+from edgeinfer.lifecycle import ModelParts
+from edgeinfer.loaded import LoadedModel
 from edgeinfer.option_types import GenerationOptions
 from edgeinfer.options import require
 from edgeinfer.reply_decoding import GenerationRequest
-from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.backends.adapting import adapters_of
 from edgeinfer.runtime.backends.contract import PreemptedError
@@ -28,10 +29,6 @@ from edgeinfer.runtime.decoding.contexts import ContextMaker
 from edgeinfer.runtime.kv_cache.contexts.files import KeptRows, Making, keep_rows, kept_place, read_rows
 from edgeinfer.runtime.kv_cache.contexts.joined import PLACEMENTS, ContextRows, JoinedContexts, RowsInMemory
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
-
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-
 
 _log = logging.getLogger("edgeinfer")
 
@@ -52,6 +49,7 @@ class ContextModel:
 
     Args:
         model: that replies.
+        reply_thread: the model's thread that makes replies for event loops.
         start: begins its replies.
         reading: gives the parts that evaluate contexts, while no reply uses them.
         contexts: texts, in the order in which they stand before the prompt.
@@ -64,7 +62,8 @@ class ContextModel:
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
+        reply_thread: ReplyThread,
         start: Callable[[GenerationRequest], TokenStream],
         reading: Callable[[], AbstractContextManager[ModelParts]],
         contexts: Sequence[Context | str | Path],
@@ -75,6 +74,7 @@ class ContextModel:
         require(0 < len(self.contexts) <= _MOST, "contexts", len(self.contexts), f"1 to {_MOST} texts")
         require(placement in PLACEMENTS, "placement", placement, "one of " + ", ".join(PLACEMENTS))
         require(0.1 <= temperature <= 10, "temperature", temperature, "between 0.1 and 10")
+        self.reply_thread = reply_thread
         self._model, self._start, self._reading = model, start, reading
         self._placement: Placement = placement
         self._temperature = temperature
@@ -86,11 +86,6 @@ class ContextModel:
     def info(self) -> ModelInfo:
         """Which model it is."""
         return self._model.info
-
-    @property
-    def reply_thread(self) -> ReplyThread:
-        """Where replies for event loops are made."""
-        return self._model.reply_thread
 
     def generate(self, prompt: str, **options: Unpack[GenerationOptions]) -> Result:
         """Continues a text behind the contexts; options and errors as of `Model.generate`."""

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError, StorageError
 from edgeinfer.options import require
 from edgeinfer.records import dataclass
-from edgeinfer.user_folders import user_cache
+from edgeinfer.user_files import decode_text, user_cache
 
 Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]

@@ -6,10 +6,9 @@ import dataclasses
 import re
 from typing import Self
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.options import LARGEST_COUNT, Range, option, require, suggestion
 from edgeinfer.records import dataclass
-from edgeinfer.wording import Setting
 
 # Where models run; runtime/devices has them, a test holds the two equal.
 DEVICES = (

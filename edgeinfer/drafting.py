@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, get_args
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option, suggestion
 from edgeinfer.records import dataclass
-from edgeinfer.wording import Setting
 
 # Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
 DRAFTERS = (

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import ModelError, PromptError, TemplateError
-from edgeinfer.lifecycle import ModelLifecycle, resume, save
-from edgeinfer.model_parts import ModelParts
+from edgeinfer.batching import Turns
+from edgeinfer.errors import ModelError, PromptError, TemplateError, shown
+from edgeinfer.lifecycle import ModelLifecycle, ModelParts, resume, save
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
@@ -17,8 +17,6 @@ from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.text.contract import bytes_of
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import known_ids, require_fitting_messages, require_fitting_text
-from edgeinfer.turns import Turns
-from edgeinfer.wording import shown
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.text.guarded_template import GuardedTemplate

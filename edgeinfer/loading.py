@@ -18,7 +18,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import NO_DRAFT_MODEL
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub.cache import note_use, ready
-from edgeinfer.model_parts import ModelParts
+from edgeinfer.lifecycle import ModelParts
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.arrays import Floats

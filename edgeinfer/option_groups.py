@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import UsageError, shown
 from edgeinfer.options import check_options, options_of, suggestion
-from edgeinfer.wording import shown
 
 
 class OptionGroup:

@@ -8,9 +8,8 @@ import typing
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError, joined, shown
 from edgeinfer.records import dataclass
-from edgeinfer.wording import Setting, joined, shown
 
 # The largest count where nothing sets a lower limit: what the counters of all systems hold.
 LARGEST_COUNT = 2**31 - 1

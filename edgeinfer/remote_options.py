@@ -6,10 +6,9 @@ import ipaddress
 from typing import Literal
 from urllib.parse import urlsplit
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.options import option, options_of
 from edgeinfer.records import dataclass
-from edgeinfer.wording import Setting
 
 RemoteLoss = Literal["stop", "local"]
 RemoteApi = Literal["edgeinfer", "sglang", "vllm", "openai"]

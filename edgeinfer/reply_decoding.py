@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from edgeinfer.adapting import steering_in
 from edgeinfer.bundle.additions import read_steering
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import UnshareableError, UsageError
-from edgeinfer.model_parts import ModelParts
+from edgeinfer.errors import Setting, UnshareableError, UsageError
+from edgeinfer.lifecycle import ModelParts
 from edgeinfer.records import dataclass
 from edgeinfer.reply_options import MOST_BIASES
 from edgeinfer.results import Result
@@ -22,7 +22,6 @@ from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.text.stopping import CallMark
-from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alone, require_few
 from edgeinfer.records import dataclass
 from edgeinfer.schema_classes import ClassSchema
-from edgeinfer.wording import Setting
 
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, PromptError
-from edgeinfer.model_parts import ModelParts
+from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, PromptError, Setting, shown
+from edgeinfer.lifecycle import ModelParts
 from edgeinfer.option_types import Prompt
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import TOKENIZER
@@ -21,7 +21,6 @@ from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.text.transient import TransientTokenizer
-from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     pass

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edgeinfer.batching import Turns
 from edgeinfer.generation import TokenStream
-from edgeinfer.model_parts import ModelParts
+from edgeinfer.lifecycle import ModelParts
 from edgeinfer.options import Range, require
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.results import FinishReason
@@ -16,7 +17,6 @@ from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedErr
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, worth_in_company
 from edgeinfer.runtime.decoding.strategy import Step
-from edgeinfer.turns import Turns
 
 
 class VerificationStream(TokenStream):

@@ -20,15 +20,14 @@ from tests.cli import TIME_LIMIT
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
-CHECKED |= {"edgeinfer.schema_classes", "edgeinfer.encodings"}
+CHECKED = {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+CHECKED |= {"edgeinfer.schema_classes", "edgeinfer.user_files"}
 ASKED = {
     *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.contexts", "edgeinfer.drafting", "edgeinfer.searching"),
     *("edgeinfer.device_options", "edgeinfer.remote_options", "edgeinfer.reply_options"),
 }
 CORE = {
     "edgeinfer.records",
-    "edgeinfer.wording",
     "edgeinfer.errors",
     "edgeinfer.options",
     "edgeinfer.option_groups",
@@ -38,20 +37,17 @@ CORE = {
     "edgeinfer.results",
     "edgeinfer.bundle",
     "edgeinfer.version",
-    "edgeinfer.user_folders",
-    "edgeinfer.encodings",
+    "edgeinfer.user_files",
 } | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.records": set[str](),
-    "edgeinfer.wording": {"edgeinfer.records"},
-    "edgeinfer.errors": {"edgeinfer.wording"},
+    "edgeinfer.errors": {"edgeinfer.records"},
     "edgeinfer.version": set[str](),
-    "edgeinfer.options": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors"},
-    "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
-    "edgeinfer.user_folders": {"edgeinfer.errors"},
+    "edgeinfer.options": {"edgeinfer.records", "edgeinfer.errors"},
+    "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options"},
+    "edgeinfer.user_files": {"edgeinfer.errors"},
     "edgeinfer.schema_classes": {"edgeinfer.errors"},
-    "edgeinfer.encodings": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.adapting": CHECKED,
     "edgeinfer.device_options": CHECKED,
@@ -75,10 +71,8 @@ ALLOWED = {
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
-        "edgeinfer.encodings",
-        "edgeinfer.user_folders",
+        "edgeinfer.user_files",
         "edgeinfer.options",
-        "edgeinfer.wording",
         "edgeinfer.errors",
         "edgeinfer.config",
         "edgeinfer.remote_options",

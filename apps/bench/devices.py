@@ -22,8 +22,7 @@ from edgeinfer.apps.bench.render import Section, Table, commands, machine_facts,
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import format_size
-from edgeinfer.errors import UsageError
-from edgeinfer.wording import Setting
+from edgeinfer.errors import Setting, UsageError
 
 _DESCRIPTION = """\
 Run the built-in model on every device of this machine, and compare what it says with the numpy reference: its

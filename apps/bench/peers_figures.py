@@ -11,8 +11,7 @@ from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.config import format_size
-from edgeinfer.errors import UsageError
-from edgeinfer.wording import Setting
+from edgeinfer.errors import Setting, UsageError
 
 MB = 10**6
 Row = Mapping[str, Any]

@@ -21,9 +21,8 @@ from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.config import format_size
-from edgeinfer.errors import BackendError, NativeUnavailableError, UsageError
+from edgeinfer.errors import BackendError, NativeUnavailableError, Setting, UsageError
 from edgeinfer.results import DeviceLimits
-from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer import Model

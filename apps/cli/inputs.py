@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
 from edgeinfer.config import format_size
-from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError
+from edgeinfer.user_files import decode_text
 
 if TYPE_CHECKING:
     from edgeinfer.hub import Offer

@@ -30,7 +30,7 @@ from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
-    from edgeinfer.wording import Setting
+    from edgeinfer.errors import Setting
 
 
 INTERRUPTED = 130

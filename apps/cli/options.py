@@ -17,11 +17,10 @@ from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.apps.cli.inputs import prepared, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError, shown
 from edgeinfer.options import ConfigOption, is_integer, options_of
 from edgeinfer.reply_options import ReplyOptions
 from edgeinfer.searching import SearchOptions
-from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from edgeinfer import Model

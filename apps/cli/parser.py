@@ -12,9 +12,8 @@ import textwrap
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError, shown
 from edgeinfer.options import nearest
-from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

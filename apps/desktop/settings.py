@@ -21,7 +21,7 @@ from edgeinfer.apps.desktop.checks import DiskFullError, check_name, check_text
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import options_of
-from edgeinfer.user_folders import user_data
+from edgeinfer.user_files import user_data
 
 # Options of generation that the window offers.
 OPTIONS = (

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import edgeinfer
 from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
-from edgeinfer.errors import CapabilityError, EdgeInferError, InternalError, UsageError, UserError
-from edgeinfer.wording import Setting
+from edgeinfer.errors import CapabilityError, EdgeInferError, InternalError, Setting, UsageError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream

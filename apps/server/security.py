@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.results import Result
-from edgeinfer.wording import Setting
 
 _SHORTEST = 8
 _MINUTE_S = 60.0

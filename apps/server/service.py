@@ -23,9 +23,8 @@ from edgeinfer.apps.server.host import ModelHost, NotReadyError
 from edgeinfer.apps.server.metrics import Load, Metrics
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch, load_refusal
-from edgeinfer.errors import EdgeInferError, HubError
+from edgeinfer.errors import EdgeInferError, HubError, shown
 from edgeinfer.openai.errors import RequestError, unknown_model
-from edgeinfer.wording import shown
 
 # For which a listing is good: it plans every model, and clients ask for it with each window that they open.
 _FRESH_S = 10.0

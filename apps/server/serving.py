@@ -20,9 +20,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.openai.errors import RequestError, error_body
-from edgeinfer.wording import Setting
 
 # Seconds for open streams to end by themselves once the server stops.
 _GRACE = 5

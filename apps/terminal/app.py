@@ -16,10 +16,9 @@ from rich.cells import cell_len
 
 from edgeinfer.apps.terminal.endings import ChatWords, cancel_on_interrupt, ending
 from edgeinfer.config import GenerationConfig, format_size
-from edgeinfer.encodings import decode_text, marked_encoding
-from edgeinfer.errors import PromptError, UsageError, UserError
+from edgeinfer.errors import PromptError, Setting, UsageError, UserError
 from edgeinfer.options import nearest, options_of
-from edgeinfer.wording import Setting
+from edgeinfer.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
     from edgeinfer import Chat, Model, Result

@@ -24,7 +24,7 @@ from edgeinfer.hub.ids import (
     literal,
 )
 from edgeinfer.records import dataclass
-from edgeinfer.user_folders import user_data
+from edgeinfer.user_files import user_data
 
 BUILTIN = "tales"
 Kind = Literal["bundle", "gguf", "checkpoint"]

@@ -22,7 +22,7 @@ from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
 from edgeinfer.hub.ids import WEIGHT_PATTERNS
 from edgeinfer.records import dataclass
-from edgeinfer.user_folders import user_data
+from edgeinfer.user_files import user_data
 
 if TYPE_CHECKING:
     from filelock import FileLock

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.config import CONVERTED_BITS
-from edgeinfer.errors import ModelError, UsageError
+from edgeinfer.errors import ModelError, UsageError, one_of
 from edgeinfer.hub.cache import (
     BUILTIN,
     builtin,
@@ -27,7 +27,6 @@ from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import CheckpointSource, converted_models, find_converted
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
-from edgeinfer.wording import one_of
 
 if TYPE_CHECKING:
     from edgeinfer.hub.placing import Place

@@ -7,11 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, shown
 from edgeinfer.openai.contract import Event
 from edgeinfer.openai.errors import RequestError, error_body
 from edgeinfer.records import dataclass
-from edgeinfer.wording import shown
 
 # The endpoints that a line may name, and the kinds of their requests.
 _KINDS = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}

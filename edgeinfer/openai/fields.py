@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import UsageError, shown
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS, REFUSED_FIELDS, changes_nothing
 from edgeinfer.options import is_integer, nearest, options_of
-from edgeinfer.wording import shown
 
 # Characters and names of unknown fields that an answer tells of; only so many are looked at for misspellings.
 _LONGEST_NAME, _MOST_NAMED = 80, 32

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.api import Model, load
 from edgeinfer.bundle.additions import Heads, add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
@@ -28,7 +28,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.verification import normed_states
 from edgeinfer.runtime.tuning.measure import last_state
 from edgeinfer.tools.uncertainty import fit_logistic
-from edgeinfer.wording import Setting
 
 # Tokens of a reply, and mismatches of one that are tried.
 _LONGEST, _TRIED = 256, 48

@@ -13,12 +13,11 @@ from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, Layout
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.config import CONVERTED_BITS, FLOAT_BITS
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.errors import BundleError, Setting, UsageError
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import QuantPolicy, default_group_size, default_head_bits
-from edgeinfer.wording import Setting
 
 _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256

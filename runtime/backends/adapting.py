@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.wording import Setting
 
 # The adapter of rows that have none.
 NO_ADAPTER = -1

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec, later_fields
-from edgeinfer.errors import CapabilityError, ContextLengthError
+from edgeinfer.errors import CapabilityError, ContextLengthError, Setting
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
 from edgeinfer.runtime.kv_cache.contexts.joined import ContextRows, turn
-from edgeinfer.wording import Setting
 
 # Parts of decoders whose keys cannot be turned, or are none of the layer's own.
 _UNKNOWN = ("norm_after_rope", "full_heads", "kv_sources")

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
+from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.adapting import choose_adapter
 from edgeinfer.runtime.backends.cache import CacheSnapshot
@@ -20,7 +20,6 @@ from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, shared_length
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.system.memory import keeping_freed
-from edgeinfer.wording import Setting
 
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
 _FEW = 16

@@ -14,9 +14,8 @@ from io import StringIO
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import DeviceError
+from edgeinfer.errors import DeviceError, Setting
 from edgeinfer.runtime.devices.contract import CPU_PROVIDER, Device
-from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from edgeinfer.config import LoadConfig
 from edgeinfer.device_options import is_graphics
-from edgeinfer.errors import DeviceError, UsageError
+from edgeinfer.errors import DeviceError, Setting, UsageError
 from edgeinfer.runtime.devices.contract import CPU, Device, DeviceEntry, Graphs
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
-from edgeinfer.wording import Setting
 
 
 def choose_device(config: LoadConfig, graphs: Graphs) -> Device:

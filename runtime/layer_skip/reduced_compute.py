@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import CapabilityError, StorageError, UsageError
+from edgeinfer.errors import CapabilityError, Setting, StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
@@ -27,7 +27,6 @@ from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.wording import Setting
 
 T = TypeVar("T")
 

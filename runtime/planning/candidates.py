@@ -12,12 +12,11 @@ from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
-from edgeinfer.errors import ContextLengthError, UsageError
+from edgeinfer.errors import ContextLengthError, Setting, UsageError
 from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
-from edgeinfer.wording import Setting
 
 # Tokens of a context that was not asked for: as many as files, tools and long chats need, where memory has room; those
 # that no other concession is made for, and down to which it is halved before anything else is; and the fewest.

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.runtime.planning.candidates import USUAL_CONTEXT, Drafting, configurations
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.speed_model import SpeedModel
-from edgeinfer.wording import Setting
 
 _LENGTHS = (MOST_DRAFTED, 7, 3, 1)
 # Stands for the draft model among the names of drafters.

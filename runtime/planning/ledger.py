@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from edgeinfer.config import format_size
-from edgeinfer.errors import BudgetError
+from edgeinfer.errors import BudgetError, Setting
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import Replan
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
-from edgeinfer.wording import Setting
 
 _log = logging.getLogger("edgeinfer")
 

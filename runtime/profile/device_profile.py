@@ -33,7 +33,7 @@ from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.system.machine import processor_name
-from edgeinfer.user_folders import make_private, user_cache, written
+from edgeinfer.user_files import make_private, user_cache, written
 from edgeinfer.version import VERSION
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.user_folders import make_private, user_cache
+from edgeinfer.user_files import make_private, user_cache
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

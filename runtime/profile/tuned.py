@@ -22,7 +22,7 @@ from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
 from edgeinfer.runtime.system.machine import usable_processors
-from edgeinfer.user_folders import make_private, user_cache, written
+from edgeinfer.user_files import make_private, user_cache, written
 
 _FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -6,12 +6,11 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgeinfer.errors import RemoteError
+from edgeinfer.errors import RemoteError, shown
 from edgeinfer.runtime.decoding.shares import Company
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, UnansweredError, tokens_in
 from edgeinfer.runtime.text.contract import vocabulary_digest
-from edgeinfer.wording import shown
 
 _PATH = "/v1/verify"
 _LOST = "session_lost"

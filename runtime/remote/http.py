@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from edgeinfer.errors import CapabilityError, RemoteError
+from edgeinfer.errors import CapabilityError, RemoteError, shown
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.version import VERSION
-from edgeinfer.wording import shown
 
 try:
     import httpcore

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from edgeinfer.errors import CapabilityError, RemoteError, UsageError
+from edgeinfer.errors import CapabilityError, RemoteError, Setting, UsageError, shown
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RetriedReply
 from edgeinfer.runtime.text.contract import TokenizerLike
-from edgeinfer.wording import Setting, shown
 
 # Options that these engines have by the same names and meanings; ends of replies are looked after here.
 _TAKEN = ("temperature", "top_k", "top_p", "min_p")

@@ -14,13 +14,12 @@ from dataclasses import field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
-from edgeinfer.wording import Setting
 
 
 @dataclass(eq=False)

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.control_marks import LiteralEncoder
-from edgeinfer.wording import Setting
 
 # Spans that a result tells of.
 _TOLD = 8

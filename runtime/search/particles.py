@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.distributions import draw_from
@@ -23,7 +23,6 @@ from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, asked_score, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.searching import SearchedText
-from edgeinfer.wording import Setting
 
 # Particles are resampled where fewer of them than this share still count (the published code's default).
 _EFFECTIVE_SHARE = 0.5

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.errors import CapabilityError, Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.forks import can_fork
 from edgeinfer.runtime.search.aligned import Aligned
@@ -22,7 +22,6 @@ from edgeinfer.runtime.search.momentum import Momentum
 from edgeinfer.runtime.search.particles import Particles
 from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
-from edgeinfer.wording import Setting
 
 
 @dataclass(frozen=True)

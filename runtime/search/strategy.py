@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
@@ -28,7 +28,6 @@ from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.searching import SearchedText, SearchUse
-from edgeinfer.wording import Setting
 
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
 MOST_ROWS = 16

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.bundle.additions import Heads, has_heads, read_heads
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ObservedBackend
@@ -19,7 +19,6 @@ from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDraft
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
-from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule

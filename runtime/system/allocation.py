@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from edgeinfer.config import format_size
-from edgeinfer.errors import BudgetError, EdgeInferError
+from edgeinfer.errors import BudgetError, EdgeInferError, Setting
 from edgeinfer.runtime.system.memory import has_room, release_freed
-from edgeinfer.wording import Setting
 
 _HINT = "Free memory, or load the model with a smaller " + Setting("context") + " or " + Setting("memory") + " budget."
 # How onnxruntime, the C++ library under it and the native kernel put it.

@@ -22,7 +22,7 @@ from edgeinfer.errors import StorageError, TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.contract import MARK
 from edgeinfer.runtime.text.tokenizer import SEEN_WORDS, SHORT, Tokenizer, library_errors
-from edgeinfer.user_folders import make_private, user_cache
+from edgeinfer.user_files import make_private, user_cache
 
 _TOKENIZER = "tokenizer.json"
 # A smaller tokenizer.json is parsed within some 20 ms.

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from statistics import mean
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.configuration import Configuration
@@ -19,7 +19,6 @@ from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.prospects import TABLES
 from edgeinfer.runtime.tuning.measure import pass_times, turn_times
-from edgeinfer.wording import Setting
 
 # Milliseconds: of a token of a long prompt, of a plain token, of a pass that verifies, of a turn; of loading.
 PREFILL, DECODE, VERIFY, TURN, LOAD = "prompt", "decode", "verify", "turn", "load"

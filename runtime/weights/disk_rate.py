@@ -16,7 +16,7 @@ from pathlib import Path
 
 from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError
-from edgeinfer.user_folders import make_private, user_cache
+from edgeinfer.user_files import make_private, user_cache
 
 _log = logging.getLogger("edgeinfer")
 

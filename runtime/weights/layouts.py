@@ -33,7 +33,7 @@ from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.system.forks import finalize_here
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
-from edgeinfer.user_folders import user_cache
+from edgeinfer.user_files import user_cache
 
 Progress = Callable[[str, int, int], None]
 

@@ -19,7 +19,7 @@ from typing import Any
 from edgeinfer.bundle.writing import FileIdentity, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
-from edgeinfer.user_folders import make_private, user_cache, written
+from edgeinfer.user_files import make_private, user_cache, written
 
 _log = logging.getLogger("edgeinfer")
 

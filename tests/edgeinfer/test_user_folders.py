@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import StorageError
-from edgeinfer.user_folders import user_cache
+from edgeinfer.user_files import user_cache
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the cache lies elsewhere")

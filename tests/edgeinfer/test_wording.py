@@ -6,8 +6,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.options import as_flag
-from edgeinfer.errors import UsageError
-from edgeinfer.wording import Setting, joined
+from edgeinfer.errors import Setting, UsageError, joined
 
 
 def test_an_option_is_named_in_the_words_of_the_place() -> None:

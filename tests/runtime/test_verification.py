@@ -16,7 +16,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.runtime.weights import verification, verified_files
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
-from edgeinfer.user_folders import written
+from edgeinfer.user_files import written
 
 SIZE = 3 * 2**20 + 17
 Reads = Callable[[Callable[[], object]], int]

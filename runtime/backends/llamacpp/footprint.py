@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import DeviceError
+from edgeinfer.errors import DeviceError, Setting
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor
 from edgeinfer.runtime.backends.llamacpp.memory import (
@@ -25,7 +25,6 @@ from edgeinfer.runtime.backends.llamacpp.memory import (
 )
 from edgeinfer.runtime.backends.llamacpp.placement import Division
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
-from edgeinfer.wording import Setting
 
 # Of free memory of a graphics processor, what is left to its driver and other programs: an eighth, and no more than
 # llama.cpp's own programs leave (`fit_params_target` of common/common.h).

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.errors import BackendError, CapabilityError, Setting
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit, check_length, row_range
 from edgeinfer.runtime.backends.llamacpp.cache import TEXT, LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec, state_of
-from edgeinfer.wording import Setting
 
 
 @dataclass(frozen=True)

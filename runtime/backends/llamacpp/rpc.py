@@ -14,9 +14,8 @@ from functools import cache
 from typing import Any
 
 from edgeinfer.bundle.gguf.library import SUPPORTED, functions, llama_library
-from edgeinfer.errors import CapabilityError, RemoteError
+from edgeinfer.errors import CapabilityError, RemoteError, shown
 from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor
-from edgeinfer.wording import shown
 
 _ADD_SERVER = b"ggml_backend_rpc_add_server"
 # Seconds that a server has to answer.

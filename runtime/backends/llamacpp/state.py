@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.bundle.geometry import load as load_rows
 from edgeinfer.bundle.geometry import store as store_rows
-from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.errors import BackendError, CapabilityError, Setting
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, check_rows, check_type
-from edgeinfer.wording import Setting
 
 _MAGIC = 0xAF143CD8
 _HEAD = struct.Struct("<Ii")  # magic, sequence

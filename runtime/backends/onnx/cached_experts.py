@@ -13,14 +13,13 @@ from functools import partial
 import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CapabilityError
+from edgeinfer.errors import CapabilityError, Setting
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.runtime.experts.router_guess import RouterGuess
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
-from edgeinfer.wording import Setting
 
 # Share of the limit that a window may fetch where its pass needs several: what is made room for is lost to experts that
 # could have stayed, but every further window costs a run of the graph.

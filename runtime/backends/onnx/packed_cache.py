@@ -31,7 +31,7 @@ from edgeinfer.runtime.backends.onnx.packed_graph import Copy, products, weights
 from edgeinfer.runtime.backends.onnx.packed_room import make_room, private_folder, processor_key, used
 from edgeinfer.runtime.backends.onnx.packing import PACKED, SAVED, append_copy, pack_weights, remove_scratch
 from edgeinfer.runtime.weights.layouts import Progress, RunnableGraph, prepare
-from edgeinfer.user_folders import user_cache
+from edgeinfer.user_files import user_cache
 
 _log = logging.getLogger("edgeinfer")
 

@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 from edgeinfer.config import format_size
-from edgeinfer.errors import StorageError
-from edgeinfer.user_folders import written
-from edgeinfer.wording import Setting
+from edgeinfer.errors import Setting, StorageError
+from edgeinfer.user_files import written
 
 # Of all folders together; and of what the disk has free, counting what they take already.
 _MOST_BYTES = 8 << 30

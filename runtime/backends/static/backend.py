@@ -18,7 +18,7 @@ from edgeinfer.bundle.geometry import FLOAT32, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, UsageError
+from edgeinfer.errors import BackendError, BundleError, Setting, UsageError
 from edgeinfer.runtime.backends.contract import (
     ForwardInput,
     ForwardOutput,
@@ -31,7 +31,6 @@ from edgeinfer.runtime.backends.static.session import StaticSession, check_graph
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.system.memory import MappedFile, release_code
-from edgeinfer.wording import Setting
 
 
 class StaticBackend:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 from edgeinfer.bundle.spec import DecoderSpec, later_fields
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
-from edgeinfer.wording import Setting
 
 # Contexts smaller than this have no room for sinks, latest tokens and something between them.
 _LEAST_CONTEXT = 32

@@ -19,7 +19,7 @@ from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, Stamp, open_session, write_session
-from edgeinfer.user_folders import make_private, written
+from edgeinfer.user_files import make_private, written
 
 _FORMAT, _VERSION = "edgeinfer-context", 1
 _REMOVE = "Remove it, and the context is evaluated again."

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.wording import Setting
 
 
 class SelfDrafter(LogitDrafter):

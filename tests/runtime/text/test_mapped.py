@@ -20,7 +20,7 @@ from edgeinfer.export.gguf.route import ORDINARY, RARE
 from edgeinfer.runtime.text.mapped import MappedTokenizer, find_table, make_table
 from edgeinfer.runtime.text.streaming import StreamDecoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
-from edgeinfer.user_folders import user_cache
+from edgeinfer.user_files import user_cache
 from tests.export.made_tokenizers import TOKENIZERS, byte_level
 from tests.marked_tokenizers import KINDS, MARKS
 from tests.tables import each_row
