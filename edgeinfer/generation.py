@@ -152,8 +152,6 @@ class TokenStream:
         self._sampler = make_sampler(parts, prompt, config, constraint, self._stop_ids)
         asked = config.logprobs is not None
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
-        # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
-        parts.tokenizer.rest()
         parts.ledger.begin_turn()
         self._strategy = self._new_strategy(parts)
         self._first_strategy: DecodingStrategy | None = None  # where the reply has moved since

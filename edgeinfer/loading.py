@@ -51,8 +51,6 @@ from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_code, release_freed, return_large_frees
-from edgeinfer.runtime.text.mapped import make_table
-from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer, recommended_sampling
 
@@ -98,8 +96,6 @@ class Bundles:
         A bad profile is warned of. Errors as `choose_backend`.
         """
         target = open_bundle(_located(model, config, progress))
-        if config.remember:
-            make_table(target)
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
         drafter = open_bundle(_located(config.draft_model, LoadConfig(), progress)) if given else None
         if config.draft_model is None:
@@ -283,8 +279,6 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         check_first_pass(backend, subject.device)
     parsed = parsed or parsed_tokenizer(lambda: own_tokenizer(subject.choice, backend))
     model = make_draft_backend(subject.drafter, config, plan)
-    if isinstance(parsed.tokenizer, TransientTokenizer):
-        parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_context_shift(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, PrefixCache(plan.prefix_cache))
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)

@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import GenerationConfig
@@ -20,18 +20,12 @@ from edgeinfer.runtime.text.contract import TokenizerLike, surely_longer
 from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
-from edgeinfer.runtime.text.transient import TransientTokenizer
-
-if TYPE_CHECKING:
-    pass
-
 
 TOOL_TEMPLATE = "chat_template.tool_use.jinja"  # as transformers names the template of conversations with tools
 # By what a plan says of the tokenizer; that of a model's own file is the backend's.
 TOKENIZERS: dict[str, Callable[[Bundle], TokenizerLike]] = {
     "mapped": MappedTokenizer.of,
     "kept": lambda bundle: Tokenizer.from_file(bundle.file(TOKENIZER)),
-    "transient": lambda bundle: TransientTokenizer.from_file(bundle.file(TOKENIZER)),
 }
 # Options of generation_config.json that mean the same here; those of beam search and others do not.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -50,7 +44,6 @@ def parsed_tokenizer(make: Callable[[], TokenizerLike]) -> ParsedTokenizer:
     """Makes a tokenizer, and gives back the memory that only parsing took."""
     started, before = time.perf_counter(), process_memory().anonymous
     tokenizer = make()
-    tokenizer.rest()
     release_freed()
     return ParsedTokenizer(tokenizer, (time.perf_counter() - started) * 1e3, process_memory().anonymous - before)
 

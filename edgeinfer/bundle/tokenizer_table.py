@@ -16,12 +16,10 @@ The file is one of arrays (`array_file`):
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
 import re
-import sys
 from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +28,6 @@ from typing import Any, Literal
 import numpy as np
 
 from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_index
-from edgeinfer.bundle.writing import write_file
 
 TABLE = "tokenizer.table"
 VERSION = "1"
@@ -196,14 +193,3 @@ class TokenizerTable:
 
     def _spelling(self, id_: int) -> bytes:
         return bytes(self._spellings[self._ends[id_] : self._ends[id_ + 1]])
-
-
-def main(source: str, digest: str, target: str) -> None:
-    """Writes the table of a tokenizer.json that has a digest, or an empty file where there can be none."""
-    contents = Path(source).read_bytes()
-    if hashlib.sha256(contents).hexdigest() == digest:
-        write_file(Path(target), encode_table(contents) or b"")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

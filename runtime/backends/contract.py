@@ -155,9 +155,6 @@ class Backend(Protocol):
     def cancel(self) -> None:
         """Ends the running pass from another thread; its `forward` raises PassCancelledError."""
 
-    def drop_pages(self) -> None:
-        """Lets go of pages of the weights' file, which the next pass reads again; makes room for something else."""
-
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated now, by term: at least "kv" and "buffers"."""
 

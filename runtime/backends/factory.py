@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.tokenizer_table import TABLE
 from edgeinfer.config import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
@@ -16,13 +17,11 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.devices.selection import choose_device
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import usable_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
-from edgeinfer.runtime.text.mapped import find_table
-from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
 
 
@@ -121,14 +120,12 @@ class BackendFactory(ABC):
         """Whether logits of a pass's rows can be computed later, a few at a time, where all weights are in memory."""
         return False
 
-    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
-        """Ways to have the tokenizer, the usual one first."""
-        if find_table(bundle) is not None:
-            return ("mapped",)
-        return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
+    def tokenizer_mode(self, bundle: Bundle) -> TokenizerMode:
+        """How the tokenizer is kept in memory."""
+        return "mapped" if bundle.has(TABLE) else "kept"
 
     def tokenizer(self, backend: Backend) -> TokenizerLike:
-        """The tokenizer of the model's own file, where `tokenizers` says that it is used."""
+        """The tokenizer of the model's own file, where `tokenizer_mode` is "model"."""
         raise NotImplementedError
 
     @abstractmethod

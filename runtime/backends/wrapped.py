@@ -78,10 +78,6 @@ class WrappedBackend(Generic[B]):
         """Ends the running pass from another thread."""
         self._inner.cancel()
 
-    def drop_pages(self) -> None:
-        """Lets go of pages of the weights' file."""
-        self._inner.drop_pages()
-
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         return self._inner.nbytes()

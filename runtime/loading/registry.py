@@ -105,7 +105,7 @@ def plan_input_of(
         drafter,
         kv_types=factory.kv_types(bundle, layout),
         weights_modes=weights_modes_on(device, factory.weights_modes(bundle, layout)),
-        tokenizers=factory.tokenizers(bundle),
+        tokenizer=factory.tokenizer_mode(bundle),
         threads=thread_count(config, settings),
         memory=memory_on(device, factory.memory(choice, config), cache=factory.graphs == "ordinary"),
         modes_differ=factory.modes_differ,

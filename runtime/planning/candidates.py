@@ -13,7 +13,7 @@ from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import ContextLengthError, Setting, UsageError
-from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode, TokenizerMode
+from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
@@ -40,7 +40,7 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
 
 def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> Iterator[Configuration]:
     """Every way to run that the caller left open, the one without any concession first."""
-    return map(plan_input.placed, _product(_dimensions(plan_input, config, drafts)))
+    return _product(plan_input, _dimensions(plan_input, config, drafts))
 
 
 def whole_configurations(
@@ -57,16 +57,15 @@ def whole_configurations(
         weights=every.weights[:1],
         drafts=every.drafts[:1],
         chunks=every.chunks[:1],
-        tokenizers=every.tokenizers[:1],
         grammars=every.grammars[:1],
     )
-    return map(plan_input.placed, _product(whole))
+    return _product(plan_input, whole)
 
 
 def modest_configurations(
     plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
 ) -> Iterator[Configuration]:
-    """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more.
+    """Configurations with every concession, whatever their weights: streaming can take more.
 
     One of them takes the least of all; arguments and errors as `configurations`.
     """
@@ -78,7 +77,7 @@ def modest_configurations(
         chunks=every.chunks[-1:],
         grammars=every.grammars[-1:],
     )
-    return map(plan_input.placed, _product(least))
+    return _product(plan_input, least)
 
 
 class Drafting(NamedTuple):
@@ -112,7 +111,6 @@ class _Dimensions(NamedTuple):
     weights: tuple[WeightsWay, ...]
     drafts: Sequence[Drafting]
     chunks: tuple[int, ...]
-    tokenizers: tuple[TokenizerMode, ...]
     grammars: tuple[GrammarMode, ...]
 
 
@@ -123,15 +121,14 @@ def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Draf
         weights_ways(plan_input, config),
         drafts,
         (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
-        plan_input.tokenizers,
         ("sliced", "plain") if config.structured else ("none",),
     )
 
 
-def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
-    for context, kv, weights, drafts, chunk, tokenizer, grammars in itertools.product(*dimensions):
+def _product(plan_input: PlanInput, dimensions: _Dimensions) -> Iterator[Configuration]:
+    for context, kv, weights, drafts, chunk, grammars in itertools.product(*dimensions):
         drafters, most, draft_model = drafts
-        yield Configuration(
+        configuration = Configuration(
             context,
             min(chunk, context),
             kv,
@@ -139,12 +136,13 @@ def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
             weights.window_layers,
             drafters,
             most,
-            tokenizer,
+            plan_input.tokenizer,
             weights.expert_bytes,
             draft_model=draft_model,
             grammars=grammars,
             kept_layers=weights.kept_layers,
         )
+        yield plan_input.placed(configuration)
 
 
 def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:

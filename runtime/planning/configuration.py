@@ -12,9 +12,8 @@ TOKENIZER = "tokenizer.json"
 # What free memory has counted already, as the process had it before; what the system may take back; and what is there
 # at other times. Pages of libraries are none of these, as the system counts files that are mapped as free.
 _NOT_BESIDE = frozenset({"interpreter", "weights_mapped", "experts", "reserve", "loading", "activations"})
-# The tokenizer is mapped from a table, stays in memory as the library has it, is loaded again for every prompt, or is
-# part of the model's file.
-TokenizerMode = Literal["mapped", "kept", "transient", "model"]
+# The tokenizer is mapped from a table, stays in memory as the library has it, or is part of the model's file.
+TokenizerMode = Literal["mapped", "kept", "model"]
 # Replies by a grammar are not planned for; there is memory for the engine's tables of the vocabulary; or also for the
 # tokens that it keeps apart for strings, without which it takes longer for their masks.
 GrammarMode = Literal["none", "plain", "sliced"]
@@ -115,7 +114,7 @@ class ModelMemory(Protocol):
         """Session, cache and the largest pass; "code" is of files that a second model on the backend shares."""
 
     def tokenizer(self, mode: TokenizerMode, *, used: bool) -> Footprint:
-        """What stays of the tokenizer: all, or what decoding needs."""
+        """What the tokenizer takes before it encoded any text, or with the words it has seen since."""
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
         """What the process is at times beyond what stays: while a tokenizer is parsed, while the session is made.

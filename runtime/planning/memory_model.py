@@ -158,7 +158,7 @@ class MemoryModel:
         return Footprint(anonymous, {"libraries": libraries})
 
     def _loading(self, running: Footprint, configuration: Configuration) -> Footprint:
-        """What loading, or parsing the tokenizer again, takes at its worst beyond all that is there afterwards."""
+        """What loading takes at its worst beyond all that is there afterwards."""
         counted = self._config.counted
         phases = self._input.memory.phases(self._outside(running=False), running, configuration)
         worst = max(phase.total(counted) for phase in phases)

@@ -73,7 +73,7 @@ class PlanInput:
         drafter: a small model that drafts.
         kv_types: those that the graph or the library has, the usual one first.
         weights_modes: those the backend has, the fastest first.
-        tokenizers: ways to have the tokenizer, the usual one first.
+        tokenizer: how the tokenizer is kept in memory.
         threads: of the linear algebra.
         memory: what the model takes.
         modes_differ: whether weights of another mode are multiplied in another way, at another speed.
@@ -95,7 +95,7 @@ class PlanInput:
     drafter: PlanInput | None
     kv_types: tuple[str, ...]
     weights_modes: tuple[str, ...]
-    tokenizers: tuple[TokenizerMode, ...]
+    tokenizer: TokenizerMode
     threads: int
     memory: ModelMemory
     modes_differ: bool = False

@@ -19,7 +19,7 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.planning.candidates import configurations, weights_ways
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration
+from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel
@@ -69,11 +69,9 @@ class Profiles(Protocol):
         """The profile of a variant, with the draft model beside it or without."""
 
 
-# Of parsing a byte of tokenizer.json (docs/log/2026-11-21.md).
-_PARSING_MS_PER_BYTE = 6e-5
 # Terms that grow while the model is used, and which are not alive between two turns.
 _KNOWN = ("kv", "prefix_cache")
-_TRANSIENT = ("activations", "loading")
+_PASSING = ("activations", "loading")
 # What cannot change under a loaded model.
 _LASTING = ("window_layers", "kept_layers", "expert_bytes", "tokenizer", "draft_model")
 # What the system counts besides: tables of pages, and pages of files that are read once, as a tokenizer's.
@@ -261,7 +259,7 @@ def _rereading(plan_input: PlanInput) -> Iterator[Configuration]:
     ways = [way for way in weights_ways(plan_input, LoadConfig()) if way.window_layers or way.expert_bytes]
     for kv, way in itertools.product(plan_input.kv_types, ways):
         for draft_model in (True, False) if plan_input.drafter is not None else (False,):
-            c = Configuration(1, 1, kv, way.mode, way.window_layers, (), 0, plan_input.tokenizers[0], way.expert_bytes)
+            c = Configuration(1, 1, kv, way.mode, way.window_layers, (), 0, plan_input.tokenizer, way.expert_bytes)
             yield dataclasses.replace(c, kept_layers=way.kept_layers, draft_model=draft_model)
 
 
@@ -297,7 +295,6 @@ def _beside_ms(plan_input: PlanInput, profiles: Sequence[DeviceProfile]) -> floa
 
 def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -> Pace:
     costs = profile.costs()
-    tokenizer = plan_input.manifest.files.get(TOKENIZER)
     always_read = plan_input.manifest.weight_bytes - experts.total
     passes = costs.passes if costs else guessed_passes(always_read, experts.needed)
     return Pace(
@@ -305,7 +302,6 @@ def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -
         measured=costs is not None,
         round_ms=costs.round_ms if costs else ROUND_MS,
         prospects=_prospects(plan_input, profile, passes),
-        tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
     )
 
 
@@ -362,7 +358,7 @@ def _outside(plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int]) 
         sum(
             min(used.get(name, 0), size) if name in _KNOWN else size
             for name, size in pages.items()
-            if name not in OUTSIDE and name not in _TRANSIENT
+            if name not in OUTSIDE and name not in _PASSING
         )
         for pages in _pages(plan)
     )

@@ -243,8 +243,6 @@ def _given_up(wanted: Configuration, chosen: Configuration, layers: int) -> tupl
         lost.append(f"{chosen.kv} KV cache instead of {wanted.kv} (lossy)")
     if chosen.weights != wanted.weights:
         lost.append(_other_weights(chosen, wanted, layers))
-    if chosen.tokenizer != wanted.tokenizer:
-        lost.append("tokenizer reloaded for every prompt")
     if not chosen.draft_max and wanted.draft_max:
         lost.append("no drafting")
     elif wanted.draft_model and not chosen.draft_model:
@@ -314,7 +312,6 @@ def _alternatives(
         NOTHING_GIVEN_UP: lambda c: c == candidates[0].configuration,
         "smallest": lambda c: c == smallest,
         "no drafting": lambda c: c.draft_max == 0,
-        "tokenizer reloaded": lambda c: c.tokenizer == "transient",
     }
     ways = [each.configuration for each in candidates]
     kinds |= {f"{kv} KV cache": _with("kv", kv) for kv in dict.fromkeys(way.kv for way in ways)}

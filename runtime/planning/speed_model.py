@@ -74,7 +74,6 @@ class Pace:
         measured: whether they were timed here, or guessed from the size of the weights.
         round_ms: of a round that drafts, besides its pass.
         prospects: of the drafters that "auto" asks, in the order in which it asks them.
-        tokenizer_ms: making the tokenizer.
         beside_ms: of a token besides its round.
     """
 
@@ -82,7 +81,6 @@ class Pace:
     measured: bool
     round_ms: float
     prospects: Sequence[Prospect]
-    tokenizer_ms: float
     beside_ms: float = 0.0
 
 
@@ -181,8 +179,7 @@ class SpeedModel:
         token_ms = round_ms + pace.beside_ms
         chunk = min(configuration.prefill_chunk, TURN_TOKENS)
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
-        making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
-        turn_ms = making_ms + prompt_ms + REPLY_TOKENS * token_ms
+        turn_ms = prompt_ms + REPLY_TOKENS * token_ms
         # Asking in vain does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many
         # times.
         plain = 1e3 / (pace.passes.ms(1) + pace.beside_ms)

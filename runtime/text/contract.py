@@ -64,9 +64,6 @@ class TokenizerLike(Protocol):
     def id_to_token(self, id_: int) -> str | None:
         """The vocabulary's spelling of an id, None where it has no such id."""
 
-    def rest(self) -> None:
-        """No text will be encoded for a while: what only encoding needs may leave memory until then."""
-
 
 def token_bytes(token: str) -> bytes:
     """The bytes of text that a token spells; an added token, written as plain text, spells itself."""

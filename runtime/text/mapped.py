@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
@@ -17,16 +15,11 @@ from tokenizers import AddedToken
 
 from edgeinfer.bundle.array_file import ArrayFileError
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.bundle.tokenizer_table import TABLE, VERSION, TokenizerTable
-from edgeinfer.errors import StorageError, TokenizerError
+from edgeinfer.bundle.tokenizer_table import TABLE, TokenizerTable
+from edgeinfer.errors import TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.contract import MARK
 from edgeinfer.runtime.text.tokenizer import SEEN_WORDS, SHORT, Tokenizer, library_errors
-from edgeinfer.user_files import make_private, user_cache
-
-_TOKENIZER = "tokenizer.json"
-# A smaller tokenizer.json is parsed within some 20 ms.
-_WORTH_BYTES = 500_000
 
 # Symbols of the longest word that is kept with its tokens.
 _LONGEST_SEEN = 32
@@ -71,16 +64,15 @@ class MappedTokenizer(Tokenizer):
                 tokenizer = cls(TokenizerTable(Path(path)))
             except (ArrayFileError, OSError, KeyError, ValueError) as error:
                 message = f"Cannot use the tokenizer {path}: {error}."
-                raise TokenizerError(message, "Remove it where it lies in a cache, else export again.") from error
+                raise TokenizerError(message, "Export the model again.") from error
             tokenizer.decode(tokenizer.encode("a"))
         return tokenizer
 
     @classmethod
     def of(cls, bundle: Bundle) -> Self:
         """That of a bundle with a table."""
-        if bundle.has(TABLE):
-            bundle.check(TABLE)
-        return cls.from_file(find_table(bundle) or bundle.path / TABLE)
+        bundle.check(TABLE)
+        return cls.from_file(bundle.path / TABLE)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""
@@ -89,10 +81,6 @@ class MappedTokenizer(Tokenizer):
         spelled = [text for text in map(self.id_to_token, ids) if text is not None and text not in hidden]
         decoder = self._backend.decoder
         return " ".join(spelled) if decoder is None else str(decoder.decode(spelled))
-
-    def spellings(self) -> Iterator[str | None]:
-        """The vocabulary's spelling of every id from 0 on, None for ids that are no token."""
-        yield from map(self.id_to_token, range(max(self._table.ids, 1 + max(self._added, default=-1))))
 
     def token_to_id(self, text: str) -> int | None:
         """The id of one token as the vocabulary spells it, None where it has no such token."""
@@ -125,46 +113,12 @@ class MappedTokenizer(Tokenizer):
         return ids
 
 
-def find_table(bundle: Bundle) -> Path | None:
-    """The table of a bundle's tokenizer: its own, or one that was made of it here; None where there is none."""
-    if bundle.has(TABLE):
-        return bundle.path / TABLE
-    entry = bundle.manifest.files.get(_TOKENIZER)
-    if entry is None or entry.bytes < _WORTH_BYTES:
-        return None
-    with suppress(StorageError):
-        made = _made(entry.sha256)
-        return made if made.is_file() and made.stat().st_size else None
-    return None
-
-
 def mapped_tokenizer_bytes(table: Path, *, used: bool) -> int:
     """What stays of a mapped tokenizer in memory of its own; 0 where the table cannot be read."""
     with suppress(ArrayFileError, OSError, KeyError, ValueError):
         symbols = TokenizerTable(table).tokenizer
         return _LIBRARY_BYTES + _PARSED * len(symbols) + (SEEN_WORDS * _SEEN_WORD_BYTES if used else 0)
     return 0
-
-
-def make_table(bundle: Bundle) -> None:
-    """Makes the table of an old bundle's tokenizer for the next time, in a process of its own, as it takes more memory
-    than a model is planned with. A tokenizer that has none leaves an empty file, and a failure nothing."""
-    entry = bundle.manifest.files.get(_TOKENIZER)
-    if not bundle.digests or bundle.has(TABLE) or entry is None or entry.bytes < _WORTH_BYTES:
-        return
-    if getattr(sys, "frozen", False):  # there is no interpreter to start
-        return
-    with suppress(OSError, StorageError):
-        made, source = _made(entry.sha256), bundle.path / _TOKENIZER
-        if not made.exists():
-            make_private(made.parent)
-            module = "edgeinfer.bundle.tokenizer_table"
-            command = [sys.executable, "-m", module, str(source), entry.sha256, str(made)]
-            subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def _made(digest: str) -> Path:
-    return user_cache() / "edgeinfer" / "tokenizers" / f"{digest}-{VERSION}.table"
 
 
 def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:

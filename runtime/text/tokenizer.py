@@ -42,8 +42,6 @@ SEEN_WORDS = 1000
 _TOKEN_BYTES, _BUCKET_BYTES, _SEEN_WORD_BYTES = 190, 83, 600
 # Where merges are texts, and where they are pairs.
 _PARSED_TOKEN_BYTES, _PARSED_BUCKET_BYTES, _PARSER_BYTES = (320, 680), (116, 140), 2_000_000
-# What parsing leaves behind: blocks too small to go back to the system.
-_LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_500_000
 _KEPT_BYTES = 2_000_000
 _ENCODER_BYTES = 250_000
 
@@ -140,21 +138,10 @@ class Tokenizer:
         ids = ids if self._stands is None else [id_ for id_ in ids if id_ not in self._stands.ids]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def rest(self) -> None:
-        """Changes nothing: the tokenizer stays."""
-
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's logits may have more columns."""
         return self._size
-
-    def spellings(self) -> Iterator[str | None]:
-        """The vocabulary's spelling of every id from 0 on, None for ids that are no token."""
-        stands = self._stands.ids if self._stands is not None else ()
-        ids = self._backend.get_vocab(with_added_tokens=True).values()
-        last = max((id_ for id_ in ids if id_ not in stands), default=-1)
-        del ids  # the whole vocabulary, which would stay beside what is made of its spellings
-        yield from (None if id_ in stands else self._backend.id_to_token(id_) for id_ in range(last + 1))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -306,15 +293,19 @@ def has_pairs(contents: bytes | mmap.mmap) -> bool:
     return _PAIRS.search(contents) is not None
 
 
+def file_has_pairs(path: Path) -> bool:
+    """Apply `has_pairs` to a file; False where it is missing or empty."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
+            return has_pairs(contents)
+    except (OSError, ValueError):
+        return False
+
+
 def parsing_bytes(file_bytes: int, tokens: int, *, pairs: bool) -> int:
     """The most that is in use while a tokenizer.json is parsed, the result included."""
     parsed = _PARSED_TOKEN_BYTES[pairs] * tokens + _PARSED_BUCKET_BYTES[pairs] * _buckets(tokens)
     return file_bytes + parsed + _PARSER_BYTES
-
-
-def table_bytes(file_bytes: int, tokens: int) -> int:
-    """What stays of a tokenizer at rest: each token's spelling and where it begins."""
-    return file_bytes // 3 + (4 + _LEFT_TOKEN_BYTES) * (tokens + 1) + _LEFT_BYTES
 
 
 def _buckets(tokens: int) -> int:

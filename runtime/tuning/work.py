@@ -91,6 +91,6 @@ def _token_ms(configuration: Configuration, plain_ms: float, passes: Mapping[int
     """A token of a reply, drafted where that is predicted to pay."""
     costs = PassCosts(((1, plain_ms), *sorted(passes.items())))
     prospects = prospects_by(TABLES, plain_ms)
-    pace = Pace(costs, measured=True, round_ms=ROUND_MS, prospects=prospects, tokenizer_ms=0.0)
+    pace = Pace(costs, measured=True, round_ms=ROUND_MS, prospects=prospects)
     drafting = dataclasses.replace(configuration, draft_max=min(configuration.draft_max, costs.largest - 1))
     return 1e3 / SpeedModel(lambda _: pace).speed(drafting).tokens_per_second

@@ -130,7 +130,7 @@ def test_speculation_is_exact_in_every_configuration(
 
 @needs_builtin
 @pytest.mark.slow
-def test_a_transient_tokenizer_and_streamed_weights_give_the_same_text(tmp_path: Path) -> None:
+def test_streamed_weights_give_the_same_text(tmp_path: Path) -> None:
     """As planned for a budget in a process of its own, which stays within it."""
     run = (
         "import sys, json, edgeinfer\n"

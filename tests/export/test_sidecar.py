@@ -9,8 +9,7 @@ from typing import Any
 from edgeinfer.apps.bench.synthetic import pseudo_text, write_tokenizer
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
-from edgeinfer.runtime.text.tokenizer import Tokenizer
-from edgeinfer.runtime.text.transient import tokenizer_facts
+from edgeinfer.runtime.text.tokenizer import Tokenizer, file_has_pairs
 from tests.tables import each_row
 
 CONFIG = HFConfig({"bos_token_id": 1, "eos_token_id": 2})
@@ -32,8 +31,8 @@ def change(folder: Path, **model: Any) -> bytes:
 def test_pairs_become_texts_and_the_tokenizer_stays_the_same(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json", 3000)
     (tmp_path / "lean.json").write_bytes(written(tmp_path))
-    assert tokenizer_facts(tmp_path / "tokenizer.json").merge_pairs
-    assert not tokenizer_facts(tmp_path / "lean.json").merge_pairs
+    assert file_has_pairs(tmp_path / "tokenizer.json")
+    assert not file_has_pairs(tmp_path / "lean.json")
     theirs, ours = (Tokenizer.from_file(tmp_path / name) for name in ("tokenizer.json", "lean.json"))
     for text in (pseudo_text(500), "Grüße, 世界!  \n\t <|im_end|> don't", ""):
         ids = theirs.encode(text)

@@ -130,9 +130,6 @@ class TableBackend:
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def drop_pages(self) -> None:
-        pass
-
     def nbytes(self) -> dict[str, int]:
         return {"kv": 0, "buffers": 0}
 

@@ -258,7 +258,6 @@ def test_memory_stays_as_it_was_taken(backend: StaticBackend) -> None:
     assert before == backend.geometry.kv_bytes_per_token() * 48
     feed(backend, TEXT)
     assert backend.nbytes()["kv"] == before and backend.nbytes()["buffers"] > 0
-    backend.drop_pages()
     backend.close()
 
 

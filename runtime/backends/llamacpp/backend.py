@@ -224,10 +224,6 @@ class LlamaCppBackend:
         """Ends the running pass from another thread."""
         self._context.cancel()
 
-    def drop_pages(self) -> None:
-        """Lets go of pages of the weights' file."""
-        self.vocabulary.drop_pages()
-
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term, as llama.cpp says."""
         return {"kv": self.cache.nbytes, "buffers": self._context.buffer_bytes + self._gathered.nbytes}

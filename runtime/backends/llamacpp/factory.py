@@ -97,9 +97,9 @@ class LlamaCppFactory(BackendFactory):
             return lambda configuration: asked
         return lambda configuration: layers_that_fit(gguf, processor, configuration)
 
-    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
+    def tokenizer_mode(self, bundle: Bundle) -> TokenizerMode:
         """llama.cpp has the vocabulary in memory whether it is used or not."""
-        return ("model",)
+        return "model"
 
     def tokenizer(self, backend: Backend) -> TokenizerLike:
         """That vocabulary."""

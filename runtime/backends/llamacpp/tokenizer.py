@@ -234,9 +234,6 @@ class LlamaTokenizer:
             return None
         return self._text(id_)
 
-    def rest(self) -> None:
-        """Changes nothing: the vocabulary stays with the model."""
-
     def _tokenize(self, data: bytes, room: int, special: bool = False) -> tuple[int, NDArray[np.int32]]:
         ids = np.empty(room, np.int32)
         target = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))

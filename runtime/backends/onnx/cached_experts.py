@@ -110,8 +110,3 @@ class CachedExpertsBackend(WindowedBackend):
         if self._guess is not None and output.hidden is not None:
             for layer in following:
                 self.expert_cache.fetch(layer, self._guess.experts(layer, output.hidden))
-
-    def drop_pages(self) -> None:
-        """Lets go of pages of the weights' file, of all experts too."""
-        super().drop_pages()
-        self.expert_cache.forget()

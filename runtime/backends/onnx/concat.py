@@ -100,9 +100,6 @@ class ConcatBackend:
         """Ends the running pass from another thread."""
         self._session.cancel()
 
-    def drop_pages(self) -> None:
-        """Does nothing: the weights are copies in memory."""
-
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         return {"kv": self.cache.nbytes, "buffers": self._mask.nbytes + self._logits.nbytes}

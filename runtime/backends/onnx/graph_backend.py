@@ -247,11 +247,6 @@ class GraphBackend(ABC):
         """Ends the running pass from another thread."""
         self._session.cancel()
 
-    def drop_pages(self) -> None:
-        """Lets go of pages of the weights' file."""
-        if self.pages is not None:
-            self.pages.release()
-
     @property
     def _buffer_bytes(self) -> int:
         """Bytes of inputs and outputs of passes."""

@@ -16,14 +16,14 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.spec import WAITING_ROWS
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
+from edgeinfer.bundle.tokenizer_table import TABLE
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
-from edgeinfer.runtime.text.mapped import find_table, mapped_tokenizer_bytes
-from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
-from edgeinfer.runtime.text.transient import tokenizer_facts
+from edgeinfer.runtime.text.mapped import mapped_tokenizer_bytes
+from edgeinfer.runtime.text.tokenizer import file_has_pairs, kept_bytes, parsing_bytes
 from edgeinfer.runtime.weights.streaming import (
     loading_bytes,
     looked_up_bytes,
@@ -128,26 +128,13 @@ class OnnxMemory:
         )
 
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
-        """What stays of it: all, or what decoding needs."""
-        if (keeping, used) not in self._known_tokenizers:
-            self._known_tokenizers[keeping, used] = self._tokenizer(keeping, used)
-        return self._known_tokenizers[keeping, used]
-
-    @cached_property
-    def _known_tokenizers(self) -> dict[tuple[TokenizerMode, bool], Footprint]:
-        """The same of tokenizers."""
-        return {}
-
-    def _tokenizer(self, keeping: TokenizerMode, used: bool) -> Footprint:
-        size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
+        """What it takes before and after it encoded text."""
         if keeping == "mapped":
             return self._mapped_tokenizer[used]
-        kept = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
-        return Footprint({"tokenizer": kept}, {})
+        return Footprint({"tokenizer": kept_bytes(self.bundle.manifest.geometry.vocab_size, used=used)}, {})
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """While the tokenizer is parsed, which is before anything else is there; while the session is made; and while
-        a transient tokenizer is parsed for a prompt, when the pages of the weights are dropped and no pass runs."""
+        """While the tokenizer is parsed, which is before anything else is there, and while the session is made."""
         geometry = self.bundle.manifest.geometry
         mapped = configuration.tokenizer == "mapped"
         yield outside + (self.tokenizer("mapped", used=False) if mapped else self._parsing)
@@ -161,9 +148,6 @@ class OnnxMemory:
         for packing in self._packing(configuration, weights):
             yield around + packing
         yield around + Footprint({"weights_packed": weights, "kv": cache}, {})
-        if configuration.tokenizer == "transient":
-            idle = dict(running.anonymous) | {"activations": 0}
-            yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + self._parsing
 
     @cached_property
     def _parsing(self) -> Footprint:
@@ -190,9 +174,9 @@ class OnnxMemory:
     @cached_property
     def _mapped_tokenizer(self) -> tuple[Footprint, Footprint]:
         """Before it is used, and used."""
-        table = find_table(self.bundle)
-        if table is None:
+        if not self.bundle.has(TABLE):
             return Footprint({}, {}), Footprint({}, {})
+        table = self.bundle.path / TABLE
         mapped = {"tokenizer_mapped": table.stat().st_size}
         unused, used = (
             Footprint({"tokenizer": mapped_tokenizer_bytes(table, used=used)}, mapped) for used in (False, True)
@@ -330,7 +314,7 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
 
 def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:
     """What a bundle takes, with all weights multiplied out to floats if so."""
-    pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
+    pairs = file_has_pairs(bundle.path / TOKENIZER)
     return OnnxMemory(bundle, layout, pairs, layout != NATIVE and _is_packed(bundle), floats, threads)
 
 

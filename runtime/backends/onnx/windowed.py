@@ -244,11 +244,6 @@ class StreamedBackend(WindowedBackend):
             self._reading.used(part.weights.runs)
         part.release()
 
-    def drop_pages(self) -> None:
-        """Lets go of the layers that stay; of others none are in memory between two passes."""
-        if self._stay or self._keeps_head:
-            self._pages.release()
-
     def close(self) -> None:
         """Closes the backend inside."""
         if self._reading is not None:

@@ -352,9 +352,6 @@ class ReferenceBackend:
     def cancel(self) -> None:
         """Does nothing: a numpy pass runs to its end, which is still within one step."""
 
-    def drop_pages(self) -> None:
-        """Does nothing: the weights are copies in memory."""
-
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         weights = sum(w.nbytes for w in self._whole.values())

@@ -155,10 +155,6 @@ class StaticBackend:
         if running is not None:
             running.cancel()
 
-    def drop_pages(self) -> None:
-        """Lets go of pages of the weights' file."""
-        MappedFile(self._bundle.path / WEIGHTS).release()
-
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         buffers = sum(session.nbytes for session in self._sessions.values())

@@ -16,7 +16,7 @@ from edgeinfer.runtime.backends.static.memory import StaticMemory
 from edgeinfer.runtime.devices.contract import Device, Graphs
 from edgeinfer.runtime.planning.configuration import TOKENIZER, ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
-from edgeinfer.runtime.text.transient import tokenizer_facts
+from edgeinfer.runtime.text.tokenizer import file_has_pairs
 
 
 class StaticFactory(BackendFactory):
@@ -51,7 +51,7 @@ class StaticFactory(BackendFactory):
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of all sessions."""
         bundle = choice.bundle
-        pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
+        pairs = file_has_pairs(bundle.path / TOKENIZER)
         ordinary = OnnxMemory(bundle, choice.layout, pairs, packed_ready=True)
         return StaticMemory(bundle, ordinary, config.exact, choice.device.on_cpu)
 

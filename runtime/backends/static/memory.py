@@ -77,13 +77,10 @@ class StaticMemory:
         return self.ordinary.tokenizer(mode, used=used)
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """While the tokenizer is parsed, while the last session is made, and while a transient tokenizer is parsed."""
+        """While the tokenizer is parsed, and while the last session is made."""
         yield next(iter(self.ordinary.phases(outside, running, configuration)))
         turning = dict(running.anonymous) | {"activations": _TURNING_COPIES * max(map(_packed, self._matrices()))}
         yield Footprint(turning, dict(running.file) | {"loading_code": _LOADING_CODE_BYTES})
-        if configuration.tokenizer == "transient":
-            *_, parsing = self.ordinary.phases(outside, running, configuration)
-            yield parsing
 
     @property
     def _spec(self) -> DecoderSpec:

@@ -53,7 +53,7 @@ BOTH = tuple(product((True, False), (True, False)))
 CONFIGURATIONS = (
     Configuration(40, 16, "float32", "packed", 0, (), 0, "kept"),
     Configuration(128, 64, "int8", "mapped", 0, ("ngram",), 4, "mapped"),
-    Configuration(100, 8, "int4", "streamed", 2, (), 0, "transient"),
+    Configuration(100, 8, "int4", "streamed", 2, (), 0, "kept"),
     Configuration(64, 32, "float16", "experts", 0, (), 6, "model", expert_bytes=9000, expert_count=1),
 )
 

@@ -31,7 +31,7 @@ PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
 # A device on which four rows cost what one does, and reading the weights again ten times as much.
 PASSES = PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0)))
 TABLES = (Prospect("copy", 0.3, 0.8, 0.01, tables=True), Prospect("ngram", 0.2, 0.7, 0.01, tables=True))
-PACE = Pace(PASSES, True, 0.3, (*TABLES, Prospect("recycle", 0.1, 0.5, 0.01, tables=True)), 50.0)
+PACE = Pace(PASSES, True, 0.3, (*TABLES, Prospect("recycle", 0.1, 0.5, 0.01, tables=True)))
 PLAIN = (Drafting((), 0, False),)
 
 
@@ -52,9 +52,7 @@ def plan_input_of(max_positions: int) -> PlanInput:
     bundle = dataclasses.replace(bundle, manifest=manifest)
     memory = OnnxMemory(bundle, "native", merge_pairs=True, packed_ready=True)
     kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
-    return PlanInput(
-        "onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory, option_bytes=OPTION_BYTES
-    )
+    return PlanInput("onnx", bundle, "native", None, kinds, modes, "kept", 1, memory, option_bytes=OPTION_BYTES)
 
 
 def pace_of(configuration: Configuration) -> Pace:

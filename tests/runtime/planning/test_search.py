@@ -175,7 +175,7 @@ def test_the_head_alone_is_streamed_where_a_little_is_missing(plan_input: PlanIn
 
 
 def test_drafts_shrink_to_nothing_with_the_budget(plan_input: PlanInput) -> None:
-    plan_input = dataclasses.replace(plan_input, tokenizers=("kept",))
+    plan_input = dataclasses.replace(plan_input)
     fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
     most, least = (plan(plan_input, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
     plans = [plan(plan_input, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
@@ -290,7 +290,7 @@ def test_a_larger_budget_never_promises_less(
         points = tuple((m, ms * times.get(variant, 1.0) * (1 if m == 1 else slope)) for m, ms in PASSES.points)
         return dataclasses.replace(PACE, passes=PassCosts(points), prospects=prospects)
 
-    subject = dataclasses.replace(plan_input, tokenizers=("kept",))
+    subject = dataclasses.replace(plan_input)
     options: dict[str, Any] = {"prefill_chunk": 32, "context": context}
 
     def ask(memory: int | None, all_ways: bool = False) -> MemoryPlan:
@@ -338,7 +338,7 @@ def test_a_plan_agrees_with_itself(
 ) -> None:
     """Whatever the budget, and whichever variants were measured: one least budget, one speed of each way to run."""
     drafter = dataclasses.replace(plan_input, option_bytes=None)
-    nested = dataclasses.replace(plan_input, drafter=drafter, tokenizers=("kept",))
+    nested = dataclasses.replace(plan_input, drafter=drafter)
 
     def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
         key = variant, draft_model

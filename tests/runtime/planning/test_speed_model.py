@@ -64,8 +64,6 @@ def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
     assert SpeedModel(pace_of).speed(copying).tokens_per_second == pytest.approx(1e3 * (1 + 0.3 * 1.952) / ms)
     streamed = dataclasses.replace(c, weights="streamed", window_layers=1)
     assert SpeedModel(pace_of).speed(streamed).tokens_per_second < 30
-    transient = SpeedModel(lambda configuration: PACE).speed(dataclasses.replace(c, tokenizer="transient"))
-    assert transient.turn_ms == pytest.approx(SpeedModel(lambda configuration: PACE).speed(c).turn_ms + 50)
     assert guessed_passes(240_000_000).ms(1) == pytest.approx(20)
 
 
@@ -113,7 +111,7 @@ def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A budget that holds a larger cache is no reason to take it, if the file would then come from the disk again."""
-    plan_input = dataclasses.replace(plan_input_of(65_536), tokenizers=("kept",))
+    plan_input = dataclasses.replace(plan_input_of(65_536))
     monkeypatch.setattr(planner_module, "kept_rate", lambda path: plan_input.manifest.weight_bytes)
     speed = speed_model(plan_input, lambda variant, *, draft_model: Measured(1.0))
 

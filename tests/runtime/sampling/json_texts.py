@@ -48,9 +48,6 @@ class _Bytes:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(id_ for id_ in ids if id_ != END).decode("utf-8")
 
-    def rest(self) -> None:
-        pass
-
 
 @cache
 def vocabulary() -> GrammarVocabulary:

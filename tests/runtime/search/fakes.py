@@ -137,9 +137,6 @@ class Letters:
     def id_to_token(self, id_: int) -> str | None:
         return LETTERS[id_]
 
-    def rest(self) -> None:
-        pass
-
 
 class Trial:
     """One reply of the letters' model, searched for as options say."""

@@ -13,11 +13,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
 from edgeinfer.errors import TokenizerError
 from edgeinfer.export.gguf.route import ORDINARY, RARE
-from edgeinfer.runtime.text.mapped import MappedTokenizer, find_table, make_table
+from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.streaming import StreamDecoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.user_files import user_cache
@@ -59,8 +58,8 @@ def test_vocabulary_and_usual_texts_are_the_library_s(kind: str) -> None:
         kept.decoder_types,
         kept.control_texts,
     )
-    spelled = list(kept.spellings())
-    assert list(mapped.spellings()) == spelled
+    spelled = [kept.id_to_token(id_) for id_ in range(kept.vocab_size)]
+    assert [mapped.id_to_token(id_) for id_ in range(kept.vocab_size)] == spelled
     assert mapped.id_to_token(-1) is None and mapped.id_to_token(len(spelled) + 7) is None
     assert all(mapped.token_to_id(text) == kept.token_to_id(text) for text in [*filter(None, spelled), "nope", ""])
     for text in [*TEXTS, " ".join(TEXTS) * 9]:
@@ -128,23 +127,6 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[bytes], by
     path.write_bytes(damage(whole))
     with pytest.raises(TokenizerError, match="Cannot use the tokenizer"):
         MappedTokenizer.from_file(path)
-
-
-def test_an_old_bundle_s_table_is_made_once_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.old_bundle import old_bundle
-
-    monkeypatch.setattr("edgeinfer.runtime.text.mapped._WORTH_BYTES", 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    bundle = open_bundle(old_bundle(tmp_path))
-    assert find_table(bundle) is None
-    make_table(bundle)
-    made = find_table(bundle)
-    assert made is not None and made.is_relative_to(tmp_path / "cache")
-    written = made.stat().st_mtime_ns
-    make_table(bundle)
-    assert made.stat().st_mtime_ns == written
-    kept = Tokenizer.from_file(bundle.file("tokenizer.json"))
-    assert MappedTokenizer.of(bundle).encode(TEXTS[0]) == kept.encode(TEXTS[0])
 
 
 @pytest.mark.slow

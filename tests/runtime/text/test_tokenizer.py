@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -13,10 +15,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from edgeinfer.apps.bench.synthetic import write_tokenizer
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.text import tokenizer
 from edgeinfer.runtime.text.contract import longest_token, surely_longer
-from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.tokenizer import Tokenizer, file_has_pairs, kept_bytes, parsing_bytes
 from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
@@ -197,3 +200,38 @@ def test_a_text_that_is_surely_too_long_is_not_encoded() -> None:
     # By its beginning.
     assert surely_longer(t, "a" * 10_000_000, 1000, lambda: 10_000)
     assert t.longest == 8000
+
+
+_MEASURED = """
+import sys
+import tokenizers
+from pathlib import Path
+from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
+from edgeinfer.runtime.text.tokenizer import Tokenizer, file_has_pairs, kept_bytes, parsing_bytes
+return_large_frees()
+tokenizers.Tokenizer(tokenizers.models.BPE()).encode("a")
+release_freed()
+before = process_memory()
+tokenizer = Tokenizer.from_file(sys.argv[1])
+release_freed()
+print(process_memory().anonymous - before.anonymous, process_memory().peak_rss - before.rss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and glibc")
+@pytest.mark.parametrize("tokens", [4_000, pytest.param(60_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_memory_stays_within_its_bounds(tmp_path: Path, tokens: int, pairs: bool) -> None:
+    path = tmp_path / "tokenizer.json"
+    write_tokenizer(path, tokens)
+    if not pairs:
+        tokenizer = json.loads(path.read_text("utf-8"))
+        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+        path.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    assert file_has_pairs(path) is pairs
+    command = [sys.executable, "-c", _MEASURED, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
+    kept, peak = map(int, done.stdout.split())
+    bound = parsing_bytes(path.stat().st_size, tokens, pairs=pairs)
+    assert kept <= kept_bytes(tokens) and peak <= bound
+    assert tokens <= 10_000 or peak > 0.6 * bound

@@ -113,7 +113,7 @@ def test_ways_of_keeping_weights_agree(make_backend: Make, shape: Shape, weights
     backend = make_backend(shape, weights=weights, kv="float32", threads=2, file_type=Q4_0)
     # Activations are rounded to eight bits either way, but not in the same blocks; that costs 1.8 at most.
     assert close(feed(backend, TEXT), wanted, 0.1)
-    backend.drop_pages()
+    backend.vocabulary.drop_pages()
     backend.cache.clear()
     assert close(feed(backend, TEXT), wanted, 0.1)
 

@@ -124,7 +124,6 @@ def test_long_texts_and_no_texts(tokenizer: LlamaTokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     with pytest.raises(PromptError, match="lone surrogate at index 2"):
         tokenizer.encode("ab\ud800")
-    tokenizer.rest()
 
 
 def test_a_closed_model_has_no_vocabulary(gguf_bundle: Callable[..., Bundle]) -> None:
