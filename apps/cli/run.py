@@ -20,7 +20,7 @@ from edgeinfer.apps.cli.options import (
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.process import end_start
-from edgeinfer.apps.terminal.endings import CommandWords, cancel_on_interrupt, ending
+from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
 from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 
@@ -65,11 +65,8 @@ def _add_prompt_options(parser: Parser) -> None:
     context = "text file to read before the prompt, kept read for the next time; may be given again for others"
     group.add_argument("--context-file", metavar="FILE", action="append", help=context)
     group.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
-    form = group.add_mutually_exclusive_group()
     text = "continue the prompt instead of answering it, as models without a chat template always do"
-    form.add_argument("--raw", action="store_true", help=text)
-    # What has been the usual way since answers are.
-    form.add_argument("--chat", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--raw", action="store_true", help=text)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -103,8 +100,9 @@ def execute(args: argparse.Namespace) -> int:
         print_json(result.to_dict())
     else:
         _write_others(result, after=before)
-        words = CommandWords(empty=_instead(args, answers=answers))
-        _tell(result, ending(result, options["max_tokens"], words), context, verbose=args.verbose)
+        instead = "--raw continues text" if answers else "without --raw it answers" if args.raw else ""
+        note = ending(result, options["max_tokens"], EndingHints("-n for more", "-c for more", instead))
+        _tell(result, note, context, verbose=args.verbose)
     return 130 if interrupt.pressed else 0
 
 
@@ -176,9 +174,8 @@ def _answers(args: argparse.Namespace, model: Model) -> bool:
         return False
     if model.chat_template_text is not None:
         return True
-    if args.chat or args.system is not None:
-        flag = "--chat" if args.chat else "--system"
-        message = f"{model.info.name} has no chat template, which {flag} needs."
+    if args.system is not None:
+        message = f"{model.info.name} has no chat template, which --system needs."
         raise TemplateError(message, "Leave it out: the model then continues the prompt.")
     return False
 
@@ -201,11 +198,6 @@ def _write_others(result: Result, after: str) -> None:
     samples = result.search.texts if result.search is not None and result.search.search == "samples" else ()
     for number, sample in enumerate(samples[1:], 2):
         print(f"\n[sample {number}]\n{after}{sample.text.rstrip()}")
-
-
-def _instead(args: argparse.Namespace, *, answers: bool) -> str:
-    """What to try where there was no reply; empty where nothing else can be tried."""
-    return "--raw continues text" if answers else "without --raw it answers" if args.raw else ""
 
 
 def _tell(result: Result, ending: str, context: int, *, verbose: bool) -> None:

@@ -348,10 +348,7 @@ def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
     return {
         "settings": tuning.settings.to_dict(),
         "threads": tuning.threads,
-        "parts": {
-            name: {"usual_ms": part.usual_ms, "tuned_ms": part.tuned_ms, "ratio": part.ratio}
-            for name, part in tuning.parts.items()
-        },
+        "parts": {name: asdict(part) | {"ratio": part.ratio} for name, part in tuning.parts.items()},
         "attempts": [
             {"name": each.name, "value": each.value, "outcome": each.outcome, "time_ratio": each.ratio}
             for each in tuning.attempts
@@ -442,8 +439,6 @@ def _layer_facts(result: TuneResult) -> dict[str, Any]:
             "layers": each.layers,
             "layer_mask": each.layer_mask.tolist(),
             "match_rate": each.match_rate,
-            # Its name before, which scripts may read.
-            "matchness": each.match_rate,
             "predicted_speedup": each.speedup,
             "draft_length": each.length,
             "sets_tried": each.evaluations,

@@ -64,7 +64,7 @@ class _Models:
                 "settings": _settings_view(s.settings.now),
                 "defaults": {"options": s.control.defaults},
                 "machine": {"total_bytes": memory.total, "available_bytes": memory.available},
-                "notices": list(s.notices),
+                "notices": s.notices,
             }
         )
 

@@ -12,7 +12,9 @@ import sys
 import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +133,14 @@ def page_routes(access: Access) -> list[BaseRoute]:
         if entry.is_dir():
             routes.append(Mount(f"/{entry.name}", _Policed(StaticFiles(directory=entry))))
         elif entry.name != "index.html":
-            routes.append(Route(f"/{entry.name}", _Policed(_File(entry)), methods=["GET"]))
+            routes.append(
+                Route(f"/{entry.name}", _Policed(request_response(partial(_send_file, entry))), methods=["GET"])
+            )
     return routes
 
 
-class _File:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await FileResponse(self._path)(scope, receive, send)
+async def _send_file(path: Path, _: Request) -> Response:
+    return FileResponse(path)
 
 
 def _cookie(connection: HTTPConnection) -> str:
@@ -189,7 +189,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
     access = Access()
     # Other users of the machine reach its loopback too.
     security = Security(host=_HOST, max_body=MOST_BYTES, api_keys=(ApiKey(access.key),))
-    services = Services.make(
+    services = Services(
         folder,
         security,
         ModelHost(parallel=_PARALLEL),
@@ -197,10 +197,20 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
         options=config.options,
         models=config.models,
     )
-    show = _way(config)
+    own_window = config.window and _has_display() and importlib.util.find_spec("webview") is not None
+    opened = Future[str]()
 
     def ready(url: str) -> None:
-        show.ready(f"{url}/?key={access.key}", tell)
+        url = f"{url}/?key={access.key}"
+        if own_window:
+            opened.set_result(url)
+        elif config.window:
+            tell(f"edgeinfer is open at {url}")
+            tell("Ctrl-C ends it.")
+            # Some browsers keep the call until they are closed.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+        else:
+            tell(url)
         for notice in services.notices:
             tell(notice)
 
@@ -210,64 +220,30 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
     except BaseException:
         services.close()
         raise
-    show.run(server)
-
-
-class _Address:
-    """Tells where the page is."""
-
-    def ready(self, url: str, tell: Callable[[str], None]) -> None:
-        """The server takes connections."""
-        tell(url)
-
-    def run(self, server: Server) -> None:
-        """Serves to the end."""
+    if own_window:
+        _run_in_window(server, opened)
+    else:
         server.run()
 
 
-class _Browser(_Address):
-    """Opens the page in the default browser."""
+def _run_in_window(server: Server, url: Future[str]) -> None:
+    """Serves while a window of its own shows the page."""
 
-    def ready(self, url: str, tell: Callable[[str], None]) -> None:
-        tell(f"edgeinfer is open at {url}")
-        tell("Ctrl-C ends it.")
-        # Some browsers keep the call until they are closed.
-        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-
-
-class _OwnWindow(_Address):
-    """Opens the page in a window of its own."""
-
-    def __init__(self) -> None:
-        self._url: str | None = None
-        self._answered = threading.Event()
-        self._error: BaseException | None = None
-
-    def ready(self, url: str, tell: Callable[[str], None]) -> None:
-        self._url = url
-        self._answered.set()
-
-    def run(self, server: Server) -> None:
-        # Window systems want the main thread.
-        thread = threading.Thread(target=self._serve, args=(server,), name="edgeinfer-server")
-        thread.start()
-        self._answered.wait()
-        try:
-            if self._url is not None:
-                _open_window(self._url)
-        finally:
-            server.stop()
-            thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _serve(self, server: Server) -> None:
+    def serve() -> None:
         try:
             server.run()
-        except BaseException as error:
-            self._error = error
         finally:
-            self._answered.set()
+            url.cancel()  # where the server ended before it had one
+
+    with ThreadPoolExecutor(1, thread_name_prefix="edgeinfer-server") as pool:
+        serving = pool.submit(serve)
+        try:
+            # Window systems need the main thread.
+            with contextlib.suppress(CancelledError):
+                _open_window(url.result())
+        finally:
+            server.stop()
+            serving.result()
 
 
 class _Dialogs:
@@ -305,12 +281,6 @@ def _open_window(url: str) -> None:
     )
     # Cookies of one run are of no use to the next.
     webview.start(private_mode=True)
-
-
-def _way(config: DesktopConfig) -> _Address:
-    if not config.window:
-        return _Address()
-    return _OwnWindow() if _has_display() and importlib.util.find_spec("webview") is not None else _Browser()
 
 
 def _has_display() -> bool:

@@ -30,6 +30,7 @@ from edgeinfer.apps.desktop.records import (
     Role,
     Status,
     Summary,
+    from_json,
 )
 from edgeinfer.errors import UsageError
 
@@ -468,8 +469,8 @@ def _message(row: sqlite3.Row, files: tuple[Attachment, ...]) -> Message:
         content=row["content"],
         created=row["created"],
         status=row["status"],
-        failure=None if row["failure"] is None else ReplyFailure.of(json.loads(row["failure"])),
-        figures=None if row["figures"] is None else Figures.of(json.loads(row["figures"])),
+        failure=None if row["failure"] is None else from_json(ReplyFailure, json.loads(row["failure"])),
+        figures=None if row["figures"] is None else from_json(Figures, json.loads(row["figures"])),
         attachments=files,
     )
 

@@ -7,11 +7,12 @@ import typing
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, TypeVar
 
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
+_T = TypeVar("_T", "ReplyFailure", "Figures")
 Role = Literal["user", "assistant"]
 # How a message stands: "interrupted" is what a program that ended left of a reply.
 Status = Literal["complete", "replying", "stopped", "error", "interrupted"]
@@ -34,11 +35,6 @@ class ReplyFailure:
     code: str = "error"
     minimum_bytes: int | None = None
     tokens: int | None = None
-
-    @classmethod
-    def of(cls, data: object) -> Self:
-        """From what was kept as JSON."""
-        return cast(Self, _from_json(cls, data))
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,6 @@ class Figures:
             approximate=result.contexts is not None and not result.contexts.lossless,
             left_out=left_out,
         )
-
-    @classmethod
-    def of(cls, data: object) -> Self:
-        """From what was kept as JSON; errors as `ReplyFailure.of`."""
-        return cast(Self, _from_json(cls, data))
 
 
 @dataclass(frozen=True)
@@ -216,8 +207,9 @@ class Summary:
     snippet: str = ""
 
 
-def _from_json(kind: type[ReplyFailure | Figures], data: object) -> ReplyFailure | Figures:
-    # As the field of an exported file is called.
+def from_json(kind: type[_T], data: object) -> _T:
+    """A failure or the figures of a reply, from JSON."""
+    # The name of the field in an exported file.
     name = "error" if kind is ReplyFailure else "figures"
     fields = {f.name: f for f in dataclasses.fields(kind)}
     if not isinstance(data, dict) or not set(data) <= set(fields):

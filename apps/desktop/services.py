@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from edgeinfer.apps.desktop.control import ModelControl
 from edgeinfer.apps.desktop.documents import Documents
@@ -19,31 +19,21 @@ from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import Security
 
 
-@dataclass(frozen=True)
 class Services:
     """The parts of the running app.
 
+    Args:
+        folder: of the history and settings.
+        settings: settings of this run only.
+        options: fields of LoadConfig for every model, but for memory and context.
+        models: folders to search for models, in addition to the one in `folder`.
+
     Attributes:
-        notices: what the user should know of how the app started.
+        notices: what the user should know about how the app started.
     """
 
-    host: ModelHost
-    security: Security
-    history: History
-    settings: SettingsFile
-    planner: Planner
-    library: Library
-    control: ModelControl
-    replies: ConversationReplies
-    downloads: Downloads
-    documents: Documents
-    catalog: Catalog
-    feed: EventFeed
-    notices: tuple[str, ...]
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         folder: DataFolder,
         security: Security,
         host: ModelHost,
@@ -51,50 +41,34 @@ class Services:
         settings: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         models: Sequence[Path] = (),
-    ) -> Self:
-        """Makes the parts.
-
-        Args:
-            folder: where the user's own is kept.
-        """
+    ) -> None:
         folder.make()
-        kept = SettingsFile(folder.settings, settings)
-        history = History.open(folder.history)
-        feed, planner = EventFeed(), Planner(options, host.parallel)
-        library = Library((folder.models, *models), planner)
-        control = ModelControl(host, kept, options or {}, planner, library, feed)
-
-        def told() -> None:
-            feed.publish("conversations", {})
-
-        replies = ConversationReplies(
-            host, history, control.loaded_or_failed, lambda: {**control.defaults, **kept.now.options}, told
+        self.host, self.security = host, security
+        self.settings = SettingsFile(folder.settings, settings)
+        self.history = History.open(folder.history)
+        self.feed = EventFeed()
+        self.planner = Planner(options, host.parallel)
+        self.library = Library((folder.models, *models), self.planner)
+        self.control = ModelControl(host, self.settings, options or {}, self.planner, self.library, self.feed)
+        self.replies = ConversationReplies(
+            host,
+            self.history,
+            self.control.loaded_or_failed,
+            lambda: {**self.control.defaults, **self.settings.now.options},
+            lambda: self.feed.publish("conversations", {}),
         )
-        downloads = Downloads(
-            lambda state: feed.publish("download", asdict(state), state.key),
-            unfinished=kept.now.unfinished,
-            remember=lambda ids: kept.keep(unfinished=ids),
+        self.downloads = Downloads(
+            lambda state: self.feed.publish("download", asdict(state), state.key),
+            unfinished=self.settings.now.unfinished,
+            remember=lambda ids: self.settings.keep(unfinished=ids),
         )
-        notices = tuple(
+        self.documents = Documents()
+        self.catalog = Catalog()
+        self.notices = [
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."
-            for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))
+            for what, path in (("conversations", self.history.put_aside), ("settings", self.settings.put_aside))
             if path is not None
-        )
-        return cls(
-            host=host,
-            security=security,
-            history=history,
-            settings=kept,
-            planner=planner,
-            library=library,
-            control=control,
-            replies=replies,
-            downloads=downloads,
-            documents=Documents(),
-            catalog=Catalog(),
-            feed=feed,
-            notices=notices,
-        )
+        ]
 
     async def start(self) -> None:
         """Starts loading the last model."""

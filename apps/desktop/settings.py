@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -25,17 +25,8 @@ from edgeinfer.user_files import user_data
 
 # Options of generation that the window offers.
 OPTIONS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "max_tokens",
-    "speculation",
-    "when_full",
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("seed", "max_tokens", "speculation", "when_full"),
 )
 # What the window does where a conversation outgrows the context; not the model's own `overflow`, which forgets tokens.
 WHEN_FULL = ("stop", "leave_out_oldest")
@@ -150,26 +141,23 @@ class SettingsFile:
         self.now = self._kept.changed(for_now or {})
 
     def change(self, changes: Mapping[str, Any]) -> AppSettings:
-        """Changes settings and keeps them."""
-        with self._lock:
-            now, kept = self.now.changed(changes), self._kept.changed(changes)
-            self._write(kept)
-            self.now, self._kept = now, kept
-        return now
+        """Changes settings and saves them."""
+        return self._apply(lambda settings: settings.changed(changes))
 
     def used(self, model: str | None, *, default: bool = True) -> None:
         """Keeps which model was used last, and whether new conversations use it; errors as `change`."""
-        with self._lock:
-            now, kept = self.now.used(model, default=default), self._kept.used(model, default=default)
-            self._write(kept)
-            self.now, self._kept = now, kept
+        self._apply(lambda settings: settings.used(model, default=default))
 
     def keep(self, *, unfinished: tuple[str, ...]) -> None:
         """Keeps which downloads are unfinished; errors as `change`."""
+        self._apply(lambda settings: dataclasses.replace(settings, unfinished=unfinished))
+
+    def _apply(self, change: Callable[[AppSettings], AppSettings]) -> AppSettings:
         with self._lock:
-            now, kept = (dataclasses.replace(each, unfinished=unfinished) for each in (self.now, self._kept))
+            now, kept = change(self.now), change(self._kept)
             self._write(kept)
             self.now, self._kept = now, kept
+        return now
 
     def _read(self) -> AppSettings:
         try:

@@ -21,6 +21,7 @@ from edgeinfer.apps.desktop.records import (
     Message,
     ReplyFailure,
     Status,
+    from_json,
 )
 from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.config import format_size
@@ -146,8 +147,8 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
         content=_text(entry, "content"),
         created=_created(entry),
         status=_ended(status),
-        failure=None if failure is None else ReplyFailure.of(failure),
-        figures=None if figures is None else Figures.of(figures),
+        failure=None if failure is None else from_json(ReplyFailure, failure),
+        figures=None if figures is None else from_json(Figures, figures),
         attachments=_files(entry),
     )
 

@@ -23,7 +23,7 @@ from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
 from edgeinfer.apps.server.llama import LLAMA_KINDS, LlamaEndpoints
 from edgeinfer.apps.server.ollama import OllamaEndpoints
-from edgeinfer.apps.server.security import KeyUses, Security
+from edgeinfer.apps.server.security import KeyUse, Security
 from edgeinfer.apps.server.service import Endpoint, NamedModels, Service
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.apps.server.verify import VerifySessions, verify_kinds
@@ -85,7 +85,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)
     keys = service.security.api_keys
-    key = [Middleware(KeyRequired, uses=KeyUses(keys))] if keys else []
+    key = [Middleware(KeyRequired, uses=[KeyUse(key) for key in keys])] if keys else []
     kinds = {**OPENAI_KINDS, **LLAMA_KINDS, **verify_kinds(VerifySessions())}
     completions = {path: completion_endpoint(service, kind) for path, kind in kinds.items()}
     messages = {path: completion_endpoint(service, kind) for path, kind in ANTHROPIC_KINDS.items()}

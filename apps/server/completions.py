@@ -62,14 +62,6 @@ class CompletionKind:
     is_brief: Callable[[Mapping[str, Any]], bool] = lambda _: False
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Whom replies are told that are over, and those that failed."""
-
-    finished: Callable[[Result], None]
-    failed: Callable[[], None]
-
-
 OPENAI_KINDS: Mapping[str, CompletionKind] = {
     "/chat/completions": CompletionKind(partial(make_completion, "chat.completion")),
     "/completions": CompletionKind(partial(make_completion, "text_completion")),
@@ -171,16 +163,30 @@ def _answer(service: Service, completion: Completion, emit: Emit, request: Reque
             use.add(result)
 
     # Fair shares are between requests: one that wants several replies gets no more than one that wants one.
-    counts = Counts(finished, service.metrics.failed)
-    return _make_replies(service.host, completion, secrets.token_hex(8), emit, counts)
+    owner = secrets.token_hex(8)
+    return _make_replies(service.host, completion, owner, emit, finished, service.metrics.failed)
 
 
 async def _drop(events: list[dict[str, Any]]) -> None:
     """Drops the events of an answer that is sent whole."""
 
 
-async def _make_replies(host: ModelHost, completion: Completion, owner: str, emit: Emit, counts: Counts) -> None:
-    """Makes all replies of a request, and calls `emit` with the events of each step."""
+async def _make_replies(
+    host: ModelHost,
+    completion: Completion,
+    owner: str,
+    emit: Emit,
+    finished: Callable[[Result], None],
+    failed: Callable[[], None],
+) -> None:
+    """Generates all replies of a request.
+
+    Args:
+        owner: identifies the request among those that take turns.
+        emit: called with the events of each step.
+        finished: called with each result.
+        failed: called where an error ends them.
+    """
     left = threading.Event()
 
     def ended() -> bool:
@@ -196,18 +202,20 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
         try:
             async with asyncio.TaskGroup() as group:
                 for index, reply in enumerate(replies):
-                    group.create_task(_follow(reply, index, completion, emit, counts))
+                    group.create_task(_follow(reply, index, completion, emit, finished))
         except ExceptionGroup as errors:
-            counts.failed()
+            failed()
             raise first_error(errors) from None
 
 
-async def _follow(reply: HostReply, index: int, completion: Completion, emit: Emit, counts: Counts) -> None:
+async def _follow(
+    reply: HostReply, index: int, completion: Completion, emit: Emit, finished: Callable[[Result], None]
+) -> None:
     async for chunk in reply:
         await emit(completion.chunk(index, chunk))
     result = _result(reply)
     if result is not None:
-        counts.finished(result)
+        finished(result)
     if result is None or result.finish_reason == "cancelled":
         message = "The reply was cut short: the server is stopping or changing its model."
         raise RequestError(message, "Ask again in a moment.", status=503, code="cancelled")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgeinfer.apps.server.bodies import UPLOAD, Upload, Uploads
 from edgeinfer.apps.server.errors import ClientGoneError, error_response, let_go
 from edgeinfer.apps.server.metrics import Metrics
-from edgeinfer.apps.server.security import KeyUses, Security
+from edgeinfer.apps.server.security import KeyUse, Security
 from edgeinfer.openai.errors import RequestError
 
 logger = logging.getLogger("edgeinfer.server")
@@ -120,7 +120,7 @@ KEY_USE = "edgeinfer.key_use"
 class KeyRequired:
     """Lets only those pass who bear an API key, where there are any, within its limits."""
 
-    def __init__(self, app: ASGIApp, uses: KeyUses) -> None:
+    def __init__(self, app: ASGIApp, uses: Sequence[KeyUse]) -> None:
         self._app = app
         self._uses = uses
 
@@ -130,13 +130,14 @@ class KeyRequired:
         # Anthropic's clients send a bare key in a header of their own.
         own = headers.get("x-api-key")
         given = f"Bearer {own}" if own is not None else headers.get("authorization")
-        use = self._uses.find(given)
-        if use is None:
+        # Every key is compared, so that the time tells nothing of which one it is.
+        found = [use for use in self._uses if use.key.is_given(given)]
+        if not found:
             hint = "Send it as the header Authorization: Bearer KEY."
             raise RequestError("The API key is missing or wrong.", hint, status=401, code="invalid_api_key")
         if scope["method"] == "POST":
-            use.admit()
-        scope[KEY_USE] = use
+            found[0].admit()
+        scope[KEY_USE] = found[0]
         await self._app(scope, receive, send)
 
 

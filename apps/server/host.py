@@ -106,9 +106,17 @@ class HostReply:
         self._worker = worker
         self._items: asyncio.Queue[list[Chunk | ReplyEnd | Exception]] = asyncio.Queue()
         self._result: Result | None = None
-        # Nothing of it leads back here, so that what a request kept is free when its reply is left.
-        put = partial(_on, asyncio.get_running_loop(), self._items.put_nowait)
-        self._job = Job(start, _Bundles(put, together).add)
+        loop, put = asyncio.get_running_loop(), self._items.put_nowait
+        waiting: list[Chunk | ReplyEnd | Exception] = []
+
+        # It has no reference to this object, so that what a request kept is freed as soon as its reply is dropped.
+        def tell(item: Chunk | ReplyEnd | Exception) -> None:
+            waiting.append(item)
+            if len(waiting) >= together or isinstance(item, ReplyEnd | Exception):
+                _on(loop, put, waiting.copy())
+                waiting.clear()
+
+        self._job = Job(start, tell)
         worker.add(self._job, owner)
 
     @property
@@ -145,26 +153,6 @@ class HostReply:
                     self._result = item.result
                     return
                 yield item
-
-
-class _Bundles:
-    """Passes chunks on in bundles, the last with the end: each wakes the event loop, for which the model then waits.
-
-    Args:
-        put: takes a bundle.
-        most: chunks of one.
-    """
-
-    def __init__(self, put: Callable[[list[Chunk | ReplyEnd | Exception]], None], most: int) -> None:
-        self._put, self._most = put, most
-        self._waiting: list[Chunk | ReplyEnd | Exception] = []
-
-    def add(self, item: Chunk | ReplyEnd | Exception) -> None:
-        """Takes a chunk or the end."""
-        self._waiting.append(item)
-        if len(self._waiting) >= self._most or isinstance(item, ReplyEnd | Exception):
-            bundle, self._waiting = self._waiting, []
-            self._put(bundle)
 
 
 class ModelHost:

@@ -182,26 +182,15 @@ def default_settings(context: int) -> Event:
     return {"n_ctx": context} | _told({}) | {"seed": _ANY_SEED, "n_predict": -1, "max_tokens": -1}
 
 
-# Options of GenerationConfig by their names there.
-_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "stop": "stop",
-    "ignore_eos": "ignore_eos",
-    "logprobs": "n_probs",
-    "grammar": "grammar",
-}
+# Options of GenerationConfig that llama.cpp's server calls by the same names.
+_SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
 
 def _told(options: Mapping[str, Any]) -> Event:
     config = GenerationConfig().replace(**options)
-    told = {name: getattr(config, option) for option, name in _NAMES.items()}
-    told |= {"stop": list(config.stop), "n_probs": config.logprobs or 0, "grammar": config.grammar or ""}
+    told: Event = {name: getattr(config, name) for name in _SAME_NAMES}
+    told |= {"repeat_penalty": config.repetition_penalty, "stop": list(config.stop)}
+    told |= {"n_probs": config.logprobs or 0, "grammar": config.grammar or ""}
     if config.seed is not None:
         told["seed"] = config.seed
     if config.max_tokens is not None:

@@ -36,24 +36,31 @@ class Load:
     plan: MemoryPlan | None = None
 
 
+# Counters of one value, with their help.
+_COUNTERS = {
+    "prompt_tokens_total": "Prompt tokens evaluated.",
+    "prompt_tokens_cached_total": "Prompt tokens taken from the cache.",
+    "prompt_seconds_total": "Time of evaluating prompts.",
+    "tokens_predicted_total": "Tokens generated.",
+    "tokens_predicted_seconds_total": "Time of generating tokens.",
+    "n_decode_total": "Passes of the model that generated tokens.",
+    "spec_decode_num_drafts_total": "Drafts verified.",
+    "spec_decode_num_draft_tokens_total": "Tokens drafted.",
+    "spec_decode_num_accepted_tokens_total": "Drafted tokens accepted.",
+    "replies_failed_total": "Replies that an error ended.",
+    "disconnects_total": "Requests whose client hung up before their end.",
+}
+
+
 class Metrics:
     """Sums since the server was started."""
 
     def __init__(self) -> None:
         self._requests: Counter[int] = Counter()
         self._replies: Counter[str] = Counter()
-        self._failed = 0
-        self._disconnects = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._prompt_ms = 0.0
-        self._predicted_tokens = 0
-        self._predicted_ms = 0.0
-        self._most_tokens = 0
-        self._passes = 0
-        self._drafts = 0
-        self._drafted = 0
         self._accepted: Counter[int] = Counter()
+        self._sums: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
+        self._most_tokens = 0
         self._used: dict[str, int] = {}
 
     def answered(self, status: int) -> None:
@@ -62,27 +69,30 @@ class Metrics:
 
     def failed(self) -> None:
         """Counts a reply that an error ended."""
-        self._failed += 1
+        self._sums["replies_failed_total"] += 1
 
     def disconnected(self) -> None:
         """Counts a request whose client hung up before its end."""
-        self._disconnects += 1
+        self._sums["disconnects_total"] += 1
 
     def finished(self, result: Result) -> None:
         """Counts a reply."""
         usage, timings, speculation = result.usage, result.timings, result.speculation
         self._replies[result.finish_reason] += 1
-        self._prompt_tokens += usage.prompt_tokens - timings.cached_prompt_tokens
-        self._cached_tokens += timings.cached_prompt_tokens
-        self._prompt_ms += timings.prompt_ms
-        self._predicted_tokens += usage.completion_tokens
-        self._predicted_ms += timings.per_token_ms * max(usage.completion_tokens - 1, 0)
+        for name, value in (
+            ("prompt_tokens_total", usage.prompt_tokens - timings.cached_prompt_tokens),
+            ("prompt_tokens_cached_total", timings.cached_prompt_tokens),
+            ("prompt_seconds_total", timings.prompt_ms / 1e3),
+            ("tokens_predicted_total", usage.completion_tokens),
+            ("tokens_predicted_seconds_total", timings.per_token_ms * max(usage.completion_tokens - 1, 0) / 1e3),
+            ("n_decode_total", speculation.rounds or usage.completion_tokens),
+            ("spec_decode_num_drafts_total", sum(use.rounds for use in speculation.per_drafter.values())),
+            ("spec_decode_num_draft_tokens_total", speculation.drafted),
+            ("spec_decode_num_accepted_tokens_total", sum(speculation.accepted_per_position)),
+        ):
+            self._sums[name] += value
+        self._accepted.update(dict(enumerate(speculation.accepted_per_position)))
         self._most_tokens = max(self._most_tokens, usage.total_tokens)
-        self._passes += speculation.rounds or usage.completion_tokens
-        self._drafts += sum(use.rounds for use in speculation.per_drafter.values())
-        self._drafted += speculation.drafted
-        for place, tokens in enumerate(speculation.accepted_per_position):
-            self._accepted[place] += tokens
         self._used = dict(result.memory.used)
 
     def text(self, load: Load) -> str:
@@ -91,21 +101,8 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _counters(self) -> Iterator[str]:
-        plain = [
-            ("prompt_tokens_total", "Prompt tokens evaluated.", self._prompt_tokens),
-            ("prompt_tokens_cached_total", "Prompt tokens taken from the cache.", self._cached_tokens),
-            ("prompt_seconds_total", "Time of evaluating prompts.", self._prompt_ms / 1e3),
-            ("tokens_predicted_total", "Tokens generated.", self._predicted_tokens),
-            ("tokens_predicted_seconds_total", "Time of generating tokens.", self._predicted_ms / 1e3),
-            ("n_decode_total", "Passes of the model that generated tokens.", self._passes),
-            ("spec_decode_num_drafts_total", "Drafts verified.", self._drafts),
-            ("spec_decode_num_draft_tokens_total", "Tokens drafted.", self._drafted),
-            ("spec_decode_num_accepted_tokens_total", "Drafted tokens accepted.", self._accepted.total()),
-            ("replies_failed_total", "Replies that an error ended.", self._failed),
-            ("disconnects_total", "Requests whose client hung up before their end.", self._disconnects),
-        ]
-        for name, meaning, value in plain:
-            yield from _metric(name, "counter", meaning, [({}, value)])
+        for name, meaning in _COUNTERS.items():
+            yield from _metric(name, "counter", meaning, [({}, self._sums[name])])
         places = [({"position": str(place)}, tokens) for place, tokens in sorted(self._accepted.items())]
         meaning = "Drafted tokens accepted, by place in the draft."
         yield from _metric("spec_decode_num_accepted_tokens_per_pos_total", "counter", meaning, places)
@@ -115,21 +112,23 @@ class Metrics:
         yield from _metric("replies_total", "counter", "Replies finished, by reason.", replies)
 
     def _gauges(self, load: Load) -> Iterator[str]:
-        rates = [
-            ("prompt_tokens_seconds", "Prompt tokens evaluated per second.", self._prompt_tokens, self._prompt_ms),
-            ("predicted_tokens_seconds", "Tokens generated per second.", self._predicted_tokens, self._predicted_ms),
-        ]
-        for name, meaning, tokens, ms in rates:
-            yield from _metric(name, "gauge", meaning, [({}, tokens / ms * 1e3 if ms else 0.0)])
-        plain = [
+        sums = self._sums
+        prompt = sums["prompt_tokens_total"], sums["prompt_seconds_total"]
+        predicted = sums["tokens_predicted_total"], sums["tokens_predicted_seconds_total"]
+        for name, meaning, value in (
+            ("prompt_tokens_seconds", "Prompt tokens evaluated per second.", _rate(*prompt)),
+            ("predicted_tokens_seconds", "Tokens generated per second.", _rate(*predicted)),
             ("requests_processing", "Replies in progress.", load.running),
             ("requests_deferred", "Replies that wait in the queue.", load.waiting),
             ("n_tokens_max", "Most tokens of prompt and reply together so far.", self._most_tokens),
             ("context_tokens", "Context window in tokens.", load.context),
             ("process_resident_bytes", "Memory of the process now.", psutil.Process().memory_info().rss),
-        ]
-        for name, meaning, value in plain:
+        ):
             yield from _metric(name, "gauge", meaning, [({}, value)])
+
+
+def _rate(tokens: float, seconds: float) -> float:
+    return tokens / seconds if seconds else 0.0
 
 
 def _memory(plan: MemoryPlan | None, used: Mapping[str, int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import ipaddress
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
@@ -118,18 +118,6 @@ class KeyUse:
         """Counts the tokens that a reply took: of its prompt those that no cache held."""
         usage, cached = result.usage, result.timings.cached_prompt_tokens
         self._tokens.spend(max(0, usage.prompt_tokens - cached) + usage.completion_tokens)
-
-
-class KeyUses:
-    """What was asked for with each of some keys."""
-
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._uses = [KeyUse(key) for key in keys]
-
-    def find(self, authorization: str | None) -> KeyUse | None:
-        """Of the key that a request bears; None where it bears none of them."""
-        found = [use for use in self._uses if use.key.is_given(authorization)]
-        return found[0] if found else None
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")

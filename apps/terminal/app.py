@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
 
 from rich.cells import cell_len
 
-from edgeinfer.apps.terminal.endings import ChatWords, cancel_on_interrupt, ending
+from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
 from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, Setting, UsageError, UserError
 from edgeinfer.options import nearest, options_of
@@ -115,6 +115,7 @@ class WrappedText:
 
 _QUOTES = '"""'
 _FIRST, _MORE = "> ", "... "
+_HINTS = EndingHints("/set max_tokens N for more", "/reset starts over; -c for more", "ask in other words")
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class TerminalChat:
                     shown.write(chunk.text)
             self._last = stream.result
         shown.finish()
-        note = ending(self._last, self._options.get("max_tokens"), ChatWords())
+        note = ending(self._last, self._options.get("max_tokens"), _HINTS)
         if note and self._interactive:
             self._say(note)
         elif note:

@@ -349,7 +349,7 @@ def test_a_nested_manifest_is_sealed_like_any_file(bundle: Path) -> None:
 PROMPTS: dict[str, tuple[tuple[str, ...], bytes, str]] = {
     "empty": (("-p", ""), b"", "The prompt is empty"),
     "empty-file": (("-f", "-"), b"", "The prompt is empty"),
-    "blank-message": (("-p", " ", "--chat"), b"", "The message is empty"),
+    "blank-message": (("-p", " "), b"", "The message is empty"),
     "longer-than-the-context": (("-p", "x" * 200), b"", "the context holds 128"),
     "longer-than-a-small-context": (("-p", "xyzxyzxyz", "-c", "4"), b"", "the context holds 4"),
     "not-utf-8": (("-f", "-"), b"caf\xe9", "stdin is not UTF-8 text (byte 3)"),

@@ -72,8 +72,8 @@ def test_prompts_are_the_callers_own_unless_told_otherwise(tales: edgeinfer.Mode
 @pytest.mark.slow
 def test_the_command_line(tales: edgeinfer.Model) -> None:
     for options, length in (
-        (("--chat",), len(tales.tokenize_chat(ASKED))),
-        (("--chat", "--parse-special"), len(tales.tokenize_chat(ASKED, parse_special=True))),
+        ((), len(tales.tokenize_chat(ASKED))),
+        (("--parse-special",), len(tales.tokenize_chat(ASKED, parse_special=True))),
         (("--raw",), len(tales.tokenize(FORGED))),
         (("--raw", "--no-parse-special"), len(tales.tokenize(FORGED, parse_special=False))),
     ):

@@ -162,16 +162,16 @@ def test_options_reach_the_model(model: FakeModel) -> None:
 
 
 def test_the_template_is_applied_where_there_is_one(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, asked in (([], 128), (["--chat"], None), (["--system", "x"], None)):
+    for options, asked in (([], 128), (["--system", "x"], None)):
         assert main(["run", "-p", "Hi", *options]) == (0 if asked else 3)
     assert (model.systems, [options["max_tokens"] for _, options in model.prompts]) == ([], [128])
     assert "toy has no chat template, which --system needs. Leave it out" in capsys.readouterr().err
     model.chat_template_text = "{{ messages }}"
-    for options, system in (([], None), (["--chat"], None), (["--system", "Be brief."], "Be brief.")):
+    for options, system in (([], None), (["--system", "Be brief."], "Be brief.")):
         assert main(["run", "Hi", *options]) == 0
         assert model.systems.pop() == system
         assert model.prompts.pop() == ("Hi", {"max_tokens": 1024})
-    assert capsys.readouterr().out == 3 * "Once upon a time\n"
+    assert capsys.readouterr().out == 2 * "Once upon a time\n"
     assert main(["run", "--raw", "Hi"]) == 0
     assert model.systems == []
     assert capsys.readouterr().out == "HiOnce upon a time\n"
@@ -273,7 +273,7 @@ def test_forms_of_replies_come_from_files(model: FakeModel, tmp_path: Path) -> N
         ["run", "-p", "Hi", "--spec-tree-width", "0"],
         ["run", "-p", "Hi", "--spec-verify", "hope"],
         ["run", "-p", "\udcff"],
-        ["run", "-p", "Hi", "--chat", "--system", "\udcff"],
+        ["run", "-p", "Hi", "--system", "\udcff"],
         ["run", "-p", "Hi", "--stop", "\udcff"],
         ["run", "-p", "Hi", "--choice", "\udcff"],
         ["run", "-f", "does-not-exist.txt"],
@@ -282,7 +282,6 @@ def test_forms_of_replies_come_from_files(model: FakeModel, tmp_path: Path) -> N
         ["--memory", "1GB"],
         ["run", "Hi", "-p", "Hi"],
         ["run", "Hi", "you"],
-        ["run", "Hi", "--raw", "--chat"],
         ["run", "Hi", "--raw", "--system", "x"],
     ],
 )

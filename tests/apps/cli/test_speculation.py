@@ -214,13 +214,12 @@ def test_tuning(
             "layers",
             "layer_mask",
             "match_rate",
-            "matchness",
             "predicted_speedup",
             "draft_length",
             "sets_tried",
         }
         assert len(result["layer_mask"]) == 6 and set(result["layer_mask"]) <= {True, False}
-        assert 0 <= result["matchness"] <= 1 and result["predicted_speedup"] > 0
+        assert 0 <= result["match_rate"] <= 1 and result["predicted_speedup"] > 0
     assert found["exit"]["layer_mask"] == [layer < found["exit"]["layers"] for layer in (0, 0, 1, 1, 2, 2)]
     assert (found["exit"]["sets_tried"], found["skip"]["sets_tried"]) == (2, 5)
     # The next session drafts with what was found.

@@ -113,11 +113,11 @@ def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
 
     Args:
         port: 0 picks a free one.
-        options: of Services.make.
+        options: of Services.
     """
     access, data = Access(), DataFolder(folder)
     security = Security(max_body=MOST_BYTES, api_keys=(ApiKey(access.key),), refusal_seconds=0.05)
-    services = Services.make(data, security, ModelHost(parallel=2), **options)
+    services = Services(data, security, ModelHost(parallel=2), **options)
     begun, urls = threading.Event(), list[str]()
 
     def ready(url: str) -> None:

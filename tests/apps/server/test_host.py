@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.server.completions import Counts, _drop, _make_replies
+from edgeinfer.apps.server.completions import _drop, _make_replies
 from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError, with_room
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
@@ -262,8 +262,7 @@ def test_a_reply_that_reads_learns_that_its_client_has_left_or_its_model_goes(tm
 
     async def work(host: ModelHost) -> None:
         asked: Any = Reading()
-        counts = Counts(lambda result: None, lambda: None)
-        answer = asyncio.create_task(_make_replies(host, asked, "somebody", _drop, counts))
+        answer = asyncio.create_task(_make_replies(host, asked, "owner", _drop, print, print))
         assert await asyncio.to_thread(asked.begun.wait, TIME_LIMIT)
         if leaves:
             answer.cancel()
