@@ -38,7 +38,7 @@ from edgeinfer.verification_round import VerificationStream
 
 if TYPE_CHECKING:
     from edgeinfer.context_model import ContextModel
-    from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequest
+    from edgeinfer.openai.contract import ChatCompletionChunk, ChatCompletionObject, ChatRequest
 
 
 StreamT = TypeVar("StreamT", bound=TokenStream)

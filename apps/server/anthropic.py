@@ -17,12 +17,10 @@ from edgeinfer.apps.server.events import Framing
 from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.fields import Fields, form, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, read_message, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
-from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece
-from edgeinfer.openai.reply_fields import form, sampling, thinking, warnings
-from edgeinfer.openai.tool_formats import dialect_of
+from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece, dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 

@@ -22,15 +22,12 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.figures import timings, token_text
+from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sampling, warnings
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.prompt import TextPrompt
-from edgeinfer.openai.replies import Reply
-from edgeinfer.openai.reply_fields import MOST_ALTERNATIVES, MOST_REPLIES, sampling, warnings
+from edgeinfer.openai.replies import Reply, dialect_of, timings, token_text
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.text import is_id
-from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
 

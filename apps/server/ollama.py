@@ -22,14 +22,11 @@ from edgeinfer.apps.server.service import Endpoint, NamedModel, Service
 from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.figures import entries, timings
+from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, read_messages, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
-from edgeinfer.openai.replies import Call, Piece, TextPiece
-from edgeinfer.openai.reply_fields import MOST_ALTERNATIVES, sampling, thinking, warnings
+from edgeinfer.openai.replies import Call, Piece, TextPiece, dialect_of, entries, timings
 from edgeinfer.openai.schemas import closed
-from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 

@@ -11,10 +11,16 @@ from typing import Any, cast
 
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.chat import ChatCompletion
-from edgeinfer.openai.contract import ChatModel, Completion, Event, ReplyStream
+from edgeinfer.openai.contract import (
+    ChatCompletionChunk,
+    ChatCompletionObject,
+    ChatModel,
+    Completion,
+    Event,
+    ReplyStream,
+)
 from edgeinfer.openai.response import ResponseCompletion
 from edgeinfer.openai.text import TextCompletion
-from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], ChatModel[Any]], Completion]] = {
     "chat.completion": ChatCompletion,

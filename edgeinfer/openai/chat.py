@@ -11,17 +11,12 @@ from typing import Any
 from edgeinfer.contexts import Context
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.figures import entries, timings, usage
-from edgeinfer.openai.messages import Message, read_messages, split_started
-from edgeinfer.openai.older_functions import in_older_words, older_tools, with_tool_calls
-from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
-from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
-from edgeinfer.openai.reply_fields import (
+from edgeinfer.openai.fields import (
     FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
+    Fields,
     form,
     limit,
     sampling,
@@ -29,7 +24,27 @@ from edgeinfer.openai.reply_fields import (
     usage_wanted,
     warnings,
 )
-from edgeinfer.openai.tool_formats import dialect_of
+from edgeinfer.openai.messages import (
+    Message,
+    in_older_words,
+    older_tools,
+    read_messages,
+    split_started,
+    with_tool_calls,
+)
+from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
+from edgeinfer.openai.replies import (
+    ArgumentsPiece,
+    Call,
+    CallPiece,
+    Piece,
+    Reply,
+    TextPiece,
+    dialect_of,
+    entries,
+    timings,
+    usage,
+)
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
 

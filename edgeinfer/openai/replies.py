@@ -1,16 +1,136 @@
-"""A reply taken apart, while it is written, into text and calls of functions, and gathered for the whole answer."""
+"""How models write function calls, replies split into text and calls while they are written, and replies' figures."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
-from typing import Protocol
+from typing import Any, Protocol
 
-from edgeinfer.openai.tool_formats import ToolFormat
 from edgeinfer.records import dataclass
 from edgeinfer.results import Chunk, Result, TokenLogprob
+
+_ID_LENGTH = 24
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format: `prefix`, calls with `between` in between, `suffix`, each call an object of `name` and arguments.
+
+    Attributes:
+        name: for whoever asks.
+        signs: of a chat template, any of which tells that its model writes calls so.
+        others: of a chat template, any of which tells that it does not, for all the signs.
+        marker: tells a call from text; every way that `prefix` and a first call begin. May be a special token's text.
+        anywhere: whether text may stand before the marker; else it only counts at the very beginning.
+        key: of the arguments.
+        several: whether the models' templates know replies of more than one call.
+        id_length: letters and digits of an id, where templates are particular about it; 0 is OpenAI's.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    marker: str
+    prefix: str
+    between: str
+    suffix: str
+    anywhere: bool = True
+    key: str = "arguments"
+    several: bool = True
+    id_length: int = 0
+    others: tuple[str, ...] = ()
+
+    def known_by(self, template: str) -> bool:
+        """Whether the model of a chat template writes calls so."""
+        return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
+
+    def head(self, function: str) -> str:
+        """What stands before the arguments of a call."""
+        return f'{{"name": {json.dumps(function)}, "{self.key}": '
+
+    @property
+    def tail(self) -> str:
+        """What stands behind the arguments."""
+        return "}"
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        if self.id_length:
+            return secrets.token_hex(self.id_length)[: self.id_length]
+        return f"call_{secrets.token_hex(_ID_LENGTH // 2)}"
+
+    def fitted_id(self, id_: str) -> str:
+        """A client's id of a call as templates of this format take it."""
+        if not self.id_length or (len(id_) == self.id_length and id_.isascii() and id_.isalnum()):
+            return id_
+        return hashlib.sha256(id_.encode("utf-8", "surrogatepass")).hexdigest()[: self.id_length]
+
+
+HERMES = ToolFormat(
+    name="hermes",
+    signs=("<tool_call>",),
+    marker="<tool_call>",
+    prefix="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    suffix="\n</tool_call>",
+    # Of Qwen3-Coder and GLM, whose arguments are elements of XML.
+    others=("<function=", "<arg_key>"),
+)
+LLAMA3 = ToolFormat(
+    name="llama3",
+    signs=("<|python_tag|>", '"parameters": dictionary'),
+    marker='{"name": "',
+    prefix="",
+    between="; ",
+    suffix="",
+    anywhere=False,
+    key="parameters",
+    # "This model only supports single tool-calls at once!", its template says.
+    several=False,
+)
+
+
+MISTRAL = ToolFormat(
+    name="mistral",
+    signs=("[TOOL_CALLS]",),
+    marker="[TOOL_CALLS]",
+    prefix="[TOOL_CALLS][",
+    between=", ",
+    suffix="]",
+    # "Tool call IDs should be alphanumeric strings with length 9!", its templates say.
+    id_length=9,
+    # Of later models, which write [TOOL_CALLS]name[ARGS]{...}.
+    others=("[ARGS]",),
+)
+
+
+FORMATS = {form.name: form for form in (HERMES, MISTRAL, LLAMA3)}
+_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a model is told of functions, and calls them.
+
+    Attributes:
+        native: whether its template knows functions; else messages say it all.
+    """
+
+    format: ToolFormat
+    native: bool
+
+
+def dialect_of(template: str | None) -> Dialect:
+    """The dialect of a chat template's model; Hermes' in messages where the template knows no format of ours."""
+    if template is not None and _TOOLS.search(template):
+        for form in FORMATS.values():
+            if form.known_by(template):
+                return Dialect(form, native=True)
+    return Dialect(HERMES, native=False)
 
 
 @dataclass(frozen=True)
@@ -305,3 +425,101 @@ class Reply:
                 case ArgumentsPiece(place, text):
                     self.calls[place].arguments += text
         return pieces
+
+
+def usage(results: Sequence[Result], per_prompt: int = 1) -> dict[str, Any]:
+    """OpenAI's count of tokens."""
+    prompts = results[::per_prompt]
+    prompt = sum(result.usage.prompt_tokens for result in prompts)
+    completion = sum(result.usage.completion_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(r.timings.cached_prompt_tokens for r in prompts)},
+    }
+
+
+def responses_usage(results: Sequence[Result]) -> dict[str, Any]:
+    """The same in the words of /v1/responses."""
+    counted = usage(results)
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": counted["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted["total_tokens"],
+    }
+
+
+def timings(results: Sequence[Result]) -> dict[str, Any]:
+    """llama-server's times, summed over the replies: what was evaluated of the prompts, and what was written."""
+    cached = sum(result.timings.cached_prompt_tokens for result in results)
+    prompt_n = sum(result.usage.prompt_tokens for result in results) - cached
+    prompt_ms = sum(result.timings.prompt_ms for result in results)
+    predicted_n = sum(result.usage.completion_tokens for result in results)
+    # As there, from a reply's first token on.
+    predicted_ms = sum(r.timings.per_token_ms * max(r.usage.completion_tokens - 1, 0) for r in results)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": _ratio(prompt_ms, prompt_n),
+        "prompt_per_second": 1e3 * _ratio(prompt_n, prompt_ms),
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": _ratio(predicted_ms, predicted_n),
+        "predicted_per_second": 1e3 * _ratio(predicted_n, predicted_ms),
+        "draft_n": sum(result.speculation.drafted for result in results),
+        "draft_n_accepted": sum(result.speculation.accepted for result in results),
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Those of chat completions and responses."""
+    return [
+        {**_entry(logprob), "top_logprobs": [_entry(other) for other in logprob.alternatives]} for logprob in logprobs
+    ]
+
+
+def token_table(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+    """Those of legacy completions, and where the text behind them begins."""
+    texts = [token_text(logprob) for logprob in logprobs]
+    offsets = []
+    for logprob in logprobs:
+        offsets.append(offset)
+        offset += len(logprob.bytes.decode("utf-8", "ignore"))
+    table = {
+        "tokens": texts,
+        "token_logprobs": [logprob.logprob for logprob in logprobs],
+        "top_logprobs": [_top(logprob) for logprob in logprobs],
+        "text_offset": offsets,
+    }
+    return table, offset
+
+
+def token_text(logprob: TokenLogprob) -> str:
+    """A token's text; of one that is only a part of a character its bytes, as OpenAI spells them."""
+    try:
+        return logprob.bytes.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.bytes)
+
+
+def _top(logprob: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the token itself; of those with one text the likelier one's figure."""
+    found: dict[str, float] = {}
+    for other in (*logprob.alternatives, logprob):
+        found.setdefault(token_text(other), other.logprob)
+    return found
+
+
+def _entry(logprob: TokenLogprob) -> dict[str, Any]:
+    return {"token": token_text(logprob), "logprob": logprob.logprob, "bytes": list(logprob.bytes)}

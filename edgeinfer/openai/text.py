@@ -8,21 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.figures import timings, token_table, usage
-from edgeinfer.openai.prompt import TextPrompt
-from edgeinfer.openai.replies import Reply
-from edgeinfer.openai.reply_fields import (
+from edgeinfer.openai.fields import (
     FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
+    Fields,
     form,
     limit,
     sampling,
     usage_wanted,
     warnings,
 )
+from edgeinfer.openai.prompt import TextPrompt
+from edgeinfer.openai.replies import Reply, timings, token_table, usage
 from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.results import Chunk, Result
 

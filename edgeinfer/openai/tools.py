@@ -13,10 +13,8 @@ from edgeinfer.openai.contract import ChatModel
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.messages import Message
-from edgeinfer.openai.replies import CallReader, PlainReader, ReplyReader
-from edgeinfer.openai.schemas import closed
-from edgeinfer.openai.tool_formats import Dialect, ToolFormat
-from edgeinfer.openai.tool_schemas import ArgumentRules, argument_rules
+from edgeinfer.openai.replies import CallReader, Dialect, PlainReader, ReplyReader, ToolFormat
+from edgeinfer.openai.schemas import ArgumentRules, argument_rules, closed
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
 from edgeinfer.runtime.text.fitting import told

@@ -15,8 +15,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.additions import Heads, add_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, CapabilityError, UsageError
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.reply_fields import sampling
+from edgeinfer.openai.fields import Fields, sampling
 from edgeinfer.results import Result
 from tests.compute import even_costs
 from tests.factories import make_bigram_bundle

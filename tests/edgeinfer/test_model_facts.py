@@ -13,7 +13,7 @@ import edgeinfer
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import HubError, ModelError
-from edgeinfer.openai.response_request import read_request
+from edgeinfer.openai.response import read_request
 from tests.gguf_builder import FLOAT32, INT32, small_model
 from tests.speculation import BUILTIN, needs_builtin
 from tests.tables import each_row

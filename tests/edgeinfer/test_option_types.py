@@ -15,8 +15,7 @@ from edgeinfer.chat import Chat
 from edgeinfer.config import LOAD_GROUPS, REPLY_GROUPS, Cache, GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import PromptError, UsageError
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.reply_fields import sampling
+from edgeinfer.openai.fields import Fields, sampling
 from edgeinfer.options import options_of
 
 # Flags with a name of their own: they turn something off, or give one of several.

@@ -25,8 +25,7 @@ from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
-from edgeinfer.openai.tool_formats import FORMATS, ToolFormat
+from edgeinfer.openai.replies import FORMATS, ArgumentsPiece, CallPiece, CallReader, ToolFormat
 from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read_functions
 from edgeinfer.results import Chunk
 from tests.tools.structured import add_reply_options, sample_groups

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeinfer.openai.tool_formats import ToolFormat
+from edgeinfer.openai.replies import ToolFormat
 from edgeinfer.openai.tools import ToolFunction
 
 WEATHER = ToolFunction(

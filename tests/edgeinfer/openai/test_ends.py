@@ -10,7 +10,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.ignored import OTHERS_FIELDS
+from edgeinfer.openai.fields import OTHERS_FIELDS
 from tests.edgeinfer.openai.functions import CLOCK, as_tools
 from tests.speculation import needs_builtin
 

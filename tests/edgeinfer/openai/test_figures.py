@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import edgeinfer
-from edgeinfer.openai.figures import responses_usage, timings, usage
+from edgeinfer.openai.replies import responses_usage, timings, usage
 from edgeinfer.results import Result, SpeculationUse, Timings, Usage
 
 NAMES = [

@@ -10,7 +10,7 @@ import pytest
 import edgeinfer
 from edgeinfer.openai import make_completion, whole
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.response_request import read_input
+from edgeinfer.openai.response import read_input
 from tests.edgeinfer.openai.functions import WEATHER, flat
 from tests.tables import each_row
 

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.errors import GrammarError
-from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader, Piece, TextPiece
-from edgeinfer.openai.tool_formats import FORMATS, ToolFormat, dialect_of
+from edgeinfer.openai.replies import (
+    FORMATS,
+    ArgumentsPiece,
+    CallPiece,
+    CallReader,
+    Piece,
+    TextPiece,
+    ToolFormat,
+    dialect_of,
+)
 from edgeinfer.openai.tools import ToolChoice, calls_grammar
 from edgeinfer.results import Chunk
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, written

@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.tool_schemas import argument_rules
+from edgeinfer.openai.schemas import argument_rules
 from edgeinfer.openai.tools import read_functions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source

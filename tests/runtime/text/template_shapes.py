@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.openai.messages import read_messages
-from edgeinfer.openai.tool_formats import dialect_of
+from edgeinfer.openai.replies import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.runtime.text.template import ChatTemplate
 
