@@ -354,9 +354,8 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
         ModelError: as `edgeinfer.load`.
     """
     bundle = open_bundle(resolve(model))
-    if not bundle.manifest.paged:
-        hint = "Export it again, or renew it: edgeinfer convert BUNDLE OUT --renew."
-        raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", hint)
+    if not bundle.manifest.tensors:
+        raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", "Export the model natively.")
     ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]
     if not any(ids):
         raise UsageError("There is no text to measure with.", "Give some text.")

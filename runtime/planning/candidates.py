@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from edgeinfer.bundle.geometry import PAGED_KV, find_kv_type
+from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
@@ -177,10 +177,7 @@ def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
         if config.kv not in plan_input.kv_types:
             known = ", ".join(plan_input.kv_types)
             message = f"{plan_input.manifest.name} cannot use a KV cache of type {config.kv} here, only {known}."
-            hint = "Choose one of these, or leave " + Setting("kv") + " out."
-            if config.kv in PAGED_KV and plan_input.manifest.backend == "onnx" and not plan_input.manifest.paged:
-                hint = "Leave " + Setting("kv") + " out, or renew it: edgeinfer convert BUNDLE OUT --renew."
-            raise UsageError(message, hint)
+            raise UsageError(message, "Choose one of these, or leave " + Setting("kv") + " out.")
         return (config.kv,)
     # Four bits change texts visibly on some models, and more than usual are for comparisons: only who asks gets them.
     most = find_kv_type(plan_input.kv_types[0]).bits

@@ -10,7 +10,7 @@ import functools
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
 
@@ -46,16 +46,12 @@ class RunnableGraph:
 
     Attributes:
         folder: a folder that only this process uses; None where nothing has to be removed.
-        reads: offset and length of the runs of bytes of `weights` that running reads, by weight, where that is not all.
-        copies: those of them that are packed copies of weights.
     """
 
     layout: Layout
     model: Path
     weights: Path
     folder: Path | None = None
-    reads: Mapping[str, tuple[tuple[int, int], ...]] | None = None
-    copies: tuple[tuple[int, int], ...] = ()
     _remove: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +80,7 @@ def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) ->
     if native:
         if NATIVE not in bundle.layouts:
             message = f"{bundle.path} has no graph for the native kernel."
-            raise UsageError(message, "Load it without native, or renew it with edgeinfer convert --renew.")
+            raise UsageError(message, "Load it without native, or export it again.")
         native_kernel()
         return NATIVE
     prefers = stored == NATIVE or _needs_native(bundle, kv)

@@ -7,7 +7,7 @@ again. The tensors are those of the layout that runs (edgeinfer.bundle.tables.te
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.manifest import TensorEntry
@@ -24,8 +24,6 @@ _LOOKUPS, _LOOKUP_BYTES = 64, 256 << 10
 _JOBS = 64
 # Smaller arrays, as a head's scales, are not dropped while they are read: the system maps them 64 KB at a time again.
 WORTH_DROPPING = 2 * PIECE_BYTES
-# Bytes of packed copies that loading reads before it lets them go, unless a part of the graph has more.
-READ_BETWEEN = 2 << 20
 # Milliseconds that a window takes for each layer of the model, which all its graph decides about, and that a page fault
 # takes to map a piece of the system's cache and drop it again (docs/log/2026-11-26.md, fifth).
 _DECIDED_MS, _FAULT_MS = 0.014, 0.006
@@ -33,69 +31,28 @@ _DECIDED_MS, _FAULT_MS = 0.014, 0.006
 _FAULT_BYTES = 64 << 10
 
 
-def mapped_bytes(tensors: Iterable[TensorEntry]) -> int:
-    """Bytes in memory of a file of packed weights: all that is read but the embedding, of which only rows are."""
-    tensors = list(tensors)
-    return pass_bytes(tensors) + looked_up_bytes(tensors)
-
-
-def making_bytes(tensors: Iterable[TensorEntry]) -> tuple[int, int]:
-    """What making a file of packed weights takes for a moment: anonymous bytes, and bytes of the file.
-
-    A weight, its packed copy and what is written of it are there at once, one weight after the other.
-    """
-    largest = max(_matrices(tensors), key=_read_bytes)
-    return _read_bytes(largest) + 2 * largest.nbytes, largest.nbytes
-
-
-def loading_bytes(tensors: Iterable[TensorEntry]) -> Iterator[tuple[int, int]]:
-    """What making a session of a file of packed weights takes for a moment, outside the layers and then in each of
-    them: anonymous bytes, and bytes of the file.
-
-    onnxruntime packs one weight after the other, compares the result with the copy in the file and keeps that instead.
-    The copies of a part of the graph are read before any can be dropped (runtime/backends/onnx/opening.py).
-    """
-    parts: dict[str, list[TensorEntry]] = defaultdict(list)
-    for tensor in _matrices(tensors):
-        layer = LAYER.match(tensor.name)
-        parts[layer[1] if layer else ""].append(tensor)
-    for part, own in sorted(parts.items()):
-        largest = max(own, key=_read_bytes)
-        before = READ_BETWEEN if part else 0
-        yield _read_bytes(largest), largest.nbytes + sum(map(_read_bytes, own)) + before
-
-
-def _matrices(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """What onnxruntime packs."""
-    return [t for t in tensors if len(t.shape) == 2 and not is_looked_up(t.name)]
-
-
-def streamed_bytes(
-    tensors: Iterable[TensorEntry], window_layers: int, kept_layers: int = 0, *, dropping_threads: int = 0
-) -> int:
+def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int, kept_layers: int = 0, *, threads: int) -> int:
     """Most bytes of weights in memory at once where they are streamed: the largest window, head or embedding.
 
-    Of the embedding all count, because around each row that is looked up the system may map far more. What per-layer
-    embeddings are made of is read by every window. A window of all layers stays in memory, beside a part of the rest.
-
-    Args:
-        dropping_threads: of operators that drop what they have read of embedding and head: each has a job's share of
-            every large array in memory, and a piece around it. None of them do where it is 0.
+    Operators drop embedding and head while they read them: each thread has a job's share of every large array in
+    memory, and a piece around it. The weights of per-layer embeddings are read by every window. A window of all layers
+    stays in memory, together with a part of the rest.
     """
     tensors = list(tensors)
     if kept_layers:
         sizes = window_bytes(layer_runs(tensors), window_layers, kept_layers)
-        return sum(_read_bytes(t) for t in stored_tensors(tensors)) - sum(sizes) + max(sizes) + 2 * PIECE_BYTES
-    always = sum(_read_bytes(t) for t in tensors if t.name.startswith(_PER_LAYER))
+        return sum(t.nbytes for t in stored_tensors(tensors)) - sum(sizes) + max(sizes) + 2 * PIECE_BYTES
+    always = sum(t.nbytes for t in tensors if t.name.startswith(_PER_LAYER))
     always += sum(looked_up_bytes([t]) for t in tensors if t.name == PER_LAYER_TABLE)
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE and not t.name.startswith(_PER_LAYER)]
-    stay = dropping_threads > 0 and layers_stay(tensors, window_layers)
+    # Where all layers stay, only head and embedding are streamed.
+    stay = all(int(layer[1]) < window_layers for t in tensors if (layer := LAYER.match(t.name)))
     windows: dict[str | int, int] = defaultdict(int)
     for tensor in stored_tensors(tensors) if stay else tensors:
-        layer, size = LAYER.match(tensor.name), _read_bytes(tensor)
+        layer, size = LAYER.match(tensor.name), tensor.nbytes
         window = int(layer[1]) // window_layers if layer else "embedding" if is_looked_up(tensor.name) else "head"
-        if dropping_threads and layer is None and tensor.bits < 32:
-            size = sum(_dropped_bytes(blob.nbytes, dropping_threads) for blob in tensor.blobs)
+        if layer is None and tensor.bits < 32:
+            size = sum(_dropped_bytes(blob.nbytes, threads) for blob in tensor.blobs)
         windows[window] += size
     return (sum if stay else max)(windows.values()) + always + 2 * PIECE_BYTES
 
@@ -105,14 +62,9 @@ def _dropped_bytes(size: int, threads: int) -> int:
     return size if size < WORTH_DROPPING else min(size, threads * (-(-size // _JOBS) + PIECE_BYTES))
 
 
-def layers_stay(tensors: Iterable[TensorEntry], window_layers: int) -> bool:
-    """Whether so many layers are all, so that head and embedding alone are streamed where operators can drop them."""
-    return all(int(layer[1]) < window_layers for t in tensors if (layer := LAYER.match(t.name)))
-
-
 def pass_bytes(tensors: Iterable[TensorEntry]) -> int:
     """Bytes of weights that a pass reads, which is what comes back in every pass where they are streamed."""
-    return sum(_read_bytes(t) for t in tensors if not is_looked_up(t.name))
+    return sum(packed_bytes(t) if t.layout == PORTABLE else t.nbytes for t in tensors if not is_looked_up(t.name))
 
 
 def reread_ms(weight_bytes: float, arrays: int = 0, layers_decided: int = 0) -> float:
@@ -127,12 +79,6 @@ def packed_bytes(tensor: TensorEntry) -> int:
         return tensor.nbytes
     values = tensor.data.nbytes * max(1, _LEAST_BITS // tensor.bits)
     return values + 2 * tensor.scales.nbytes + _PACKED_HEAD
-
-
-def _read_bytes(tensor: TensorEntry) -> int:
-    """Bytes of a weight that running reads."""
-    packed = tensor.bits < 32 and tensor.layout == PORTABLE
-    return packed_bytes(tensor) if packed else tensor.nbytes
 
 
 def looked_up_bytes(tensors: Iterable[TensorEntry], rows: int = 0) -> int:

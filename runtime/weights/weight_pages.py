@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +18,10 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.system.memory import MappedFile
-from edgeinfer.runtime.weights.layouts import RunnableGraph
 from edgeinfer.runtime.weights.windows import LayerWindow, Run, streamed_runs
 
 # Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them stay in memory.
 _LOOKUPS = 64
-
-
-def _blob_runs(tensors: Iterable[TensorEntry]) -> dict[str, tuple[Run, ...]]:
-    """The runs of bytes of each tensor in the file that the tensor table describes."""
-    return {tensor.name: tuple((blob.offset, blob.nbytes) for blob in tensor.blobs) for tensor in tensors}
 
 
 class WeightPart:
@@ -75,34 +69,22 @@ class WeightPages:
 
     Args:
         path: of the file, which must be mapped by now.
-        runs: the runs of bytes that running reads, by weight; canonical names, or those with a suffix.
-        layered: whether each layer lies in one run; packed copies lie behind all weights, of which some are not packed.
-
-    Attributes:
-        path, layered: as given.
+        tensors: that it holds.
     """
 
-    def __init__(self, path: Path, runs: Mapping[str, tuple[Run, ...]], *, layered: bool = True) -> None:
-        self._runs = runs
+    def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:
+        self._runs = {each.name: tuple((blob.offset, blob.nbytes) for blob in each.blobs) for each in tensors}
         self.path = path
-        self.layered = layered
         self._file = MappedFile(path)
         self._handle = os.open(path, os.O_RDONLY) if hasattr(os, "posix_fadvise") else -1
         self._close = weakref.finalize(self, os.close, self._handle) if self._handle >= 0 else None
-
-    @classmethod
-    def of(cls, graph: RunnableGraph, tensors: Iterable[TensorEntry]) -> WeightPages:
-        """The weights of a graph that is loaded: what it says is read, else all of the tensor table."""
-        if graph.reads is None:
-            return cls(graph.weights, _blob_runs(tensors))
-        return cls(graph.weights, graph.reads, layered=False)
 
     def layers(self, first: int, stop: int) -> WeightPart:
         """The weights of layers first..stop-1."""
         return self._part(*(f"layers.{layer}" for layer in range(first, stop)))
 
     def streamed(self, windows: Sequence[LayerWindow]) -> list[WeightPart]:
-        """What can be dropped behind each window of weights that are `layered` (`streamed_runs`)."""
+        """What can be dropped behind each window (`streamed_runs`)."""
         spans = [self.layers(layer, layer + 1).runs for layer in range(windows[-1].stop)]
         layers = [(own[0][0], sum(own[-1]) - own[0][0]) for own in spans]
         return [WeightPart(self._file, [run] if run[1] else [], self._handle) for run in streamed_runs(layers, windows)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
@@ -53,7 +53,7 @@ def test_mxfp4_is_kept_as_it_is(layout: Layout, tmp_path: Path) -> None:
     assert (entry.bits, entry.e2m1) == ((4, True) if layout == NATIVE else (8, False))
     given = ForwardInput(TOKENS, ROWS, ROWS)
     wanted = ReferenceBackend(bundle, 16).forward(given).logits
-    for backend in (PagedBackend(bundle, 16), OnnxBackend(bundle, 16, layout=PORTABLE)):
+    for backend in (PagedBackend(bundle, 16), OnnxBackend(bundle, 16)):
         error = np.linalg.norm(backend.forward(given).logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
         assert np.median(error) <= 0.06
 

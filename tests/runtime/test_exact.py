@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.layouts import LAYOUTS
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from tests.cache import made
 from tests.kernel import require_kernel
-from tests.old_bundle import old_bundle
 from tests.runtime.models import bundle_of
 
 pytestmark = pytest.mark.matrix
@@ -44,8 +40,6 @@ EXPORTS = {
     "8-bit-wider": ExportConfig(8, 128),
     "float32": ExportConfig(32),
 }
-# A bundle made before caches were paged.
-OLD = "old"
 
 
 @dataclass(frozen=True)
@@ -64,25 +58,18 @@ def run(backend: GraphBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDA
 
 @pytest.fixture(
     scope="module",
-    params=[(e, layout, t) for e in (*EXPORTS, OLD) for layout in LAYOUTS for t in (1, 2)],
+    params=[(e, layout, t) for e in EXPORTS for layout in LAYOUTS for t in (1, 2)],
     ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
 def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
     export, layout, threads = request.param
     if layout == "native":
         require_kernel()
-    if export == OLD:
-        bundle = open_bundle(made(unpacked) / "bundle")
-    else:
-        bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
+    bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
     backend = make_graph_backend(bundle, 64, threads=threads, layout=layout)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()
-
-
-def unpacked(folder: Path) -> None:
-    old_bundle(folder / "bundle")
 
 
 def same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> bool:

@@ -127,12 +127,11 @@ def test_what_is_not_quantized_runs_natively_where_that_is_asked_for(kernel: Ava
     assert choose_layout(bundle, None) == PORTABLE and choose_layout(bundle, True) == NATIVE
     graph = prepare(bundle, NATIVE)
     assert (graph.model.name, graph.weights) == ("model.native.onnx", bundle.path / WEIGHTS)
-    # Bundles of before had one graph.
-    shutil.copytree(bundle.path, tmp_path / "old")
-    (tmp_path / "old" / "model.native.onnx").unlink()
-    seal(tmp_path / "old", replace(bundle.manifest, paged=False))
+    shutil.copytree(bundle.path, tmp_path / "one")
+    (tmp_path / "one" / "model.native.onnx").unlink()
+    seal(tmp_path / "one", bundle.manifest)
     with pytest.raises(UsageError, match="no graph for the native kernel"):
-        choose_layout(open_bundle(tmp_path / "old"), True)
+        choose_layout(open_bundle(tmp_path / "one"), True)
 
 
 @each_row("there", [True, False])

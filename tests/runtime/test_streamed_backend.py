@@ -38,7 +38,7 @@ from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the cache of packed weights lies elsewhere")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 
 LAYERS, CAPACITY = 4, 64
 
@@ -58,16 +58,14 @@ Pair = tuple[Backend, Backend]
 
 @pytest.fixture(
     scope="module",
-    params=[(NATIVE, 3, 0), (NATIVE, 1, 2), (NATIVE, LAYERS, 0), (PORTABLE, 2, 0), (PORTABLE, 9, 0)],
+    params=[(3, 0), (1, 2), (LAYERS, 0)],
     ids=str,
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A streamed backend, with nothing left in the system's cache where layers are kept, and one that is not."""
-    layout, window, kept = request.param
-    if layout == NATIVE:
-        require_kernel()
-    plain = make_graph_backend(small(layout), CAPACITY)
-    inner = make_graph_backend(small(layout), CAPACITY, weights="mapped")
+    window, kept = request.param
+    require_kernel()
+    plain, inner = (make_graph_backend(small(NATIVE), CAPACITY) for _ in range(2))
     streamed = StreamedBackend(inner, window, kept_layers=kept, room=0 if kept else None)
     yield streamed, plain
     plain.close()
@@ -169,7 +167,8 @@ class _Inner:
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
-    inner = make_graph_backend(small(PORTABLE), CAPACITY, weights="mapped")
+    require_kernel()
+    inner = make_graph_backend(small(NATIVE), CAPACITY)
     streamed = StreamedBackend(inner, 1)
     tokens = np.array([3, 4, 5, 6])
     wanted = streamed.forward(ForwardInput(tokens, np.arange(4), np.arange(4))).logits.copy()
@@ -206,13 +205,11 @@ def test_what_it_refuses(pair: Pair) -> None:
 
 @pytest.mark.skipif(not releases_pages(), reason="pages cannot be streamed here")
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
-def test_only_a_window_is_resident(layout: Layout) -> None:
-    if layout == NATIVE:
-        require_kernel()
-    bundle = bundle_of("llama", ExportConfig(4, 32, keep_small=False, layout=layout), **LARGE)
-    tensors = tensors_in(bundle.manifest, layout)
-    inner = make_graph_backend(bundle, CAPACITY, weights="mapped")
+def test_only_a_window_is_resident() -> None:
+    require_kernel()
+    bundle = bundle_of("llama", ExportConfig(4, 32, keep_small=False, layout=NATIVE), **LARGE)
+    tensors = tensors_in(bundle.manifest, NATIVE)
+    inner = make_graph_backend(bundle, CAPACITY)
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
 
     def resident(backend: Backend) -> int:
@@ -237,7 +234,7 @@ def test_only_a_window_is_resident(layout: Layout) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightPart, "release", watched)
         resident(streamed)
-    assert 0.1 * whole < most - left < streamed_bytes(tensors, 1) < streamed_bytes(tensors, 4)
+    assert 0.1 * whole < most - left < streamed_bytes(tensors, 1, threads=1) < streamed_bytes(tensors, 4, threads=1)
     streamed.close()
 
 
@@ -249,7 +246,7 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
     bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=NATIVE), **shape)
     tensors = tensors_in(bundle.manifest, NATIVE)
     head = next(t.nbytes for t in tensors if t.name == "head")
-    inner = make_graph_backend(bundle, CAPACITY, weights="mapped", threads=threads)
+    inner = make_graph_backend(bundle, CAPACITY, threads=threads)
     batch = ForwardInput(np.array([3, 40_000, 65_535]), np.arange(3), np.arange(3))
     wanted = inner.forward(batch).logits.copy()
     whole = process_memory().file
@@ -265,9 +262,8 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
         np.testing.assert_array_equal(streamed.forward(batch).logits, wanted)
         left = process_memory().file - before
     assert left < 0.3 * head
-    assert streamed_bytes(tensors, 1, dropping_threads=threads) < streamed_bytes(tensors, 1)
     staying = sum(t.nbytes for t in tensors if t.name.startswith("layers."))
-    assert streamed_bytes(tensors, LAYERS, dropping_threads=threads) > staying
+    assert streamed_bytes(tensors, LAYERS, threads=threads) > staying
     streamed.close()
 
 
@@ -285,7 +281,8 @@ def test_large_pages_are_asked_for_where_all_is_read() -> None:
 @pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
 def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> None:
     require_kernel()
-    first, second = (make_graph_backend(small(NATIVE), CAPACITY) for _ in range(2))
+    bundle = bundle_of("llama", ExportConfig(bits=8, keep_small=False), num_hidden_layers=LAYERS)
+    first, second = (make_graph_backend(bundle, CAPACITY) for _ in range(2))
     assert first.pages is not None and second.pages is not None
     mine = set(first.pages.layers(0, LAYERS).places)
     assert set(second.pages.layers(0, LAYERS).places) > mine
@@ -299,7 +296,7 @@ def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> Non
 def test_converted_weights_are_found_where_they_lie() -> None:
     require_kernel()
     bundle = small(PORTABLE)
-    inner = make_graph_backend(bundle, CAPACITY, layout=NATIVE, weights="mapped")
+    inner = make_graph_backend(bundle, CAPACITY, layout=NATIVE)
     assert inner.pages is not None
     tensors = tensors_in(bundle.manifest, NATIVE)
     for layer in range(LAYERS):
@@ -320,7 +317,8 @@ def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(disk_rate, "_read_bytes", lambda: next(counted))
     monkeypatch.setattr(disk_rate, "_busy_seconds", lambda: 0.0)
     monkeypatch.setattr(disk_rate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    inner = make_graph_backend(small(PORTABLE), CAPACITY, weights="mapped")
+    require_kernel()
+    inner = make_graph_backend(small(NATIVE), CAPACITY)
     assert inner.pages is not None
     path = inner.pages.path
     for keeps, rate in ((False, None), (True, 400_000_000)):
@@ -343,27 +341,26 @@ def test_what_the_plan_reckons_with() -> None:
     embedding = tensors[0].nbytes
     assert tensors[0].name == "embed"
     assert embedding < layer
-    margin = streamed_bytes(tensors, 1) - layer
-    sizes = [streamed_bytes(tensors, window) - margin for window in (1, 2, LAYERS, 2 * LAYERS)]
-    assert sizes == [layer, 2 * layer, LAYERS * layer, LAYERS * layer]
+    margin = streamed_bytes(tensors, 1, threads=1) - layer
+    sizes = [streamed_bytes(tensors, window, threads=1) - margin for window in (1, 2, LAYERS, 2 * LAYERS)]
+    assert sizes[:2] == [layer, 2 * layer] and LAYERS * layer < sizes[2] == sizes[3]
     assert pass_bytes(tensors) == sum(t.nbytes for t in tensors) - embedding
     # A window of six layers takes a quarter of what one of 24 does, and small arrays take faults of their own.
     assert 4 * reread_ms(0, layers_decided=6) == pytest.approx(reread_ms(0, layers_decided=24))
     assert reread_ms(2 * embedding, arrays=9) > 2 * reread_ms(embedding) > 0
 
 
-@pytest.mark.parametrize(("stored", "runs"), [(NATIVE, NATIVE), (PORTABLE, NATIVE), (PORTABLE, PORTABLE)])
+@pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
 def test_plans_ask_for_the_disk_that_passes_are_timed_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stored: Layout, runs: Layout
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stored: Layout
 ) -> None:
-    """Weights that were converted or packed lie in the user's cache, which may be another disk than the bundle's."""
-    if runs == NATIVE:
-        require_kernel()
+    """Weights that were converted lie in the user's cache, which may be another disk than the bundle's."""
+    require_kernel()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     bundle, asked = small(stored), list[Path]()
 
     def planned() -> Path:
-        subject = plan_input_of(BackendChoice("onnx", bundle, runs), LoadConfig())
+        subject = plan_input_of(BackendChoice("onnx", bundle, NATIVE), LoadConfig())
         subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
         planner.speed_model(subject, lambda variant, **_: DeviceProfile(None))
         return asked[-1]
@@ -374,7 +371,7 @@ def test_plans_ask_for_the_disk_that_passes_are_timed_on(
 
     monkeypatch.setattr(planner, "kept_rate", kept_rate)
     before = planned()
-    backend = make_graph_backend(bundle, CAPACITY, layout=runs, weights="mapped")
+    backend = make_graph_backend(bundle, CAPACITY, layout=NATIVE)
     assert backend.pages is not None
     assert before == planned() == backend.pages.path
     backend.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import mmap
 import sys
@@ -13,22 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE
+from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import LoadConfig
-from edgeinfer.errors import CapabilityError, StorageError
+from edgeinfer.errors import StorageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
-from edgeinfer.runtime.loading.registry import plan_input_of
 from edgeinfer.runtime.planning import planner
 from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.plan_input import BackendChoice
-from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.speed_model import DiskReads
-from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights import windows
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
@@ -135,7 +128,7 @@ def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.Monkey
     forgotten, ahead = list[tuple[int, int]](), list[tuple[int, int]]()
     monkeypatch.setattr(WeightPart, "forget", lambda part: forgotten.extend(part.runs))
     monkeypatch.setattr(ReadAhead, "ask", lambda self, asked, running: ahead.extend(asked))
-    inner = make_graph_backend(bundle, 64, weights="mapped")
+    inner = make_graph_backend(bundle, 64)
     assert inner.pages is not None
     weights, sizes = inner.pages.nbytes, window_bytes(runs, 1, 1)
     room = weights - min(sizes) // 2  # less than a window too little, and two are there at once
@@ -157,35 +150,7 @@ def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
-@pytest.mark.skipif(sys.platform != "linux", reason="the cache of packed weights lies elsewhere")
-def test_of_packed_weights_the_system_keeps_what_it_likes_and_plans_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms lie far before packed copies, so what lies between the ends of a layer is nearly the whole file."""
-    bundle = bundle_of(
-        "qwen2", ExportConfig(8, keep_small=False, layout=PORTABLE), hidden_size=128, num_hidden_layers=4
-    )
-    forgotten, ahead = list[tuple[int, int]](), list[tuple[int, int]]()
-    monkeypatch.setattr(WeightPart, "forget", lambda part: forgotten.extend(part.runs))
-    monkeypatch.setattr(ReadAhead, "ask", lambda self, asked, running: ahead.extend(asked))
-    inner = make_graph_backend(bundle, 64, weights="mapped")
-    assert inner.pages is not None
-    room = inner.pages.nbytes // 2
-    with pytest.raises(CapabilityError, match="cannot be streamed"):
-        StreamedBackend(inner, 1, kept_layers=1, room=room)
-    streamed = StreamedBackend(inner, 1, room=room)
-    streamed.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
-    assert not forgotten
-    assert ahead == [run for layer in range(4) for run in inner.pages.layers(layer, layer + 1).runs]
-    streamed.close()
-    subject = plan_input_of(BackendChoice("onnx", bundle, PORTABLE), LoadConfig())
-    subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
-    speed = speed_model(subject, lambda variant, **_: DeviceProfile(None)).within(lambda _: room)
-    ways = [Configuration(64, 8, "float32", *weights, (), 0, "kept") for weights in (("streamed", 1), ("mapped", 0))]
-    disks = [speed.disk(way) for way in ways]
-    expected = [disk.pass_bytes(way, 1) for disk, way in zip(disks, ways, strict=True) if disk is not None]
-    assert len(expected) == 2
-    assert expected[0] == expected[1]
-
-
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 def test_what_was_asked_for_is_read_until_its_window_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("other systems are not told what to read")

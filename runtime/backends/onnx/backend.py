@@ -1,4 +1,4 @@
-"""The backend of graphs with ONNX Runtime's own attention: those in the portable layout, and those of older bundles.
+"""The backend of graphs in the portable layout, which use ONNX Runtime's own attention.
 
 Facts it relies on, measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one
 buffer, so dropping rows is passing a smaller length; a row's result does not depend on the other rows of its pass as
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
@@ -32,9 +32,8 @@ class OnnxBackend(GraphBackend):
         bundle: an opened bundle made by the native export.
         capacity: tokens the cache may hold.
         exact: pad passes so that every row is bit-identical whatever pass it is computed in.
-        layout: of the weights; None takes the one that the bundle stores. Another is converted to.
         device: that runs it; where it is not the CPU, the cache lives in its memory, and rows are not exact.
-        threads, weights, progress, affinity: as `GraphBackend` takes them.
+        threads, progress, affinity: as `GraphBackend` takes them.
 
     Raises:
         BundleError, NativeUnavailableError, StorageError, DeviceError: as `GraphBackend`.
@@ -49,16 +48,13 @@ class OnnxBackend(GraphBackend):
         *,
         threads: int = 1,
         exact: bool = True,
-        layout: Layout | None = None,
-        weights: str = "packed",
         progress: Progress | None = None,
         device: Device = CPU,
         affinity: str = "",
     ) -> None:
-        layout = layout or bundle.manifest.layout
         exact = exact and device.on_cpu
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
-        head = bundle.manifest.capabilities_in(layout).row_multiple
+        head = bundle.manifest.capabilities_in(PORTABLE).row_multiple
         self._multiple = max(2, head) if exact else 1
         self._head_multiple = head if exact else 1
         spare = self._multiple - 1
@@ -71,8 +67,7 @@ class OnnxBackend(GraphBackend):
             capacity,
             places=capacity + spare,
             threads=threads,
-            layout=layout,
-            weights=weights,
+            layout=PORTABLE,
             progress=progress,
             device=device,
             affinity=affinity,

@@ -52,24 +52,20 @@ class OnnxFactory(BackendFactory):
 
     def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Streamed, and experts left out, where pages can be released."""
-        modes = ("mapped",) if layout == NATIVE else ("packed", "mapped")
+        if layout != NATIVE:
+            return ("packed",)
         if not releases_pages():
-            return modes
-        # In the other layout the experts of a layer are one matrix, and onnxruntime packs it.
-        apart = layout == NATIVE and any(find_expert(t.name) and t.bits < 32 for t in bundle.manifest.tensors)
-        return (*modes, "experts", "streamed") if apart else (*modes, "streamed")
+            return ("mapped",)
+        apart = any(find_expert(t.name) and t.bits < 32 for t in bundle.manifest.tensors)
+        return ("mapped", "experts", "streamed") if apart else ("mapped", "streamed")
 
     def head_apart(self, bundle: Bundle, layout: Layout) -> bool:
         """Where passes are those of `PagedBackend`."""
         return runs_apart(bundle.manifest, layout)
 
     def weights_place(self, bundle: Bundle, layout: Layout) -> Path | None:
-        """As the bundle has them or converted, or what onnxruntime packs."""
-        if layout != NATIVE:
-            from edgeinfer.runtime.backends.onnx.packed_cache import packed_place
-
-            return packed_place(bundle)
-        return weights_place(bundle, layout)
+        """The file that the native graph reads in place."""
+        return weights_place(bundle, layout) if layout == NATIVE else None
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         """An instruction set of the native kernel, or an operator."""
@@ -91,11 +87,10 @@ class OnnxFactory(BackendFactory):
             exact=order.config.exact,
             layout=order.layout,
             kv=plan.kv,
-            weights="packed" if plan.weights == "packed" else "mapped",
             progress=order.progress,
             device=order.device,
             affinity=order.affinity,
-            pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache, weighed=weighed),
+            pages=_prefix_pages(order, weighed=weighed),
             weighed=weighed,
             adapters=order.config.adapters,
         )
@@ -153,7 +148,6 @@ def make_graph_backend(
     exact: bool = True,
     layout: Layout | None = None,
     kv: str = FLOAT32,
-    weights: str = "packed",
     progress: Progress | None = None,
     device: Device = CPU,
     affinity: str = "",
@@ -161,12 +155,8 @@ def make_graph_backend(
     weighed: bool = False,
     adapters: Mapping[str, str] | None = None,
 ) -> GraphBackend:
-    """The backend of the graph that reads a layout, chosen by the attention that it has.
-
-    Args:
-        adapters: folders of those that rows may have, by name; of a paged graph alone.
-    """
-    if bundle.manifest.capabilities_in(layout or bundle.manifest.layout).paged:
+    """The backend of the graph of a layout; None is the stored one."""
+    if (layout or bundle.manifest.layout) == NATIVE:
         from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
         from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 
@@ -189,23 +179,14 @@ def make_graph_backend(
 
     assert kv == FLOAT32, "plans have no other cache where the graph is not paged"
     return OnnxBackend(
-        bundle,
-        capacity,
-        threads=threads,
-        exact=exact,
-        layout=layout,
-        weights=weights,
-        progress=progress,
-        device=device,
-        affinity=affinity,
+        bundle, capacity, threads=threads, exact=exact, progress=progress, device=device, affinity=affinity
     )
 
 
-def _prefix_pages(bundle: Bundle, kv: str, size: int, *, weighed: bool) -> int:
-    """Pages that kept prefixes of so many bytes hold."""
-    if not (size and bundle.manifest.paged):
-        return 0
-    return size // PageLayout.of(bundle.manifest.geometry, kv, weighed=weighed).page_bytes
+def _prefix_pages(order: BackendOrder, *, weighed: bool) -> int:
+    """Pages that the prefix cache may hold."""
+    layout = PageLayout.of(order.bundle.manifest.geometry, order.configuration.kv, weighed=weighed)
+    return order.config.prefix_cache // layout.page_bytes
 
 
 def _onnxruntime() -> str:

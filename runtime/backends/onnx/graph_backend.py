@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.spec import DecoderSpec
@@ -27,7 +27,6 @@ from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
-from edgeinfer.runtime.backends.onnx.opening import copies_of
 from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
@@ -49,9 +48,7 @@ class GraphBackend(ABC):
         places: rows of the rotary tables, for a context of `capacity` tokens.
         threads: threads of the session.
         layout: of the weights.
-        weights: of the portable layout: "packed" into memory, or "mapped" from a file of them that is made once for
-            this processor; the native layout is always used in place.
-        progress: called while weights are converted or packed.
+        progress: called while weights are converted.
         device: that runs it.
         affinity: as `OrtSession` takes it.
         adapters: that rows may have, of graphs that take them.
@@ -62,7 +59,7 @@ class GraphBackend(ABC):
     Raises:
         BundleError: the bundle is damaged.
         NativeUnavailableError: the native layout runs, and there is no native kernel.
-        StorageError: there is no place for converted or mapped weights.
+        StorageError: there is no place for converted weights.
         DeviceError: the device fails.
     """
 
@@ -77,7 +74,6 @@ class GraphBackend(ABC):
         places: int,
         threads: int,
         layout: Layout,
-        weights: str = "packed",
         progress: Progress | None = None,
         device: Device = CPU,
         affinity: str = "",
@@ -90,12 +86,7 @@ class GraphBackend(ABC):
         self._device = device
         self.capabilities = capabilities_on(device, bundle.manifest.capabilities_in(layout))
         self.kernel = kernel_of(bundle, layout)
-        if layout == PORTABLE and weights == "mapped":
-            from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
-
-            self._graph = prepare_packed(bundle, progress)
-        else:
-            self._graph = prepare(bundle, layout, progress)
+        self._graph = prepare(bundle, layout, progress)
         kernel = native_kernel() if layout == NATIVE else None
         self._module = bundle.manifest.module
         self._tapped = len(bundle.manifest.taps) * decoder.hidden_size
@@ -105,8 +96,7 @@ class GraphBackend(ABC):
         if adapters is not None:
             model, around = self._graph.model.read_bytes(), self._graph.model.parent
             model = adapted_graph(model, bundle.manifest, adapters)
-        step = copies_of(self._graph)
-        self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around, step=step)
+        self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around)
         self.pages = self._weight_pages(bundle.manifest)
         self._decoder, self._places = decoder, places
         self._looked_up = self._watch_embedding()
@@ -120,10 +110,9 @@ class GraphBackend(ABC):
         self._passes: dict[tuple[int, int, bool, int, int], Pass] = {}
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
-        in_place = self._graph.layout == NATIVE or self._graph.reads is not None
-        if not in_place:
+        if self._graph.layout != NATIVE:
             return None
-        pages = WeightPages.of(self._graph, tensors_in(manifest, self._graph.layout))
+        pages = WeightPages(self._graph.weights, tensors_in(manifest, NATIVE))
         pages.large_pages()
         return pages
 
@@ -133,7 +122,7 @@ class GraphBackend(ABC):
             return None if self._decoder.per_layer is None or self.pages is None else LookedUp(self.pages.per_layer())
         file = MappedFile(self._graph.weights)
         file.release()
-        return LookedUp(file if self.pages is None else self.pages.embedding())
+        return LookedUp(file)
 
     def rotate_long(self, long: bool) -> None:
         """See `contract.RotatingBackend.rotate_long`."""
@@ -147,11 +136,6 @@ class GraphBackend(ABC):
         """The inputs that say what positions mean, for texts of so many tokens."""
         tables = _tables(self._decoder, self._places, context)
         return {name: device_value(table, self._device) for name, table in tables}
-
-    @property
-    def drops_behind(self) -> bool:
-        """Whether its operators can drop the pages of embedding and head while they run."""
-        return self._graph.layout == NATIVE
 
     @abstractmethod
     def forward(self, batch: ForwardInput) -> ForwardOutput:

@@ -6,11 +6,11 @@ All terms are upper bounds. Constants were fitted to measured processes (docs/lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from edgeinfer.bundle.geometry import FLOAT32
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.manifest import Manifest, TensorEntry
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.spec import WAITING_ROWS
@@ -24,22 +24,13 @@ from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.mapped import mapped_tokenizer_bytes
 from edgeinfer.runtime.text.tokenizer import file_has_pairs, kept_bytes, parsing_bytes
-from edgeinfer.runtime.weights.streaming import (
-    loading_bytes,
-    looked_up_bytes,
-    making_bytes,
-    mapped_bytes,
-    packed_bytes,
-    streamed_bytes,
-)
+from edgeinfer.runtime.weights.streaming import looked_up_bytes, packed_bytes, streamed_bytes
 
 # Session and graph of onnxruntime: in all, and per layer; pages of code that running touches beyond those of importing,
 # and what loading touches besides: of code, and of raw weights while they are packed.
 _SESSION_BYTES, _SESSION_LAYER_BYTES = 3_200_000, 200_000
 _RUNNING_CODE_BYTES, _LOADING_CODE_BYTES = 2_500_000, 11_000_000
 _RAW_SHARE = 0.3
-# Anonymous memory that a session keeps of weights that are read from a file of packed ones.
-_PACKING_LEFT_BYTES = 4_000_000
 # Rows of the cache that are there from the start.
 _FIRST_ROWS = 256
 # A cache that grows by concatenation is written again by every pass, from one copy into the other.
@@ -63,7 +54,6 @@ class OnnxMemory:
     Attributes:
         layout: of the weights, as it will run.
         merge_pairs: whether the tokenizer's merges are pairs, which take more to parse.
-        packed_ready: whether the file of packed weights is there already.
         floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
         threads: of the linear algebra.
     """
@@ -71,7 +61,6 @@ class OnnxMemory:
     bundle: Bundle
     layout: Layout
     merge_pairs: bool
-    packed_ready: bool
     floats: bool = False
     threads: int = 1
 
@@ -85,7 +74,7 @@ class OnnxMemory:
         if self.floats:
             return _multiplied_out(manifest)
         c = configuration
-        key = c.weights, c.window_layers, c.kept_layers, c.expert_bytes
+        key = c.window_layers, c.kept_layers, c.expert_bytes
         if (weights := self._known_weights.get(key)) is None:
             weights = self._known_weights[key] = _weights(manifest, self.layout, configuration, self.threads)
         table = [t for t in manifest.tensors if t.name == PER_LAYER_TABLE and self.layout == NATIVE]
@@ -106,7 +95,7 @@ class OnnxMemory:
         return {}
 
     @cached_property
-    def _known_weights(self) -> dict[tuple[str, int, int, int], Footprint]:
+    def _known_weights(self) -> dict[tuple[int, int, int], Footprint]:
         """The same of weights."""
         return {}
 
@@ -145,8 +134,11 @@ class OnnxMemory:
         around = outside + self.tokenizer(configuration.tokenizer, used=False)
         code = _RUNNING_CODE_BYTES + _LOADING_CODE_BYTES
         around += Footprint({"session": running.anonymous["session"]}, {"code": code})
-        for packing in self._packing(configuration, weights):
-            yield around + packing
+        tensors = tensors_in(self.bundle.manifest, self.layout)
+        if tensors and self.layout != NATIVE:
+            # Pages of the raw weights while onnxruntime packs them.
+            raw = round(_RAW_SHARE * max(t.nbytes for t in tensors))
+            yield around + Footprint({"weights_packed": weights}, {"weights_mapped": raw})
         yield around + Footprint({"weights_packed": weights, "kv": cache}, {})
 
     @cached_property
@@ -157,12 +149,12 @@ class OnnxMemory:
 
     @cached_property
     def _paged(self) -> bool:
-        return self.bundle.manifest.capabilities_in(self.layout).paged and not self.floats
+        return self.layout == NATIVE and self.bundle.manifest.decoder is not None and not self.floats
 
     def _cache(self, kv: str, context: int) -> int:
         """Bytes of a cache for so many tokens."""
         manifest = self.bundle.manifest
-        if self._paged or (self.floats and manifest.paged and kv != FLOAT32):
+        if self._paged or (self.floats and kv != FLOAT32):
             states = StateLayout(manifest.geometry.states).slot_bytes * SLOTS_IN_USE if manifest.geometry.states else 0
             return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context) + states
         size = manifest.geometry.kv_bytes_per_token(kv) * (context + 1)
@@ -187,25 +179,6 @@ class OnnxMemory:
     def _tokenizer_bytes(self) -> int:
         return self.bundle.manifest.files[TOKENIZER].bytes if self.bundle.has(TOKENIZER) else 0
 
-    def _packing(self, configuration: Configuration, kept: int) -> Iterator[Footprint]:
-        """While onnxruntime packs the weights, of which so many bytes are anonymous in the end: pages of raw weights,
-        and of packed copies that it compares."""
-        tensors = tensors_in(self.bundle.manifest, self.layout)
-        if self.layout == NATIVE or not tensors:
-            return
-        if configuration.weights == "packed":
-            raw = round(_RAW_SHARE * max(t.nbytes for t in tensors))
-            yield Footprint({"weights_packed": kept}, {"weights_mapped": raw})
-            return
-        if not self.packed_ready:
-            packing, read = making_bytes(tensors)
-            yield Footprint({"weights_packed": packing}, {"weights_mapped": read})
-        # What is outside the layers comes first, when nothing is left of others yet.
-        left = 0
-        for packing, read in loading_bytes(tensors):
-            yield Footprint({"weights_packed": left + packing}, {"weights_mapped": read})
-            left = kept
-
 
 def _multiplied_out(manifest: Manifest) -> Footprint:
     """Every weight in float32, which the tied head is a second time, and what making the largest of them takes."""
@@ -215,46 +188,34 @@ def _multiplied_out(manifest: Manifest) -> Footprint:
 
 def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, threads: int) -> Footprint:
     """Anonymous bytes of packed weights, and file pages in memory."""
-    mode, experts = configuration.weights, configuration.expert_bytes
-    window = configuration.window_layers, configuration.kept_layers
     if not manifest.tensors:
         # An opaque graph: float weights are packed into a copy while the file is mapped.
         size = manifest.weight_bytes
         return Footprint({"weights_packed": size}, {"weights_mapped": size})
     tensors = tensors_in(manifest, layout)
-    apart = [t for t in tensors if find_expert(t.name) is not None and t.bits < 32 and layout == NATIVE]
+    if layout != NATIVE:
+        # Packed into copies, all matrices but the embedding, whose rows stay mapped.
+        packed = sum(packed_bytes(t) for t in tensors if not is_looked_up(t.name))
+        return Footprint({"weights_packed": packed}, {"weights_mapped": looked_up_bytes(tensors)})
+    experts, window = configuration.expert_bytes, (configuration.window_layers, configuration.kept_layers)
+    apart = [t for t in tensors if find_expert(t.name) is not None and t.bits < 32]
     if any(window) or not apart:
-        return _WEIGHTS[layout](tensors, mode, window, threads)
+        return _native_weights(tensors, window, threads)
     others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
     cached = experts or sum(t.nbytes for t in apart)
     # Copies of routers guess which experts come next.
     routers = {"routers": sum(t.nbytes for t in others if t.name.endswith(".mlp.router"))} if experts else {}
-    return _WEIGHTS[layout](others, mode, window, threads) + Footprint(routers, {"experts": cached})
+    return _native_weights(others, window, threads) + Footprint(routers, {"experts": cached})
 
 
-def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: tuple[int, int], threads: int) -> Footprint:
-    """Packed into copies, all matrices but the embedding, whose rows stay mapped; or read from a file of copies."""
-    if mode == "packed":
-        packed = sum(packed_bytes(t) for t in tensors if not is_looked_up(t.name))
-        return Footprint({"weights_packed": packed}, {"weights_mapped": looked_up_bytes(tensors)})
-    mapped = streamed_bytes(tensors, *window) if any(window) else mapped_bytes(tensors)
-    return Footprint({"weights_packed": _PACKING_LEFT_BYTES}, {"weights_mapped": mapped})
-
-
-def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: tuple[int, int], threads: int) -> Footprint:
+def _native_weights(tensors: Sequence[TensorEntry], window: tuple[int, int], threads: int) -> Footprint:
     """The file is used in place, but for a table of which rows are looked up; what is not quantized is multiplied by
     onnxruntime, which packs a copy."""
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE]
     packed = sum(t.nbytes for t in tensors if t.bits == 32 and t.name != "embed")
     stored = sum(t.nbytes for t in stored_tensors(tensors))
-    mapped = streamed_bytes(tensors, *window, dropping_threads=threads) if any(window) else stored
+    mapped = streamed_bytes(tensors, *window, threads=threads) if any(window) else stored
     return Footprint({"weights_packed": packed}, {"weights_mapped": mapped})
-
-
-_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, tuple[int, int], int], Footprint]] = {
-    NATIVE: _native_weights,
-    PORTABLE: _portable_weights,
-}
 
 
 def _activations(manifest: Manifest, chunk: int, context: int) -> int:
@@ -314,11 +275,4 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
 
 def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:
     """What a bundle takes, with all weights multiplied out to floats if so."""
-    pairs = file_has_pairs(bundle.path / TOKENIZER)
-    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and _is_packed(bundle), floats, threads)
-
-
-def _is_packed(bundle: Bundle) -> bool:
-    from edgeinfer.runtime.backends.onnx.packed_cache import is_packed
-
-    return is_packed(bundle)
+    return OnnxMemory(bundle, layout, file_has_pairs(bundle.path / TOKENIZER), floats, threads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +12,6 @@ import onnxruntime as ort
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
-from edgeinfer.runtime.backends.onnx.opening import SILENT, hearing
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel
@@ -22,6 +20,7 @@ from edgeinfer.runtime.system.forks import keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import stack_bytes
 
 _TERMINATED = "terminate flag"
+_SILENT = 4  # severity of messages that are logged
 
 
 class _CopiedInputs:
@@ -78,7 +77,6 @@ class OrtSession:
         threads: threads of the linear algebra.
         kernel: whose operators the graph may use.
         device: that runs what its provider can; the CPU runs the rest.
-        step: called now and then while the session is made, where onnxruntime can tell that it goes on.
         affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
             them; empty leaves the threads to the system.
 
@@ -101,7 +99,6 @@ class OrtSession:
         device: Device = CPU,
         affinity: str = "",
         folder: Path | None = None,
-        step: Callable[[], None] | None = None,
     ) -> None:
         self._device = device
         # Where some of its threads start and others do not, onnxruntime waits for all of them without end.
@@ -112,7 +109,7 @@ class OrtSession:
         options.enable_cpu_mem_arena = False
         options.enable_mem_pattern = False
         # Its errors come as exceptions, which are translated; the log would print them a second time.
-        options.log_severity_level = SILENT
+        options.log_severity_level = _SILENT
         # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         if affinity:
@@ -124,8 +121,7 @@ class OrtSession:
         providers = add_provider(device, options)
         try:
             # Without the fallback, which would print what failed and try the same again.
-            with hearing(options, step):
-                self._session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
+            self._session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime raises a family of exceptions without a common base of its own.
             name = path if isinstance(path, str) else "A model"
@@ -142,7 +138,7 @@ class OrtSession:
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
         self._run_options = ort.RunOptions()
-        self._run_options.log_severity_level = SILENT
+        self._run_options.log_severity_level = _SILENT
         # What is meant anyway. Where it is not said, the Python side of 1.32 has an exception tell it so at every run,
         # which took 57 microseconds.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")

@@ -4,8 +4,7 @@ So a model larger than the memory runs, slowly: the hidden states of one window 
 weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
 drop while they run. Where all layers are in memory together only those two are streamed, in a pass that is not cut;
 where they stay, some of the layers do, too, and windows are streamed between those. What the system's cache of the file
-has no room for goes from there as well, always the same; but of packed weights, whose layers are scattered over their
-file, that is left to the system. Every row of the result is the same bits as without.
+has no room for goes from there as well, always the same. Every row of the result is the same bits as without.
 """
 
 from __future__ import annotations
@@ -151,15 +150,13 @@ class StreamedBackend(WindowedBackend):
 
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
-        window_layers: layers whose weights are in memory together; all of them stay there, where operators of `inner`
-            drop what they read of embedding and head.
+        window_layers: layers whose weights are in memory together; all of them stay there.
         meter: as of `WindowedBackend`.
         kept_layers: that stay beside the windows, with head and embedding.
         room: bytes of the weights that the system's cache can keep; None where it keeps all.
 
     Raises:
-        CapabilityError: its weights are packed into memory, or layers are to stay beside windows of packed ones, or it
-            cannot skip layers or resume.
+        CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
         StorageError: the file of its weights cannot be mapped; `inner` is closed then.
     """
 
@@ -174,8 +171,8 @@ class StreamedBackend(WindowedBackend):
     ) -> None:
         can = inner.capabilities
         cut = can.layer_skip and can.hidden
-        if not cut or inner.pages is None or (kept_layers and not inner.pages.layered):
-            hint = "Load it with mapped weights, or export it natively."
+        if not cut or inner.pages is None:
+            hint = "Load it with the native kernel, or export it natively."
             raise CapabilityError("The weights of this model cannot be streamed.", hint)
         super().__init__(inner, meter)
         self._pages = inner.pages
@@ -185,9 +182,9 @@ class StreamedBackend(WindowedBackend):
         nothing = np.zeros(2 * layers, np.bool_)  # (2 L,)
         # Each alone: the whole head is read, and of the table the system may map far more than the rows looked up.
         head = self._pages.head()
-        self._head = _Part(nothing, head, inner.drops_behind, head if self._forgets_all else None)
-        self._embedding = _Part(nothing, self._pages.embedding(), inner.drops_behind)
-        self._stay = inner.drops_behind and window_layers >= layers
+        self._head = _Part(nothing, head, True, head if self._forgets_all else None)
+        self._embedding = _Part(nothing, self._pages.embedding(), True)
+        self._stay = window_layers >= layers
         self._pages.release()
         self._reading = None if room is None or self._stay else self._read_ahead_of(self._pages.path)
 
@@ -200,16 +197,11 @@ class StreamedBackend(WindowedBackend):
 
     def _cut(self, windows: Sequence[LayerWindow], room: int | None) -> list[_Part]:
         """The layers of each window, and what is streamed of them."""
-        weights = [self._pages.layers(each.first, each.stop) for each in windows]
-        pieces, forgotten = weights, tuple[int, ...]()
-        self._forgets_all = False
-        if self._pages.layered:
-            pieces = self._pages.streamed(windows)
-            weights = pieces if self._keeps_head else weights
-            sizes = [part.nbytes for part in pieces]
-            chosen = () if room is None else dropped_windows(sizes, self._pages.nbytes, room)
-            self._forgets_all = chosen is None
-            forgotten = tuple(range(len(windows))) if chosen is None else chosen
+        pieces = self._pages.streamed(windows)
+        weights = pieces if self._keeps_head else [self._pages.layers(each.first, each.stop) for each in windows]
+        chosen = () if room is None else dropped_windows([each.nbytes for each in pieces], self._pages.nbytes, room)
+        self._forgets_all = chosen is None
+        forgotten = range(len(windows)) if chosen is None else chosen
         found = []
         for index, window in enumerate(windows):
             mask = np.zeros(2 * self.geometry.num_layers, np.bool_)  # (2 L,)

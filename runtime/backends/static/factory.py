@@ -52,7 +52,7 @@ class StaticFactory(BackendFactory):
         """Of all sessions."""
         bundle = choice.bundle
         pairs = file_has_pairs(bundle.path / TOKENIZER)
-        ordinary = OnnxMemory(bundle, choice.layout, pairs, packed_ready=True)
+        ordinary = OnnxMemory(bundle, choice.layout, pairs)
         return StaticMemory(bundle, ordinary, config.exact, choice.device.on_cpu)
 
     def make(self, order: BackendOrder) -> Backend:

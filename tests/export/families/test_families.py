@@ -15,7 +15,7 @@ import transformers
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import softcapped
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE
+from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
@@ -50,7 +50,7 @@ def backends(bundle: Bundle, family: Family) -> Iterator[Backend]:
     if LIBRARY.is_file():
         yield PagedBackend(bundle, CONTEXT)
     if family.portable:
-        yield OnnxBackend(bundle, CONTEXT, layout=PORTABLE)
+        yield OnnxBackend(bundle, CONTEXT)
 
 
 def walked(bundle: Bundle) -> Floats:

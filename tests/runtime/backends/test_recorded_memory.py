@@ -41,10 +41,10 @@ def made(folder: Path, name: str) -> Bundle:
 def memories(bundle: Bundle) -> dict[str, ModelMemory]:
     """Of each way to run a bundle."""
     found: dict[str, ModelMemory] = {}
-    for layout, floats, ready in product((NATIVE, PORTABLE), (False, True), (False, True)):
-        found[f"{layout} {floats} {ready}"] = OnnxMemory(bundle, layout, ready, ready, floats, 3)
+    for layout, floats in product((NATIVE, PORTABLE), (False, True)):
+        found[f"{layout} {floats}"] = OnnxMemory(bundle, layout, True, floats, 3)
     if bundle.manifest.static is not None:
-        ordinary = OnnxMemory(bundle, NATIVE, False, False)
+        ordinary = OnnxMemory(bundle, NATIVE, False)
         found |= {f"static {exact} {cpu}": StaticMemory(bundle, ordinary, exact, cpu) for exact, cpu in BOTH}
     return found
 
@@ -82,7 +82,7 @@ def test_a_graph_of_onnxruntimes_operators_holds_the_scores_of_all_heads(tmp_pat
     bundle = made(tmp_path, "plain")
     decoder = bundle.manifest.decoder
     assert decoder is not None
-    memory, rows = OnnxMemory(bundle, PORTABLE, False, True), 64
+    memory, rows = OnnxMemory(bundle, PORTABLE, False), 64
 
     def activations(context: int) -> float:
         configuration = Configuration(context, rows, "float32", "packed", 0, (), 0, "kept")

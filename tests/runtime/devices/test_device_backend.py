@@ -13,7 +13,6 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CapabilityError, DeviceError
@@ -52,7 +51,7 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         monkeypatch.setattr(module, "device_value", value)
 
     def new(device: Device, **options: Any) -> OnnxBackend:
-        made.append(OnnxBackend(bundle, CAPACITY, layout=PORTABLE, exact=False, device=device, **options))
+        made.append(OnnxBackend(bundle, CAPACITY, exact=False, device=device, **options))
         return made[-1]
 
     yield new

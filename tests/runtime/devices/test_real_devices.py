@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import DeviceError
@@ -51,7 +50,7 @@ def test_small_models_give_what_they_give_on_the_cpu(name: str) -> None:
 
 def test_webgpu_runs_the_ordinary_graphs(bundle: Bundle) -> None:
     device = there("webgpu")
-    other, here = (OnnxBackend(bundle, CAPACITY, layout=PORTABLE, exact=False, device=each) for each in (device, CPU))
+    other, here = (OnnxBackend(bundle, CAPACITY, exact=False, device=each) for each in (device, CPU))
     check_first_pass(other, device)
     for found, wanted in zip(talk(other), talk(here), strict=True):
         # Both round what they multiply quantized weights with to 8 bits, each in its way.
@@ -75,7 +74,7 @@ def test_openvino_does_not_read_the_ordinary_graphs(bundle: Bundle) -> None:
     """Should it some day, its traits have to change."""
     device = there("openvino:CPU")
     with pytest.raises(DeviceError, match="openvino:CPU"):
-        OnnxBackend(bundle, CAPACITY, layout=PORTABLE, exact=False, device=device)
+        OnnxBackend(bundle, CAPACITY, exact=False, device=device)
     with pytest.raises(DeviceError, match=r"only graphs of fixed shapes.*--static"):
         edgeinfer.load(device="openvino:CPU")
 

@@ -50,7 +50,7 @@ def plan_input_of(max_positions: int) -> PlanInput:
         geometry=dataclasses.replace(bundle.manifest.geometry, max_positions=max_positions, vocab_size=20_000),
     )
     bundle = dataclasses.replace(bundle, manifest=manifest)
-    memory = OnnxMemory(bundle, "native", merge_pairs=True, packed_ready=True)
+    memory = OnnxMemory(bundle, "native", merge_pairs=True)
     kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
     return PlanInput("onnx", bundle, "native", None, kinds, modes, "kept", 1, memory, option_bytes=OPTION_BYTES)
 

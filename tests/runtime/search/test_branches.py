@@ -95,8 +95,8 @@ def model(name: str, **config: Any) -> Any:
     return bundle_of(name, ExportConfig(**{"bits": 32} | config))
 
 
-def streamed(layout: Any) -> Backend:
-    inner = make_graph_backend(model("qwen2", bits=8, layout=layout), CAPACITY, weights="mapped")
+def streamed() -> Backend:
+    inner = make_graph_backend(model("qwen2", bits=8), CAPACITY)
     assert isinstance(inner, GraphBackend)
     return StreamedBackend(inner, 1)
 
@@ -110,8 +110,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "portable, not exact": lambda: make_graph_backend(
         model("qwen3", layout="portable"), CAPACITY, layout="portable", exact=False
     ),
-    "streamed portable": lambda: streamed("portable"),
-    "streamed": lambda: streamed("native"),
+    "streamed": streamed,
     "paged": lambda: make_graph_backend(model("llama"), CAPACITY),
     "static": lambda: StaticBackend(model("llama", **STATIC), CAPACITY),
     "reference": lambda: ReferenceBackend(model("llama"), CAPACITY),
