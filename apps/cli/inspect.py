@@ -158,7 +158,7 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     manifest = bundle.manifest
     geometry, able = manifest.geometry, manifest.capabilities
     abilities = {"layer skipping": able.layer_skip, "early exit": able.hidden, "draft trees": able.tree}
-    abilities |= {"drafts from half the bits": able.elastic}
+    abilities |= {"drafts from half the bits": able.high_planes}
     rows = [
         ("name", manifest.name),
         ("architecture", manifest.architecture),

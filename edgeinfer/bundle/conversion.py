@@ -81,7 +81,7 @@ def convert_bundle(
     bundle.verify()
     manifest, stored = bundle.manifest, bundle.manifest.layout
     graphs = bundle.graphs
-    changed = {WEIGHTS, *graphs, *bundle.superseded}
+    changed = {WEIGHTS, *graphs}
     with write_bundle(out, replace_existing=replace_existing) as work:
         for name in manifest.files.keys() - changed:
             (work / name).parent.mkdir(parents=True, exist_ok=True)

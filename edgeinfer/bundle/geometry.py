@@ -7,7 +7,6 @@ their scale, held as bytes.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -226,14 +225,6 @@ class Geometry:
     def kept(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token."""
         return self.kv_layers or self._alike
-
-    def description(self) -> dict[str, Any]:
-        """The fields as JSON's types, as manifests hold them; without `kv_layers` and `states` where there are none."""
-        described = asdict(self)
-        for name in ("kv_layers", "states"):
-            if not described[name]:
-                del described[name]
-        return described
 
     def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:
         """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.geometry."""

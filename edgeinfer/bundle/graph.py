@@ -1,8 +1,7 @@
 """The names and meanings of the ONNX graphs' inputs and outputs, shared by who writes a graph and who runs it.
 
 A bundle has a native graph, whose attention (`edgeinfer.Attention`) reads and writes pages of a pool, and a portable
-one, whose attention is `GroupQueryAttention` over one buffer per layer. Native graphs of bundles made before there was
-the former (`Manifest.paged` is false) attend as the portable one does.
+one, whose attention is `GroupQueryAttention` over one buffer per layer.
 
 Symbols: S new tokens of a pass, T tokens including the past, C KV capacity, P rotary rows (>= T), R logit rows,
 D hidden size, V vocabulary, L layers, H key/value heads, h head dimension, E experts of a layer, K of a token;
@@ -21,7 +20,7 @@ inputs of every graph
   logit_rows             int64   (R,)            rows of the S new tokens that go through the LM head
   planes                 int32   (1,)            4-bit planes read of the layers' 8-bit matrices: 1 the high one alone,
                                                  2 both; an input only of native graphs that have such matrices
-                                                 (Capabilities.elastic). Embedding and head are always read whole.
+                                                 (Capabilities.high_planes). Embedding and head are always read whole.
   expert_count           int64   (1,)            K, experts that each token uses; any from 1 on, of which those of
                                                  Capabilities.expert_counts are worth asking for. This and the next are
                                                  inputs only of models with a mixture of experts

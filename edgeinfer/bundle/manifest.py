@@ -25,7 +25,6 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import field
-from typing import Any
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import (
@@ -39,7 +38,7 @@ from edgeinfer.bundle.layouts import (
     static_parts,
     tensor_layout,
 )
-from edgeinfer.bundle.manifest_json import DAMAGED, drop_empty, read, require, wrong
+from edgeinfer.bundle.manifest_json import DAMAGED, read, require, wrong
 from edgeinfer.bundle.packing import BLOCK_SIZES, Dtype, Parts, QuantizedShape, find_expert, portable_parts
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.peft import Module
@@ -116,9 +115,7 @@ class PlanRecord:
 
 
 FORMAT = "edgeinfer-bundle"
-# 3 brought paged graphs (`Manifest.paged`); bundles of version 2 run with float32 caches.
-FORMAT_VERSION = 3
-_READ_VERSIONS = (2, FORMAT_VERSION)
+FORMAT_VERSION = 4
 
 # What a quantized matrix is stored as in each layout; the names are fields of TensorEntry.
 PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
@@ -266,7 +263,7 @@ class Capabilities:
         hidden: `hidden_in` / `hidden_out` are there.
         tree: a draft tree can be verified in one pass.
         row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
-        elastic: layers can be read by their high 4-bit plane alone (`planes`).
+        high_planes: layers can be read by their high 4-bit planes alone (the input `planes`).
         exact: rows can be bit-identical at all.
         copies: rows of the cache can be copied out and in anywhere, without a state behind them.
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
@@ -279,7 +276,7 @@ class Capabilities:
     hidden: bool
     tree: bool
     row_multiple: int = 1
-    elastic: bool = False
+    high_planes: bool = False
     expert_counts: tuple[int, ...] = ()
     exact: bool = True
     copies: bool = True
@@ -296,8 +293,6 @@ def capabilities_in(
     tensors: Iterable[TensorEntry],
     layout: Layout,
     moe: MoESpec | None = None,
-    *,
-    paged: bool = False,
 ) -> Capabilities:
     """The capabilities of a model whose quantized tensors are run in `layout`, whatever layout they are stored in.
 
@@ -307,7 +302,7 @@ def capabilities_in(
     tensors = list(tensors)
     quantized = [t for t in tensors if t.bits < 32]
     pairs = layout == PORTABLE and any(t.block_size >= 64 for t in quantized)
-    elastic = layout == NATIVE and any(t.bits == 8 and t.name.startswith("layers.") for t in quantized)
+    high_planes = layout == NATIVE and any(t.bits == 8 and t.name.startswith("layers.") for t in quantized)
     counts: tuple[int, ...] = ()
     if moe is not None:
         counts = tuple(range(1, moe.top_k + 1)) if layout == NATIVE else tuple(sorted({moe.draft_count, moe.top_k}))
@@ -317,10 +312,10 @@ def capabilities_in(
     return dataclasses.replace(
         capabilities,
         row_multiple=row_multiple,
-        elastic=elastic,
+        high_planes=high_planes,
         expert_counts=counts,
         exact=exact,
-        paged=paged and layout == NATIVE,
+        paged=layout == NATIVE,
     )
 
 
@@ -341,7 +336,6 @@ class Manifest:
         quality: figures measured at export by name.
         plan: how the bits of the weights were chosen; None in bundles that do not say.
         static: the graphs of an "onnx-static" bundle; None in all others.
-        paged: the native graph reads pages; not so in bundles made before there were such graphs.
         taps: layers before which a pass also gives the hidden states, for the draft module inside; L is after the last.
         module: how a bundle's decoder reads its target, where it is a draft module.
     """
@@ -363,7 +357,6 @@ class Manifest:
     quality: dict[str, float] = field(default_factory=dict)
     plan: PlanRecord | None = None
     static: StaticGraphs | None = None
-    paged: bool = False
     taps: tuple[int, ...] = ()
     module: DraftModule | None = None
 
@@ -393,7 +386,7 @@ class Manifest:
         if not self.tensors:
             return self.capabilities
         moe = None if self.decoder is None else self.decoder.moe
-        return capabilities_in(self.capabilities, self.tensors, layout, moe, paged=self.paged)
+        return capabilities_in(self.capabilities, self.tensors, layout, moe)
 
     @property
     def weight_bytes(self) -> int:
@@ -417,16 +410,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `edgeinfer.json`."""
-        data: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
-        data["geometry"] = self.geometry.description()
-        for tensor in data["tensors"]:
-            # Older programs know no such fields.
-            for module in tensor["modules"]:
-                drop_empty(module, "pieces")
-            drop_empty(tensor, "e2m1", "inline_scales", "vectors", "modules")
-        drop_empty(data, "taps", "module")
-        if self.decoder is not None:
-            data["decoder"] = self.decoder.description()
+        data = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod
@@ -440,10 +424,8 @@ class Manifest:
             hint = "Point to a directory made by edgeinfer export."
             raise BundleError("edgeinfer.json is not an edgeinfer manifest.", hint)
         version = data.pop("format_version", None)
-        if version not in _READ_VERSIONS:
-            hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
+        if version != FORMAT_VERSION:
+            hint = f"This edgeinfer reads version {FORMAT_VERSION}: export the model again, or update edgeinfer."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
-        if isinstance(capabilities := data.get("capabilities"), dict):
-            capabilities.pop("branches", None)  # older bundles tell of it, though it was of who runs them
         manifest: Manifest = read(Manifest, data, "manifest")
         return manifest

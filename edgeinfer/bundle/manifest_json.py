@@ -32,13 +32,6 @@ def require(condition: bool, what: str) -> None:
         raise wrong(what)
 
 
-def drop_empty(record: dict[str, Any], *names: str) -> None:
-    """Leaves out those of the fields that say nothing."""
-    for name in names:
-        if not record[name]:
-            del record[name]
-
-
 def read(kind: Any, value: Any, where: str) -> Any:
     """Turns parsed JSON into `kind`, a dataclass or a type built of JSON's types."""
     try:

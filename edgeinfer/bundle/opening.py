@@ -136,10 +136,7 @@ NESTED = "drafter"
 
 
 def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
-    """Writes a copy of the target's bundle with the drafter in it, in the place of any that it had.
-
-    What nothing reads of the drafter any more (`Bundle.superseded`) is left out.
-    """
+    """Writes a copy of the target's bundle with the drafter in it, replacing any that it had."""
     ours, theirs = open_bundle(target), open_bundle(drafter)
     if theirs.manifest.module is not None:
         raise UsageError(f"{drafter} is made for one model.", "Export that with it: edgeinfer export --drafter HEAD.")
@@ -155,7 +152,7 @@ def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
         for name in ours.manifest.files:
             if not name.startswith(f"{NESTED}/"):
                 _copy(ours, name, work)
-        for name in theirs.manifest.files.keys() - theirs.superseded:
+        for name in theirs.manifest.files:
             _copy(theirs, name, work / NESTED)
         _require_copied(theirs, seal(work / NESTED, theirs.manifest))
         drafters = tuple(dict.fromkeys((*ours.manifest.drafters, NESTED)))

@@ -259,7 +259,7 @@ class MoESpec:
             group's rank is its best share, or with a choice bias the sum of its two best.
         scale: of the chosen experts' weights.
         jitter: of a "sparsemixer"; 0 for other routers.
-        beside: the layer has its ordinary MLP as well. Router, experts and MLP each read the hidden states through a
+        with_mlp: the layer has its ordinary MLP as well. Router, experts and MLP each read the hidden states through a
             norm of their own; what the chosen experts give is multiplied by a number of each, experts and MLP are
             normed, and their sum is what the layer's MLP gives (Gemma 4).
     """
@@ -280,7 +280,7 @@ class MoESpec:
     group_top_k: int = 1
     scale: float = 1.0
     jitter: float = 0.0
-    beside: bool = False
+    with_mlp: bool = False
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "expert_size"):
@@ -304,7 +304,7 @@ class MoESpec:
         plain = self.groups == 1 and not self.choice_bias and not self.renormalize
         _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
 
-        _require(not self.beside or (self.gated and not self.shared_size), "experts beside an MLP share none")
+        _require(not self.with_mlp or (self.gated and not self.shared_size), "experts beside an MLP share none")
 
     @property
     def by_shares(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, get_args
+from dataclasses import fields
+from typing import Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer, require_few_layers
 from edgeinfer.bundle.geometry import require_described as _require
@@ -64,7 +64,7 @@ class DecoderSpec:
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
         delta: of the layers whose mixer is "delta".
-        mamba2: of the layers whose mixer is "mamba2", alone or beside attention.
+        mamba2: of the layers whose mixer is "mamba2", alone or together with attention.
         no_mlp: layers without an MLP, ascending (Nemotron-H, Mamba-2).
         full_heads: of the layers without a window, where theirs differ.
         kv_sources: for each layer the one whose keys and values it reads; empty where all read their own.
@@ -279,7 +279,7 @@ class DecoderSpec:
         return () if set(kept) == {attends} else kept
 
     def state_of(self, layer: int) -> StateLayer:
-        """The state that a layer keeps beside that."""
+        """The state that a layer keeps of a text."""
         kinds = {"delta": self.delta, "mamba2": self.mamba2}
         kept = (kind.state for name, kind in kinds.items() if kind is not None and name in self.parts_of(layer))
         return next(kept, StateLayer())
@@ -289,15 +289,6 @@ class DecoderSpec:
         """The state of each layer; empty where none keeps one."""
         states = tuple(self.state_of(layer) for layer in range(self.num_layers))
         return states if any(each.heads for each in states) else ()
-
-    def description(self) -> dict[str, Any]:
-        """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
-
-        Fields that came later are left out where they have their defaults: a decoder that could be described before is
-        described as it was, for older programs and for what was saved by them.
-        """
-        described: dict[str, Any] = _described(self)
-        return described
 
     @property
     def geometry(self) -> Geometry:
@@ -314,31 +305,15 @@ class DecoderSpec:
         )
 
 
-# The last field of each that every manifest has had; those behind it came later.
-_LAST_ALWAYS_WRITTEN: dict[type, str] = {RopeSpec: "attention_factor", MoESpec: "dense_layers", DecoderSpec: "moe"}
+# The last field of each that plain decoders use: Llama, Qwen and their mixtures.
+_LAST_COMMON: dict[type, str] = {RopeSpec: "attention_factor", MoESpec: "dense_layers", DecoderSpec: "moe"}
 
 
-def later_fields(part: DecoderSpec | RopeSpec | MoESpec) -> tuple[str, ...]:
-    """Names of the later fields that a part of a description has something else in than their defaults."""
-    names = [field.name for field in fields(part)]
-    later = names[names.index(_LAST_ALWAYS_WRITTEN[type(part)]) + 1 :]
-    described = _described(part)
-    return tuple(name for name in later if name in described)
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_described(each) for each in value]
-    if not is_dataclass(value):
-        return value
-    last, later = _LAST_ALWAYS_WRITTEN.get(type(value)), False
-    described = {}
-    for field in fields(value):
-        given = getattr(value, field.name)
-        if not later or field.default is MISSING or given != field.default:
-            described[field.name] = _described(given)
-        later = later or field.name == last
-    return described
+def uncommon_fields(part: DecoderSpec | RopeSpec | MoESpec) -> tuple[str, ...]:
+    """Names of the fields, of those that plain decoders do not use, that differ from their defaults."""
+    every = fields(part)
+    last = [field.name for field in every].index(_LAST_COMMON[type(part)])
+    return tuple(field.name for field in every[last + 1 :] if getattr(part, field.name) != field.default)
 
 
 # Rows of the target that wait for their module at most, and have memory planned.
@@ -354,15 +329,15 @@ _SHARED = ("embed", "head")
 
 @dataclass(frozen=True)
 class DraftModule:
-    """What a draft module has beside its decoder.
+    """The part of a draft module that is not its decoder.
 
     Attributes:
         width: W, of what it reads of each of the target's rows: the states of all tapped layers, or the last state.
         drafter: name of the drafter that it is for.
         vocab_size: tokens that it can draft; 0 is all of the target's.
         shares: tensors that lie in the target's bundle, of "embed" and "head".
-        beside: the first layer's attention reads normed embedding and normed state side by side, the state being a
-            product of what is read of the target (EAGLE-3); otherwise a product of both enters the first layer.
+        concatenated: the first layer's attention reads normed embedding and normed state side by side, the state being
+            a product of the target's states (EAGLE-3); otherwise a product of both enters the first layer.
         residual_normed: what the first layer adds to is the normed state (EAGLE-3's norm_before_residual).
         taps_normed: what is read of the target is normed before that product (EAGLE-3's norm_before_fc).
         parts_normed: embedding and state are normed before their product (MTP).
@@ -385,7 +360,7 @@ class DraftModule:
     drafter: str
     vocab_size: int = 0
     shares: tuple[str, ...] = ()
-    beside: bool = False
+    concatenated: bool = False
     residual_normed: bool = False
     taps_normed: bool = False
     parts_normed: bool = False
@@ -403,7 +378,9 @@ class DraftModule:
     def __post_init__(self) -> None:
         _require(self.width > 0 and self.vocab_size >= 0, "a draft module reads states")
         _require(all(name in _SHARED for name in self.shares), f"a draft module shares {self.shares}")
-        _require(self.first_normed or not self.beside, "a draft module that reads side by side norms what it reads")
+        _require(
+            self.first_normed or not self.concatenated, "a draft module that reads side by side norms what it reads"
+        )
         _require(self.block == 0 or 2 <= self.block <= MOST_BLOCK, f"a block has from 2 to {MOST_BLOCK} rows")
         _require(self.mask >= 0, "a mask is a token")
         _require(self.embed_scale > 0, f"embeddings are multiplied by {self.embed_scale}")

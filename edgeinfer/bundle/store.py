@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -33,7 +32,6 @@ GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
 # Larger files hold weights, which are verified beside loading: hashing this much takes some 50 ms.
 _MOST_HASHED_BYTES = 64 * 1000**2
 _AGAIN = "Export or download the bundle again."
-_KV_SCALES, _KV_GRAPH = "kv_scales.json", re.compile(r"model(\.native|\.portable)?\.kv-int[48]\.onnx")
 
 
 @dataclass(frozen=True)
@@ -75,18 +73,12 @@ class Bundle:
 
     def kv_types(self, layout: Layout) -> tuple[str, ...]:
         """Types of cache (edgeinfer.bundle.geometry) that the graph of a layout can have, float32 first."""
-        return PAGED_KV if self.manifest.paged and layout == NATIVE else (FLOAT32,)
+        return PAGED_KV if layout == NATIVE else (FLOAT32,)
 
     @property
     def graphs(self) -> dict[str, Layout]:
         """Names of the graphs, with the layout that each reads."""
         return {model_name(self.manifest.layout, layout): layout for layout in self.layouts}
-
-    @property
-    def superseded(self) -> set[str]:
-        """Names of what nothing reads any more: bundles made before caches were paged may have graphs of their own for
-        int8 and int4 caches, and calibrated scales of these."""
-        return {name for name in self.manifest.files if name == _KV_SCALES or _KV_GRAPH.fullmatch(name)}
 
     def model_file(self, layout: Layout) -> Path:
         """Path of the graph that reads a layout."""

@@ -227,7 +227,7 @@ def check_tensors(manifest: Manifest) -> None:
     wanted = itertools.chain(
         _vocabulary_shapes(decoder, manifest.module),
         _head_shapes(decoder.hidden_size, manifest.module),
-        _mixer_shapes(decoder, beside=manifest.module is not None and manifest.module.beside),
+        _mixer_shapes(decoder, concatenated=manifest.module is not None and manifest.module.concatenated),
         itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
     )
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
@@ -269,7 +269,7 @@ def _head_shapes(size: int, module: DraftModule | None) -> Iterator[tuple[str, t
             yield f"heads.{head}.further", (size, size)
 
 
-def _mixer_shapes(decoder: DecoderSpec, *, beside: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mixer_shapes(decoder: DecoderSpec, *, concatenated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
     hidden, per_layer = decoder.hidden_size, decoder.per_layer
     if per_layer is not None:
@@ -284,7 +284,7 @@ def _mixer_shapes(decoder: DecoderSpec, *, beside: bool) -> Iterator[tuple[str, 
             yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
             yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
         elif decoder.attends(layer):
-            entering = 2 * hidden if beside and layer == 0 else hidden
+            entering = 2 * hidden if concatenated and layer == 0 else hidden
             yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), entering)
         if conv is not None and mixer == "conv":
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)

@@ -211,7 +211,7 @@ class Architecture:
             plans += _per_layer_plans(spec, spec.per_layer.size, names, prefix, root)
         moe = spec.experts_of(layer)
         plans += [] if moe is None else mixture_plans(names.mixture, moe, hidden, layer, root, stored)
-        if moe is not None and not moe.beside:
+        if moe is not None and not moe.with_mlp:
             return plans
         wide = spec.mlp_size(layer)
         if spec.gated:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.parts import MoESpec, RopeSpec
-from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.tensors import HeadPadding, Source, TensorPlan
@@ -116,7 +116,7 @@ def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str
 def _refuse(spec: DecoderSpec, refused: Callable[[str], bool], hint: str, what: str = "Bundles") -> None:
     parts: list[DecoderSpec | RopeSpec | MoESpec] = [spec, *spec.ropes, *([spec.moe] if spec.moe else [])]
     for part in parts:
-        given = [name for name in later_fields(part) if refused(name)]
+        given = [name for name in uncommon_fields(part) if refused(name)]
         if given:
             message = f"{what} of a decoder with {given[0]}={getattr(part, given[0])!r} are not supported yet."
             raise UnsupportedArchitectureError(message, hint)

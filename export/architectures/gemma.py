@@ -267,7 +267,7 @@ def _experts(config: HFConfig) -> MoESpec:
         experts=config.integer("num_experts"),
         top_k=config.integer("top_k_experts"),
         expert_size=config.integer("moe_intermediate_size"),
-        beside=True,
+        with_mlp=True,
     )
 
 

@@ -217,7 +217,7 @@ def mixture_plans(
     if moe.choice_bias:
         bias = Source(root + names.choice_bias, (experts,), stacked=names.choice_bias_stacked)
         plans.append(TensorPlan(f"{prefix}.choice_bias", (bias,)))
-    if moe.beside:
+    if moe.with_mlp:
         for name, size in (("expert_scale", experts), *((norm, hidden) for norm in _BESIDE_NORMS)):
             plans.append(plan(f"{prefix}.{name}", (root + getattr(names, name), (size,))))
     if moe.router == "relu":

@@ -77,7 +77,7 @@ def _describe_third(source: ModuleSource, layer: str) -> DescribedModule:
         drafter="eagle",
         vocab_size=0 if tokens is None else drafted,
         shares=("embed",),
-        beside=True,
+        concatenated=True,
         residual_normed=config.flag("norm_before_residual"),
         taps_normed=taps_normed,
     )

@@ -116,7 +116,7 @@ def require_attachable(bundle: Bundle) -> None:
     manifest = bundle.manifest
     if manifest.module is not None:
         raise UsageError(f"{bundle.path} is itself a drafter.", "Give the model that it drafts for.")
-    if manifest.decoder is None or not manifest.tensors or manifest.layout != NATIVE or not manifest.paged:
+    if manifest.decoder is None or not manifest.tensors or manifest.layout != NATIVE:
         message = f"{bundle.path} cannot contain a drafter that reads its states, as its layout is not native."
         raise UsageError(message, "Export its checkpoint again.")
 
@@ -200,12 +200,11 @@ def write_module(
         backend="onnx",
         geometry=padded.spec.geometry,
         parameters=sum(plan.parameters for plan in described.plans),
-        capabilities=capabilities_in(capabilities, tensors, NATIVE, padded.spec.moe, paged=True),
+        capabilities=capabilities_in(capabilities, tensors, NATIVE, padded.spec.moe),
         decoder=padded.spec,
         tensors=tensors,
         layout=NATIVE,
         layout_version=LAYOUT_VERSIONS[NATIVE],
-        paged=True,
         export=config.options,
         plan=quant.record(),
         module=module,

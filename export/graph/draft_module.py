@@ -68,7 +68,7 @@ class StepGraph(ModuleGraph):
         given.output(self._given(given), "float32", self._hidden_shape)
         graph.choose(io.USE_HIDDEN, own, given, ["state"])
         embedded = ops.embed(graph)
-        if module.beside:
+        if module.concatenated:
             parts = [ops.norm(graph, embedded, "module.embed_norm"), ops.norm(graph, "state", "layers.0.attn_norm")]
             graph.op("Concat", parts, "layers.0.attn.entering", axis=-1)
             return parts[1] if module.residual_normed else "state"
@@ -85,14 +85,14 @@ class StepGraph(ModuleGraph):
             value = self._ops.norm(graph, value, "module.taps_norm")
         if module.state_normed:
             value = self._ops.norm(graph, value, "module.state_norm")
-        if module.beside:
+        if module.concatenated:
             value = self._ops.linear(graph, value, "fc", "state.product")
         return graph.op("Identity", [value], "state.given")
 
     def _entering(self, layer: int, hidden: str) -> BlockInput:
         if layer:
             return super()._entering(layer, hidden)
-        if self.module.beside:
+        if self.module.concatenated:
             return BlockInput("layers.0.attn.entering", "")
         return super()._entering(layer, hidden) if self.module.first_normed else BlockInput(hidden, "")
 

@@ -77,7 +77,7 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
         Names of the sum (1, S, D) and of the chosen experts' ids (1, S, K).
     """
     prefix, moe = f"layers.{experts.layer}.mlp", experts.moe
-    if moe.beside:
+    if moe.with_mlp:
         return _beside(ops, graph, experts, count, entering)
     normed = ops.norm(graph, entering.value, entering.norm) if entering.norm else entering.value
     routing = _route(ops, graph, experts, normed)
@@ -126,7 +126,7 @@ def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -
     chosen, weights = rules[moe.router](ops, graph, experts, scores)
     if moe.scale != 1:
         weights = graph.op("Mul", [weights, graph.scalar("experts_scale", moe.scale)], f"{prefix}.scaled")
-    if moe.beside:
+    if moe.with_mlp:
         scales = ops.vector(graph, f"layers.{experts.layer}.mlp.expert_scale")
         each = graph.op("Gather", [scales, chosen], f"{prefix}.expert_scales")
         weights = graph.op("Mul", [weights, each], f"{prefix}.by_expert")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.bundle.layouts import WEIGHTS
-from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CheckpointError, UsageError
 
@@ -346,8 +346,8 @@ def _plain_spec(bundle: Bundle) -> DecoderSpec:
     if (
         spec is None
         or odd
-        or later_fields(spec)
-        or later_fields(spec.rope)
+        or uncommon_fields(spec)
+        or uncommon_fields(spec.rope)
         or spec.rope.type != "default"
         or spec.rope.dim != spec.head_dim
     ):

@@ -248,7 +248,7 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
         "skip layers": layer_mask is not None and not can.layer_skip,
         "resume from hidden states": hidden is not None and not can.hidden,
         "verify trees": tree is not None and not can.tree,
-        "read one plane of its weights": planes == 1 and not can.elastic,
+        "read one plane of its weights": planes == 1 and not can.high_planes,
         "choose experts of this model": experts is not None and not can.expert_counts,
     }
     for what, wanted in refused.items():

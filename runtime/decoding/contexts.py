@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.errors import CapabilityError, ContextLengthError, Setting
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import RotatingBackend
@@ -148,5 +148,5 @@ def _odd(engine: Engine, spec: DecoderSpec) -> str:
         return "sliding windows"
     if isinstance(backend, RotatingBackend) and backend.rotation_border is not None:
         return "other rotations for long texts"
-    unknown = [name for name in _UNKNOWN if name in later_fields(spec)]
+    unknown = [name for name in _UNKNOWN if name in uncommon_fields(spec)]
     return f"{unknown[0]}={getattr(spec, unknown[0])!r}" if unknown else ""

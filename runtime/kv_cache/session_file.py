@@ -12,6 +12,7 @@ Nothing in a file is trusted: its size comes before any allocation, its digest b
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -85,7 +86,7 @@ def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origi
     manifest = bundle.manifest
     opaque = [name for name in manifest.files if name.startswith("model") or name.endswith(".gguf")]
     weights = [WEIGHTS] if manifest.tensors else opaque
-    spec = manifest.geometry.description() if manifest.decoder is None else manifest.decoder.description()
+    spec = dataclasses.asdict(manifest.decoder or manifest.geometry)
     model = [{name: manifest.files[name].sha256 for name in weights}, spec]
     run = [layout, engine, exact, VERSION]
     return Origin(*(hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest() for each in (model, run)))

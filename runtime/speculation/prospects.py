@@ -84,7 +84,7 @@ def _skip(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
 
 
 def _bits(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
-    return _PLANE if plan_input.capabilities.elastic else None
+    return _PLANE if plan_input.capabilities.high_planes else None
 
 
 def _experts(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:

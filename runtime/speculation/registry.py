@@ -276,11 +276,11 @@ KINDS: dict[str, DrafterKind] = {
     ),
     "exit": DrafterKind(_exit, lambda parts: parts.tuning.exit_layer is not None or parts.paid("exit")),
     "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None or parts.paid("skip")),
-    "bits": DrafterKind(_bits, lambda parts: parts.target.capabilities.elastic),
+    "bits": DrafterKind(_bits, lambda parts: parts.target.capabilities.high_planes),
     "experts": DrafterKind(_experts, lambda parts: len(parts.target.capabilities.expert_counts) > 1),
     "bits-experts": DrafterKind(
         _bits_and_experts,
-        lambda parts: parts.target.capabilities.elastic and len(parts.target.capabilities.expert_counts) > 1,
+        lambda parts: parts.target.capabilities.high_planes and len(parts.target.capabilities.expert_counts) > 1,
     ),
     "resident": DrafterKind(_cached_experts, lambda parts: parts.cached_experts is not None),
     # What heads take is in their file's size: `heads_bytes`.

@@ -176,7 +176,7 @@ def test_row_multiple_follows_the_blocks_and_the_layout(
 
 
 @pytest.mark.parametrize(
-    ("options", "elastic"),
+    ("options", "planes"),
     [
         ({"bits": 8, "keep_small": False}, True),
         ({"bits": 4}, True),  # these small layers stay at 8 bits
@@ -185,16 +185,16 @@ def test_row_multiple_follows_the_blocks_and_the_layout(
     ],
 )
 def test_layers_of_eight_bits_are_elastic(
-    checkpoint: Path, tmp_path: Path, options: dict[str, Any], elastic: bool
+    checkpoint: Path, tmp_path: Path, options: dict[str, Any], planes: bool
 ) -> None:
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(**options)))
-    assert bundle.manifest.capabilities.elastic is elastic
-    assert bundle.manifest.capabilities_in(PORTABLE).elastic is False
+    assert bundle.manifest.capabilities.high_planes is planes
+    assert bundle.manifest.capabilities_in(PORTABLE).high_planes is False
     inputs = {
         layout: {i.name for i in onnx.load(str(bundle.model_file(layout)), load_external_data=False).graph.input}
         for layout in bundle.layouts
     }
-    assert (graph.PLANES in inputs[NATIVE]) is elastic
+    assert (graph.PLANES in inputs[NATIVE]) is planes
     buffered = {graph.ATTENTION_BIAS, graph.SEQLENS_K, graph.TOTAL_LENGTH}
     buffered |= {name for layer in range(3) for name in graph.past_names(layer)}
     paged = {graph.KV_POOL, graph.KV_LAYOUT, graph.KV_PAGES, graph.ROWS, graph.PATH_SLOTS}

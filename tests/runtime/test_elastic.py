@@ -42,8 +42,8 @@ def test_one_plane_is_what_the_reference_says(symmetric: bool) -> None:
     require_kernel()
     bundle = export(symmetric=symmetric)
     onnx, reference = make_graph_backend(bundle, 64), ReferenceBackend(bundle, 64)
-    assert onnx.capabilities.elastic
-    assert reference.capabilities.elastic
+    assert onnx.capabilities.high_planes
+    assert reference.capabilities.high_planes
     whole, high = (logits(reference, planes) for planes in (2, 1))
     # Activations are rounded to int8, the reference's are not.
     rounding = rms(logits(onnx, 2) - whole)
@@ -58,7 +58,7 @@ def test_backends_without_planes_refuse() -> None:
     portable = make_graph_backend(export(PORTABLE), 64)
     four = ReferenceBackend(export(PORTABLE, bits=4), 64)
     for backend in (portable, four):
-        assert not backend.capabilities.elastic
+        assert not backend.capabilities.high_planes
         with pytest.raises(CapabilityError, match="cannot read one plane of its weights"):
             logits(backend, 1)
         assert backend.cache.length == 0

@@ -1,5 +1,5 @@
-"""With exact passes, logits and caches are the same bits for any way of cutting a text into passes, in both layouts and
-in older bundles; what paged caches promise beyond that is in test_exact_company."""
+"""With exact passes, logits and caches are the same bits for any way of cutting a text into passes, in both
+layouts; what paged caches promise beyond that is in test_exact_company."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
             for row, parent in enumerate(asked["tree"]):
                 depths[row] = 0 if parent < 0 else depths[parent] + 1
         options = {"tree": asked["tree"], "layer_mask": asked["layer_mask"], "hidden": hidden}
-        options["planes"] = asked["planes"] if pair[0].capabilities.elastic else 2
+        options["planes"] = asked["planes"] if pair[0].capabilities.high_planes else 2
         same([backend.forward(ForwardInput(tokens, start + depths, asked["rows"], **options)) for backend in pair])
         same_cache(pair, asked["layer_mask"])
         for backend in pair:

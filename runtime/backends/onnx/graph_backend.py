@@ -208,7 +208,7 @@ class GraphBackend(ABC):
         """Binds all that stays where it is for passes of one shape."""
         step.binding = self._session.binding()
         inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs()}
-        if self.capabilities.elastic:
+        if self.capabilities.high_planes:
             inputs[graph.PLANES] = self._planes
         if self._experts is not None:
             inputs |= {graph.EXPERT_COUNT: self._experts.count, graph.EXPERT_BIAS: self._experts.bias}

@@ -99,7 +99,7 @@ class ReferenceBackend:
         self.cache = self._new_cache(capacity, kv)
         two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
-        self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts)
+        self.capabilities = Capabilities(True, True, True, high_planes=two_planes, expert_counts=counts)
 
     def _new_cache(self, capacity: int, kv: str) -> KVBuffers | PagedCache:
         geometry = self._cached_geometry()
@@ -164,7 +164,7 @@ class ReferenceBackend:
             x = self._ends.augmented(layer, self._entering(layer, "attn", before), x)
         if feeds and layer not in spec.no_mlp:
             moe, entering = spec.experts_of(layer), before if spec.parallel else x
-            if moe is None or not moe.beside:
+            if moe is None or not moe.with_mlp:
                 entering = self._entering(layer, "mlp", entering)
             if moe is None:
                 given = self._mlp(f"layers.{layer}.mlp", entering, cut=spec.cut(layer))

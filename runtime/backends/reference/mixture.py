@@ -38,7 +38,7 @@ class ReferenceMixture:
 
     def of(self, x: Floats, choice: ExpertChoice | None) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
         """What it gives, and which experts were used."""
-        if not self.moe.beside:
+        if not self.moe.with_mlp:
             return self._mixed(x, x, choice)
         prefix = self._prefix
         routed, entering = (self.norm(f"{prefix}.{name}", x) for name in ("router_input_norm", "experts_norm"))
@@ -59,7 +59,7 @@ class ReferenceMixture:
         chosen, weights = route(
             scores, moe, count=count, bias=bias, choice_bias=judging, norm=norm, eps=self.spec.norm_eps
         )
-        if moe.beside:
+        if moe.with_mlp:
             weights = weights * self.weights[f"{prefix}.expert_scale"][chosen]
         used = np.where(weights != 0, chosen, -1)
         mixed = np.zeros_like(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgeinfer.bundle.spec import DecoderSpec, later_fields
+from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
@@ -53,7 +53,7 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if spec.latent is not None and kind.reorders:
         message = f"{bundle.path} has latent attention, whose rows overflow {name!r} does not know."
         raise UsageError(message, _STOP + ", or window.")
-    later = later_fields(spec)
+    later = uncommon_fields(spec)
     unknown = [name for name in _NEVER if name in later]
     odd = unknown or (later if kind.observes else ())
     if odd:

@@ -168,7 +168,7 @@ class SkipDrafter(SelfDrafter):
 
 def _require_planes(target: Backend) -> None:
     hint = "Use a bundle of 8 bits in the native layout, or another drafter."
-    require(target.capabilities.elastic, target, "read one plane of its weights", hint)
+    require(target.capabilities.high_planes, target, "read one plane of its weights", hint)
 
 
 class BitsDrafter(SelfDrafter):

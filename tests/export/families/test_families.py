@@ -57,7 +57,7 @@ def walked(bundle: Bundle) -> Floats:
     """What calibration computes: every layer over the whole text."""
     spec = bundle.manifest.decoder
     assert spec is not None
-    if spec.kv_sources or spec.per_layer is not None or (spec.moe is not None and spec.moe.beside):
+    if spec.kv_sources or spec.per_layer is not None or (spec.moe is not None and spec.moe.with_mlp):
         return run(ReferenceBackend(bundle, CONTEXT), TOKENS)
     walk = LayerWalk(spec, bundle.tensor, [len(TOKENS)], lambda name, weight, seen: weight, (False,), hessian=False)
     states: Signal = (bundle.tensor("embed")[TOKENS],)

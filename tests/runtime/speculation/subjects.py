@@ -130,7 +130,7 @@ class Subject:
         if model is not None:
             model.cache.trim(0)
         parts = DrafterParts(self.backend, model, 8, TunedDrafting(), bundle=self.bundle)
-        if "bits" in names and not self.backend.capabilities.elastic:
+        if "bits" in names and not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"]
             if not names:
                 pytest.skip("these weights have one plane")

@@ -88,7 +88,7 @@ class Writer:
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = make_graph_backend(self.bundle, self.backend.cache.capacity) if "model" in names else None
         parts = DrafterParts(self.backend, small, 8, TunedDrafting())
-        if not self.backend.capabilities.elastic:
+        if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [make_drafter(name, parts) for name in names]
         acceptance = Acceptance()

@@ -88,7 +88,7 @@ def test_drafting_leaves_no_trace(kind: str, target: Backend, seed: int, count: 
 
 @pytest.mark.slow
 def test_one_plane_and_fewer_experts_draft_in_one_pass(kind: str, target: Backend) -> None:
-    if not target.capabilities.elastic:
+    if not target.capabilities.high_planes:
         with pytest.raises(CapabilityError, match="one plane"):
             BitsAndExpertsDrafter(target)
         return
