@@ -81,7 +81,7 @@ def _options() -> str:
     parts = [
         "# Options",
         "An option has one name: `draft_max` in Python is `--draft-max` on the command line and `draft_max` in a "
-        "request. Spellings of earlier versions go on working.",
+        "request.",
     ]
     for title, configuration, asked in (("Loading", LoadConfig, False), ("Generating", GenerationConfig, True)):
         parts.append(f"## {title}")
@@ -99,7 +99,6 @@ def _table(options: Iterable[ConfigOption], *, asked: bool) -> Iterator[str]:
     yield "|---|---|---|" + ("---|" if asked else "")
     for one in options:
         flags = ", ".join(f"`{flag}`" for flag in one.flags)
-        flags += f" (before: {', '.join(f'`{flag}`' for flag in one.former_flags)})" if one.former_flags else ""
         wire = ", ".join(f"`{name}`" for name in one.wire)
         meaning = one.help.replace("|", "\\|")
         # The help is that of the flag, which turns the option off.

@@ -53,17 +53,7 @@ if TYPE_CHECKING:
     from edgeinfer.results import Chunk, Result
     from edgeinfer.runtime.planning.plan import MemoryPlan
     from edgeinfer.searching import Search
-
-    # Where they were before there was `edgeinfer.tools`.
-    from edgeinfer.tools import DeviceTuning as DeviceTuning
-    from edgeinfer.tools import Divergence as Divergence
-    from edgeinfer.tools import Evaluation as Evaluation
-    from edgeinfer.tools import TuneResult as TuneResult
     from edgeinfer.tools import evaluate, list_devices
-    from edgeinfer.tools import forget_tuning as forget_tuning
-    from edgeinfer.tools import measure_device as measure_device
-    from edgeinfer.tools import measure_kv as measure_kv
-    from edgeinfer.tools import tune_device as tune_device
     from edgeinfer.verification_round import VerificationStream
 
 __all__ = [
@@ -137,85 +127,32 @@ __version__ = _VERSION
 # with its import, unless this is set. Whoever has set it otherwise has decided for themselves.
 _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-_HOMES = {
-    "AdapterError": "errors",
-    "AsyncTokenStream": "async_replies",
-    "BackendError": "errors",
-    "BudgetError": "errors",
-    "BundleError": "errors",
-    "Cache": "config",
-    "CapabilityError": "errors",
-    "CatalogModel": "hub",
-    "Chat": "chat",
-    "CheckpointError": "errors",
-    "Chunk": "results",
-    "Context": "contexts",
-    "ContextLengthError": "errors",
-    "ContextModel": "context_model",
-    "DeviceError": "errors",
-    "EdgeInferError": "errors",
-    "FoundModel": "hub",
-    "GenerationConfig": "config",
-    "GenerationOptions": "option_types",
-    "GrammarError": "errors",
-    "HubError": "errors",
-    "InternalError": "errors",
-    "LoadConfig": "config",
-    "LoadOptions": "option_types",
-    "LocalModel": "installed",
-    "MemoryPlan": "api",
-    "Model": "api",
-    "ModelError": "errors",
-    "ModelFacts": "installed",
-    "NativeUnavailableError": "errors",
-    "Offer": "hub",
-    "PromptError": "errors",
-    "ReducedCompute": "adaptive",
-    "RemoteError": "errors",
-    "ReplyBatch": "batching",
-    "Result": "results",
-    "Sampling": "reply_options",
-    "Search": "searching",
-    "Slot": "batching",
-    "Speculation": "drafting",
-    "StorageError": "errors",
-    "TemplateError": "errors",
-    "TokenStream": "api",
-    "TokenizerError": "errors",
-    "UnshareableError": "errors",
-    "UnsupportedArchitectureError": "errors",
-    "UsageError": "errors",
-    "UserError": "errors",
-    "VerificationStream": "api",
-    "aload": "api",
-    "catalog": "hub",
-    "describe": "installed",
-    "evaluate": "tools",
-    "list_devices": "tools",
-    "list_models": "installed",
-    "load": "api",
-    "offers": "hub",
-    "plan": "api",
-    "pull": "installed",
-    "remove_model": "installed",
-    "search_hub": "hub",
-    "verify": "installed",
+# The module of each name.
+_NAMES = {
+    "adaptive": "ReducedCompute",
+    "api": "MemoryPlan Model TokenStream VerificationStream aload load plan",
+    "async_replies": "AsyncTokenStream",
+    "batching": "ReplyBatch Slot",
+    "chat": "Chat",
+    "config": "Cache GenerationConfig LoadConfig",
+    "context_model": "ContextModel",
+    "contexts": "Context",
+    "drafting": "Speculation",
+    "errors": (
+        "AdapterError BackendError BudgetError BundleError CapabilityError CheckpointError ContextLengthError "
+        "DeviceError EdgeInferError GrammarError HubError InternalError ModelError NativeUnavailableError "
+        "PromptError RemoteError StorageError TemplateError TokenizerError UnshareableError "
+        "UnsupportedArchitectureError UsageError UserError"
+    ),
+    "hub": "CatalogModel FoundModel Offer catalog offers search_hub",
+    "installed": "LocalModel ModelFacts describe list_models pull remove_model verify",
+    "option_types": "GenerationOptions LoadOptions",
+    "reply_options": "Sampling",
+    "results": "Chunk Result",
+    "searching": "Search",
+    "tools": "evaluate list_devices",
 }
-
-
-# What was public here before there was `edgeinfer.tools`, and is there now.
-_MOVED = (
-    "DeviceTuning",
-    "Divergence",
-    "Evaluation",
-    "TuneResult",
-    "calibrate_kv",
-    "forget_tuning",
-    "measure_device",
-    "measure_kv",
-    "tune_device",
-    "tune_kv",
-)
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def _imported(module: str) -> object:
@@ -235,7 +172,7 @@ if not TYPE_CHECKING:  # with this, type checkers would take every name for one 
     def __getattr__(name: str) -> object:
         if name == "tools":
             return _imported("edgeinfer.tools")
-        home = "tools" if name in _MOVED else _HOMES.get(name)
+        home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
         return getattr(_imported(f"edgeinfer.{home}"), name)

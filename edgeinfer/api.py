@@ -179,7 +179,7 @@ class Model(LoadedModel):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        begun: str = "",
+        prefill: str = "",
         tokens: Sequence[int] | None = None,
         calls: CallMark | None = None,
         on_finish: Callable[[Result], None] | None = None,
@@ -191,7 +191,7 @@ class Model(LoadedModel):
             messages: mappings with "role" and "content".
             tools: functions that the model's chat template tells it of, as OpenAI shapes them.
             variables: further names for the template, such as enable_thinking.
-            begun: what the reply already says; the stream goes on behind it.
+            prefill: what the reply already says; the stream goes on behind it.
             tokens: what `tokenize_chat` gives for all that, where it was asked before.
             calls: what calls of functions begin with in the reply; stop strings are looked for in the text before them.
             on_finish: called once with the result, also when the reply is cut short.
@@ -204,7 +204,7 @@ class Model(LoadedModel):
         """
         started = time.perf_counter()
         config = GenerationConfig.for_chat(self.sampling, options)
-        asked: dict[str, Any] = {"tools": tools, "variables": variables, "begun": begun, "fitting": True}
+        asked: dict[str, Any] = {"tools": tools, "variables": variables, "prefill": prefill, "fitting": True}
         asked["parse_special"] = config.parses_content
         if tokens is None:
             tokens = self.tokenize_chat(messages, **asked)
@@ -214,7 +214,7 @@ class Model(LoadedModel):
                 prompt=list(tokens),
                 config=config,
                 started=started,
-                continues=bool(begun),
+                continues=bool(prefill),
                 lame=tuple(lame),
                 calls=calls,
                 on_finish=on_finish,

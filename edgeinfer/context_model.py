@@ -115,7 +115,7 @@ class ContextModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        begun: str = "",
+        prefill: str = "",
         progress: Callable[[int], None] | None = None,
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
@@ -127,14 +127,14 @@ class ContextModel:
         """
         started = time.perf_counter()
         config = GenerationConfig.for_chat(self._model.sampling, options)
-        prefix, rest = self._model.split_chat(messages, begun)
+        prefix, rest = self._model.split_chat(messages, prefill)
         contexts = self._made(tuple(prefix), config.adapter, progress)
         return self._start(
             GenerationRequest(
                 prompt=[*contexts.tokens, *rest],
                 config=config,
                 started=started,
-                continues=bool(begun),
+                continues=bool(prefill),
                 contexts=contexts,
                 on_finish=on_finish,
             )

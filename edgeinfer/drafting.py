@@ -32,7 +32,6 @@ SPECULATION: dict[str, Any] = {
     + ", ".join(DRAFTERS)
     + " (default: auto)",
     "cli": "--speculation",
-    "formerly": "--spec",
     "metavar": "MODE",
     "group": DRAFTING_GROUP,
     "basic": True,
@@ -82,7 +81,6 @@ class DraftLength:
         low=1,
         high=63,
         cli="--draft-max",
-        formerly="--spec-draft-n-max",
         metavar="N",
         group=DRAFTING_GROUP,
     )
@@ -120,7 +118,6 @@ class ReplyDrafting(DraftLength):
         low=1,
         high=_MOST_SIBLINGS,
         cli="--draft-width",
-        formerly="--spec-tree-width",
         metavar="N",
         group=DRAFTING_GROUP,
     )
@@ -130,7 +127,6 @@ class ReplyDrafting(DraftLength):
         "distribution, typical and judge are lossy (default: keyed)",
         choices=VERIFICATIONS,
         cli="--verification",
-        formerly="--spec-verify",
         group=DRAFTING_GROUP,
     )
     draft_tree: str = option(

@@ -269,14 +269,14 @@ class LoadedModel:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        begun: str = "",
+        prefill: str = "",
         parse_special: bool = False,
         fitting: bool = False,
     ) -> list[int]:
         """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
 
         Args:
-            tools, variables, begun: as `Model.stream_chat` takes them.
+            tools, variables, prefill: as `Model.stream_chat` takes them.
             parse_special: special tokens spelled out in these become those tokens, and not only the template's own.
             fitting: refuse what is far too long for the context before all of it is made tokens of.
 
@@ -288,13 +288,13 @@ class LoadedModel:
             if fitting:
                 require_fitting_messages(parts, messages)
             if parse_special:
-                text = template.render(messages, add_generation_prompt=True, tools=tools, variables=variables) + begun
+                text = template.render(messages, add_generation_prompt=True, tools=tools, variables=variables) + prefill
             else:
                 from edgeinfer.runtime.text.guarded_template import GuardedTemplate  # with jinja2, which chats need
 
                 # One is kept for its analysis of the template; what it depends on stays when the model is loaded again.
                 self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
-                pieces = self._guarded.parts(messages, tools, variables, begun)
+                pieces = self._guarded.parts(messages, tools, variables, prefill)
                 text = "".join(pieces)
             if fitting:
                 require_fitting_text(parts, text)
@@ -302,7 +302,7 @@ class LoadedModel:
                 return parts.tokenizer.encode(text, add_special_tokens=False)
             return parts.literal_encoder.marked(pieces)
 
-    def split_chat(self, messages: Sequence[Mapping[str, Any]], begun: str = "") -> tuple[list[int], list[int]]:
+    def split_chat(self, messages: Sequence[Mapping[str, Any]], prefill: str = "") -> tuple[list[int], list[int]]:
         """Token ids of messages, and of the reply that was begun, before and behind where the first user message's text
         begins.
 
@@ -324,7 +324,7 @@ class LoadedModel:
             from edgeinfer.runtime.text.guarded_template import GuardedTemplate
 
             self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
-            pieces = self._guarded.parts(marked, None, None, begun)
+            pieces = self._guarded.parts(marked, None, None, prefill)
             require_fitting_text(parts, "".join(pieces))
             here = [place for place, piece in enumerate(pieces) if mark in piece]
             if len(here) != 1:

@@ -63,7 +63,6 @@ class ConfigOption:
         also: further texts it takes.
         flags: of the commands, such as ("-c", "--context"); empty where no command offers it. A flag of a truth value
             that begins with "--no-" turns it off. The long one is the option's name.
-        former_flags: spellings that commands take but help does not show.
         metavar: stands for the value in a command's help.
         group: heading under which help lists it.
         size: commands take the number as a size, such as 600MB.
@@ -82,7 +81,6 @@ class ConfigOption:
     choices: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    former_flags: tuple[str, ...] = ()
     metavar: str | None = None
     group: str = ""
     size: bool = False
@@ -117,7 +115,6 @@ def option(
     choices: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
     cli: str | tuple[str, ...] = (),
-    formerly: str | tuple[str, ...] = (),
     metavar: str | None = None,
     group: str = "",
     size: bool = False,
@@ -141,7 +138,6 @@ def option(
         "choices": choices,
         "also": also,
         "flags": (cli,) if isinstance(cli, str) else cli,
-        "former_flags": (formerly,) if isinstance(formerly, str) else formerly,
         "metavar": metavar,
         "group": group,
         "size": size,

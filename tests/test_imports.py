@@ -301,7 +301,6 @@ def test_exported_names() -> None:
             assert inspect.ismodule(found) or isinstance(found, str) or found.__name__ == name
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and name.endswith("Error")}
     assert classes <= set(edgeinfer.__all__)
-    assert edgeinfer.measure_device is edgeinfer.tools.measure_device  # where it was before
 
 
 def test_only_the_face_lists_its_names() -> None:

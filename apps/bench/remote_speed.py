@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, figures = args.model, dict[str, Any]()
     if args.checkpoint is not None:
         model = str(TrainedArtifacts(default_folder(), args.checkpoint, find_shape(SHAPE)).bundle(BundleKind()))
-    chosen = ["-t", "1", "--spec", "off", *([] if model is None else ["-m", model])]
+    chosen = ["-t", "1", "--speculation", "off", *([] if model is None else ["-m", model])]
     with running_server(chosen) as (url, process):
         if args.part in ("all", "devices"):
             measured = measure_devices(url, process, args.drafter, counts=args.devices, tokens=args.tokens)

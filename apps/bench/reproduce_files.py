@@ -122,7 +122,7 @@ def _smallest(places: Places) -> list[str]:
     sizes = ["-c", "2048", "--steps", "6", "--rounds", "1", "--halvings", "2"]
     if places.quick:
         sizes = ["-c", "512", "--steps", "2", "--rounds", "1", "--halvings", "0"]
-    return ["bench", "memory", "smallest", "-m", str(places.bundle()), "-t", "1", "--spec", "off", *sizes]
+    return ["bench", "memory", "smallest", "-m", str(places.bundle()), "-t", "1", "--speculation", "off", *sizes]
 
 
 def _quality(places: Places) -> list[str]:

@@ -126,14 +126,11 @@ def add_options(
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         text = described(name, (help or {}).get(name, option.help)).replace("%", "%%")
-        group, settings = groups[option.group], _action(option)
-        action = group.add_argument(*option.flags, dest=name, help=text, **settings)
+        action = groups[option.group].add_argument(*option.flags, dest=name, help=text, **_action(option))
         if not option.basic:
             parser.advanced(action)
         if option.brief:
             parser.brief(action, described(name, option.brief))
-        if option.former_flags:
-            group.add_argument(*option.former_flags, dest=name, help=argparse.SUPPRESS, **settings)
 
 
 def _action(option: ConfigOption) -> dict[str, Any]:

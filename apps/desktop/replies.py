@@ -80,7 +80,7 @@ def tokens_for(model: Model, conversation: Conversation, reply: Message, kept: C
     apart = files_apart(model, conversation, reply.parent, kept)
     # Each ends with an empty line there.
     before = sum(len(model.tokenize(f"{file.quoted}\n\n", parse_special=False)) for file in apart)
-    return before + len(model.tokenize_chat(messages_for(conversation, reply, apart), begun=reply.content))
+    return before + len(model.tokenize_chat(messages_for(conversation, reply, apart), prefill=reply.content))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Fitted:
     left_out: int
 
 
-def without_oldest(model: Model, messages: Sequence[dict[str, str]], begun: str, room: int) -> Fitted:
+def without_oldest(model: Model, messages: Sequence[dict[str, str]], prefill: str, room: int) -> Fitted:
     """Leaves out the oldest messages, but for a system message, until there is room for a reply or one is left."""
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(system) :]
@@ -109,7 +109,7 @@ def without_oldest(model: Model, messages: Sequence[dict[str, str]], begun: str,
     @cache
     def behind(start: int) -> Fitted:
         kept = [*system, *turns[start:]]
-        return Fitted(kept, model.tokenize_chat(kept, begun=begun, fitting=True), start)
+        return Fitted(kept, model.tokenize_chat(kept, prefill=prefill, fitting=True), start)
 
     def fits(start: int) -> bool:
         try:
@@ -337,7 +337,7 @@ class ConversationReplies:
 
     async def _make(self, whole: Conversation, running: RunningReply) -> Figures | None:
         """Makes the text; returns its figures, or None if it did not start."""
-        begun, context, left_out = running.content, 0, 0
+        prefill, context, left_out = running.content, 0, 0
         kept = await asyncio.to_thread(self._history.attachments.kept_ids)
         messages = messages_for(whole, running.message)
         options = {**self._defaults(), **whole.options}
@@ -345,8 +345,8 @@ class ConversationReplies:
 
         def fit(model: Any) -> Fitted:
             if shortened:
-                return without_oldest(model, messages, begun, options.get("max_tokens") or model.context)
-            return Fitted(messages, model.tokenize_chat(messages, begun=begun, fitting=True), 0)
+                return without_oldest(model, messages, prefill, options.get("max_tokens") or model.context)
+            return Fitted(messages, model.tokenize_chat(messages, prefill=prefill, fitting=True), 0)
 
         def start(model: Any) -> Any:
             nonlocal context, left_out
@@ -354,11 +354,11 @@ class ConversationReplies:
             if apart := files_apart(model, whole, running.message.parent, kept):
                 asked = messages_for(whole, running.message, apart)
                 running.read(None, context)
-                return stream_behind(model, apart, asked, lambda: self._ends(running), begun=begun, **options)
+                return stream_behind(model, apart, asked, lambda: self._ends(running), prefill=prefill, **options)
             given = fitted if fitted is not None and model is tokenized_by else fit(model)
             left_out = given.left_out
             running.read(len(given.tokens), context)
-            return model.stream_chat(given.messages, begun=begun, tokens=given.tokens, **options)
+            return model.stream_chat(given.messages, prefill=prefill, tokens=given.tokens, **options)
 
         await running.unless_stopped(self._ready())
         if running.stopped:

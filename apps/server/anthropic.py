@@ -293,7 +293,7 @@ def _counted(body: Mapping[str, Any], model: ChatModel[Any]) -> int:
 
 def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
     """The conversation of a request, its system text and its tools."""
-    messages, begun = split_started(read_messages(fields.any("messages"), fields.any("system"), fields.leave_out))
+    messages, prefill = split_started(read_messages(fields.any("messages"), fields.any("system"), fields.leave_out))
     tools = [_tool(tool, place, fields) for place, tool in enumerate(fields.items("tools"))]
     functions = read_functions(tools, leave_out=fields.leave_out)
     choice = _choice(fields, functions)
@@ -305,7 +305,7 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
     variables = thinking(fields, options, calls=choice.mode != "none")
     variables |= {"reasoning_effort": effort} if effort else {}
     use = ToolUse(dialect_of(model.tool_template_text), choice)
-    return ChatPrompt(messages, use, options, variables or None, begun, fields=("messages", "output_config.format"))
+    return ChatPrompt(messages, use, options, variables or None, prefill, fields=("messages", "output_config.format"))
 
 
 def _choice(fields: Fields, functions: Any) -> ToolChoice:

@@ -142,13 +142,13 @@ class OllamaChat(OllamaReply):
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
-        messages, begun = split_started(read_messages(_answered(fields.any("messages"))))
+        messages, prefill = split_started(read_messages(_answered(fields.any("messages"))))
         functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
         use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
 
         def prompt(options: dict[str, Any]) -> ChatPrompt:
             variables = thinking(fields, options, calls=use.calls) or None
-            made = ChatPrompt(messages, use, options, variables, begun, fields=("messages", "format"))
+            made = ChatPrompt(messages, use, options, variables, prefill, fields=("messages", "format"))
             made.require_whole()
             return made
 

@@ -183,9 +183,9 @@ def _prompt(
     variables |= thinking(fields, options, calls=choice.mode != "none")
     if documents := fields.items("documents"):  # which some templates write into the prompt, as vLLM has it
         variables["documents"] = documents
-    begun, introduced = "", fields.take("add_generation_prompt", bool, "true or false") is not False
+    prefill, introduced = "", fields.take("add_generation_prompt", bool, "true or false") is not False
     if fields.flag("continue_final_message"):
-        messages, begun = _continued(messages)
+        messages, prefill = _continued(messages)
     elif not introduced:
         variables["add_generation_prompt"] = False
     tools = ToolUse(dialect_of(model.tool_template_text), choice)
@@ -193,7 +193,7 @@ def _prompt(
     if contexts and (functions or variables):
         message = "contexts cannot be combined with tools, chat_template_kwargs or reasoning_effort."
         raise RequestError(message, "Leave these out, or contexts.", param="contexts")
-    return ChatPrompt(messages, tools, options, variables or None, begun, contexts=contexts)
+    return ChatPrompt(messages, tools, options, variables or None, prefill, contexts=contexts)
 
 
 def _contexts(fields: Fields) -> tuple[Context, ...]:
@@ -207,8 +207,8 @@ def _contexts(fields: Fields) -> tuple[Context, ...]:
 
 def _continued(messages: list[Message]) -> tuple[list[Message], str]:
     """The messages before the last, and that one's text, which the reply goes on with."""
-    before, begun = split_started(messages)
+    before, prefill = split_started(messages)
     if before is messages:
         message = "continue_final_message needs an assistant message with text at the end."
         raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")
-    return before, begun
+    return before, prefill

@@ -242,7 +242,7 @@ class ChatModel(Protocol[StreamT_co]):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        begun: str = "",
+        prefill: str = "",
         parse_special: bool = False,
         fitting: bool = False,
     ) -> list[int]:

@@ -54,7 +54,7 @@ class ChatPrompt:
         tools: what may be called.
         options: of GenerationConfig, for the first reply.
         variables: further names for the chat template.
-        begun: what the reply already says.
+        prefill: what the reply already says.
         tokens: of all that, once they are made; messages are kept then only for a worse prompt among them.
         fields: of the request that hold the messages and ask for a form of the reply.
         contexts: texts that the model reads apart, before the messages.
@@ -64,7 +64,7 @@ class ChatPrompt:
     tools: ToolUse
     options: Mapping[str, Any]
     variables: Mapping[str, Any] | None = None
-    begun: str = ""
+    prefill: str = ""
     tokens: PromptTokens | None = None
     fields: tuple[str, str] = ("messages", "response_format")
     contexts: Sequence[Context] = ()
@@ -81,7 +81,7 @@ class ChatPrompt:
 
     def require_whole(self) -> None:
         """Refuses to go on with a reply that is to have a form from its beginning on."""
-        if not self.begun:
+        if not self.prefill:
             return
         messages, form = self.fields
         if self.tools.choice.mode == "required":
@@ -104,7 +104,7 @@ class ChatPrompt:
                 messages,
                 tools=self.tools.template_tools,
                 variables=self.variables,
-                begun=self.begun,
+                prefill=self.prefill,
                 fitting=True,
                 parse_special=GenerationConfig.of(**self.options).parses_content,
             )
@@ -125,7 +125,7 @@ class ChatPrompt:
                 prepared.messages,
                 tools=self.tools.template_tools,
                 variables=prepared.variables,
-                begun=self.begun,
+                prefill=self.prefill,
                 tokens=prepared.tokens.of(model),
                 calls=self.tools.mark(model),
                 **reply_options(self.tools.options(model, self.options), index),
@@ -142,7 +142,7 @@ class ChatPrompt:
             options = reply_options(self.tools.options(model, self.options), index)
             behind = model.with_contexts(self.contexts)
             try:
-                stream: StreamT = behind.stream_chat(self.messages, begun=self.begun, progress=look, **options)
+                stream: StreamT = behind.stream_chat(self.messages, prefill=self.prefill, progress=look, **options)
             except UnreadContextError as error:
                 _log.warning("%s", error)  # where it lies and what is to be done is for who named the file
                 message, hint = f"The context {error.name} cannot be read now.", "Leave it out, or ask again later."

@@ -288,7 +288,7 @@ def test_command_line(bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[
     assert "lossy" in err and "by calibrated" in err and "nats" in err
     _, err = run(capsys, *text, "--compute", "exit", "--exit-layer", "2", "--exit-confidence", "1")
     assert "lossy" not in err
-    _, err = run(capsys, *text, "--compute", "entropy", "--spec", "copy", code=2)
+    _, err = run(capsys, *text, "--compute", "entropy", "--speculation", "copy", code=2)
     assert "speculation cannot be combined" in err
     _, err = run(capsys, "tune", "-m", large, "--entropy", code=2)
     assert "--draft-model" in err

@@ -39,10 +39,10 @@ def test_messages_forge_no_turns(tales: edgeinfer.Model) -> None:
     assert controls(tales.tokenize_chat(ASKED, parse_special=True)) == [1, 3, 2, 3, 1, 3, 2]
     said = [*ASKED, {"role": "assistant", "content": FORGED}, {"role": "user", "content": "<|us"}]
     assert controls(tales.tokenize_chat(said)) == [1, 3, 2, 3, 1, 3, 2]
-    assert controls(tales.tokenize_chat(ASKED, begun=FORGED)) == [1, 3, 2]
+    assert controls(tales.tokenize_chat(ASKED, prefill=FORGED)) == [1, 3, 2]
     parts = [{"type": "text", "text": "<|en"}, {"type": "text", "text": "d|>"}]
     assert controls(tales.tokenize_chat([{"role": "user", "content": parts}])) == [1, 3, 2]
-    ids = tales.tokenize_chat(ASKED, begun=FORGED)
+    ids = tales.tokenize_chat(ASKED, prefill=FORGED)
     assert tales.detokenize(ids) == FORGED * 2
 
 

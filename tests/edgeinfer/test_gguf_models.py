@@ -265,6 +265,9 @@ def test_a_gguf_model_is_evaluated_beside_its_bundle() -> None:
 def test_a_command_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
     from edgeinfer.apps.cli.main import main
 
-    assert main(["run", "-m", str(builtin_gguf()), "-p", "Once upon a time", "-n", "5", "-c", "64", "--temp", "0"]) == 0
+    assert (
+        main(["run", "-m", str(builtin_gguf()), "-p", "Once upon a time", "-n", "5", "-c", "64", "--temperature", "0"])
+        == 0
+    )
     assert capsys.readouterr().out.strip()
     assert main(["plan", "-m", str(builtin_gguf()), "--memory", "2GB"]) == 0

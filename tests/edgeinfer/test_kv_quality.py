@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import edgeinfer
+from edgeinfer import tools
 from edgeinfer.errors import UsageError
 from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint, made
@@ -25,7 +25,7 @@ def make_bigrams(folder: Path) -> None:
 
 
 def test_every_type_of_cache_has_an_error_and_wider_ones_a_smaller() -> None:
-    errors = {error.kv: error for error in edgeinfer.measure_kv(made(make_random) / "bundle", STORIES)}
+    errors = {error.kv: error for error in tools.measure_kv(made(make_random) / "bundle", STORIES)}
     assert [*errors] == ["float16", "int8", "int4"]
     assert 0 < errors["float16"].mean < 0.001 < errors["int8"].mean < 0.02 < errors["int4"].mean < 0.1
     assert all(len(error.layers) == 3 and max(error.layers) >= error.mean for error in errors.values())
@@ -33,6 +33,6 @@ def test_every_type_of_cache_has_an_error_and_wider_ones_a_smaller() -> None:
 
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(UsageError, match="no text"):
-        edgeinfer.measure_kv(made(make_random) / "bundle", [])
+        tools.measure_kv(made(make_random) / "bundle", [])
     with pytest.raises(UsageError, match="no smaller KV cache than float32"):
-        edgeinfer.measure_kv(made(make_bigrams) / "bundle", STORIES)
+        tools.measure_kv(made(make_bigrams) / "bundle", STORIES)

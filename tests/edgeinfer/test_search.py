@@ -200,12 +200,40 @@ def test_requests_name_the_options_as_they_are() -> None:
 
 @needs_builtin
 def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["run", "-p", PROMPT, "-n", "12", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1", "--json"]
+    line = [
+        "run",
+        "-p",
+        PROMPT,
+        "-n",
+        "12",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "3",
+        "--no-remember",
+        "-t",
+        "1",
+        "--json",
+    ]
     assert main([*line, "--search", "vote", "--samples", "3", "--answer", "line"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
     assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
-    samples = ["run", "--raw", "-p", PROMPT, "-n", "8", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1"]
+    samples = [
+        "run",
+        "--raw",
+        "-p",
+        PROMPT,
+        "-n",
+        "8",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "3",
+        "--no-remember",
+        "-t",
+        "1",
+    ]
     assert main([*samples, "--search", "samples", "--samples", "2"]) == 0
     shown = capsys.readouterr().out
     with edgeinfer.load(threads=1, remember=False) as model:

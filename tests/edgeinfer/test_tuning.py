@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
+from edgeinfer import tools
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device as device_costs
@@ -42,17 +43,17 @@ def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def tuned_once(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, edgeinfer.DeviceTuning]:
+def tuned_once(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tools.DeviceTuning]:
     """A cache with what was kept of the small model, and what was found."""
     folder = tmp_path_factory.mktemp("tuned") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setattr(devices, "Stopwatch", LONG_CHUNKS)
-        return folder, edgeinfer.tools.tune_device(small_bundle)
+        return folder, tools.tune_device(small_bundle)
 
 
 @pytest.fixture
-def tuned(tuned_once: tuple[Path, edgeinfer.DeviceTuning], cache: Path, long_chunks: None) -> edgeinfer.DeviceTuning:
+def tuned(tuned_once: tuple[Path, tools.DeviceTuning], cache: Path, long_chunks: None) -> tools.DeviceTuning:
     """The small model, tuned and kept."""
     folder, found = tuned_once
     shutil.copytree(folder, cache)
@@ -63,7 +64,7 @@ def tuned(tuned_once: tuple[Path, edgeinfer.DeviceTuning], cache: Path, long_chu
 # What is kept is used.
 
 
-def test_the_next_load_uses_what_was_kept(small_bundle: Path, cache: Path, tuned: edgeinfer.DeviceTuning) -> None:
+def test_the_next_load_uses_what_was_kept(small_bundle: Path, cache: Path, tuned: tools.DeviceTuning) -> None:
     assert tuned.settings == TunedSettings(prefill_chunk=128) and tuned.rejected is None
     assert [tuned.path] == kept(cache)
     assert tuned.parts["prompt"].ratio == pytest.approx(2.0, rel=0.02) and tuned.parts["decode"].ratio == pytest.approx(
@@ -110,21 +111,21 @@ def test_threads_are_tuned(
     best = next(count for count in (1, 2) if count != usual)
     fast = made_up_stopwatch(lambda way: 0.5 if way.threads == best else 1.0)
     monkeypatch.setattr(devices, "Stopwatch", fast)
-    found = edgeinfer.tools.tune_device(small_bundle)
+    found = tools.tune_device(small_bundle)
     assert (found.settings.threads, found.threads) == (best, best)
     with edgeinfer.load(small_bundle, draft_model=short_drafter) as model:
         assert model.threads == best and model.plan.tuned == ("threads",)
     assert edgeinfer.plan(small_bundle, threads=usual).threads == usual
     # What is given is not tuned.
-    found = edgeinfer.tools.tune_device(small_bundle, threads=usual)
+    found = tools.tune_device(small_bundle, threads=usual)
     assert found.settings.threads is None and {each.name for each in found.attempts} <= {"affinity", "prefill_chunk"}
 
 
 def test_nothing_better_leaves_all_as_usual(
-    small_bundle: Path, cache: Path, tuned: edgeinfer.DeviceTuning, monkeypatch: pytest.MonkeyPatch
+    small_bundle: Path, cache: Path, tuned: tools.DeviceTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(lambda way: 1.0))
-    found = edgeinfer.tools.tune_device(small_bundle)
+    found = tools.tune_device(small_bundle)
     assert found.settings == TunedSettings() and found.path is None
     assert {part.ratio for part in found.parts.values()} == {1.0}
     # What was better once is not any more.
@@ -139,13 +140,13 @@ def test_what_cannot_be_proved_is_not_kept(small_bundle: Path, cache: Path, monk
         return 0.5 if way.prefill_chunk == 128 and calls.count(way) < 15 else 1.0
 
     monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(at_first))
-    found = edgeinfer.tools.tune_device(small_bundle, threads=1)
+    found = tools.tune_device(small_bundle, threads=1)
     assert found.settings == TunedSettings() and found.rejected == TunedSettings(prefill_chunk=128)
     assert kept(cache) == []
 
 
 def test_an_interrupted_search_keeps_what_there_was(
-    small_bundle: Path, cache: Path, tuned: edgeinfer.DeviceTuning, monkeypatch: pytest.MonkeyPatch
+    small_bundle: Path, cache: Path, tuned: tools.DeviceTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = kept(cache)
     before = path.read_bytes()
@@ -155,14 +156,14 @@ def test_an_interrupted_search_keeps_what_there_was(
 
     monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(interrupted))
     with pytest.raises(KeyboardInterrupt):
-        edgeinfer.tools.tune_device(small_bundle)
+        tools.tune_device(small_bundle)
     assert kept(cache) == [path] and path.read_bytes() == before
 
 
-def test_forgetting(small_bundle: Path, cache: Path, tuned: edgeinfer.DeviceTuning) -> None:
-    assert not edgeinfer.tools.forget_tuning(small_bundle, exact=False)
-    assert edgeinfer.tools.forget_tuning(small_bundle) and kept(cache) == []
-    assert not edgeinfer.tools.forget_tuning(small_bundle)
+def test_forgetting(small_bundle: Path, cache: Path, tuned: tools.DeviceTuning) -> None:
+    assert not tools.forget_tuning(small_bundle, exact=False)
+    assert tools.forget_tuning(small_bundle) and kept(cache) == []
+    assert not tools.forget_tuning(small_bundle)
     assert edgeinfer.plan(small_bundle).tuned == ()
 
 
@@ -171,12 +172,12 @@ def test_forgetting(small_bundle: Path, cache: Path, tuned: edgeinfer.DeviceTuni
 
 @pytest.mark.usefixtures("long_chunks")
 def test_settings_in_a_file(small_bundle: Path, cache: Path, tmp_path: Path) -> None:
-    found = edgeinfer.tools.tune_device(small_bundle, out=tmp_path / "mine.json")
+    found = tools.tune_device(small_bundle, out=tmp_path / "mine.json")
     assert found.path == tmp_path / "mine.json" and kept(cache) == []
     assert edgeinfer.plan(small_bundle).tuned == ()
     assert edgeinfer.plan(small_bundle, profile=tmp_path / "mine.json").tuned == ("prefill_chunk",)
     with pytest.raises(UsageError, match="starts from the default"):
-        edgeinfer.tools.tune_device(small_bundle, profile=tmp_path / "mine.json")
+        tools.tune_device(small_bundle, profile=tmp_path / "mine.json")
 
 
 def change(path: Path, part: str, **changes: Any) -> None:
@@ -219,7 +220,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 def test_a_bad_profile_is_warned_of_and_the_model_runs_as_usual(
     small_bundle: Path,
     cache: Path,
-    tuned: edgeinfer.DeviceTuning,
+    tuned: tools.DeviceTuning,
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[Path], object],
     says: str,
@@ -244,18 +245,18 @@ def test_a_file_that_is_not_there_is_said(small_bundle: Path, cache: Path, caplo
 
 
 def test_a_file_for_other_threads_is_said(
-    small_bundle: Path, tuned: edgeinfer.DeviceTuning, caplog: pytest.LogCaptureFixture
+    small_bundle: Path, tuned: tools.DeviceTuning, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert edgeinfer.plan(small_bundle, profile=tuned.path, threads=7).tuned == ()
     assert "do not apply" in caplog.records[0].getMessage()
 
 
 def test_a_bad_kept_profile_does_not_stop_tuning(
-    small_bundle: Path, tuned: edgeinfer.DeviceTuning, caplog: pytest.LogCaptureFixture
+    small_bundle: Path, tuned: tools.DeviceTuning, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert tuned.path is not None
     garbage(tuned.path)
-    assert edgeinfer.tools.tune_device(small_bundle).path == tuned.path and not caplog.records
+    assert tools.tune_device(small_bundle).path == tuned.path and not caplog.records
     assert edgeinfer.plan(small_bundle).tuned == ("prefill_chunk",)
 
 
@@ -266,7 +267,7 @@ def test_a_bad_kept_profile_does_not_stop_tuning(
 @pytest.mark.usefixtures("brisk", "cache")
 def test_a_device_is_measured(small_bundle: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    found = edgeinfer.tools.tune_device(small_bundle, quick=True, progress=lambda *step: told.append(step))
+    found = tools.tune_device(small_bundle, quick=True, progress=lambda *step: told.append(step))
     assert set(found.parts) == {"prompt", "decode", "verify", "turn"}
     assert all(part.usual_ms > 0 and part.tuned_ms > 0 for part in found.parts.values())
     names = {attempt.name for attempt in found.attempts}
@@ -280,8 +281,8 @@ def test_a_device_is_measured(small_bundle: Path) -> None:
 @pytest.mark.usefixtures("brisk", "cache")
 def test_nothing_is_measured_in_a_context_that_is_too_small(small_bundle: Path) -> None:
     with pytest.raises(UsageError, match="context of 32 tokens, but there are 16"):
-        edgeinfer.tools.tune_device(small_bundle, context=16)
-    assert edgeinfer.tools.tune_device(small_bundle, context=32).parts["turn"].usual_ms > 0
+        tools.tune_device(small_bundle, context=16)
+    assert tools.tune_device(small_bundle, context=32).parts["turn"].usual_ms > 0
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(("share", "most"), [pytest.param(1.2, 1, marks=pytest.mark.slow), (100.0, 2)])
 def test_a_budget_is_kept_while_tuning(small_bundle: Path, watched: list[int], share: float, most: int) -> None:
     plan = edgeinfer.plan(small_bundle)
-    found = edgeinfer.tools.tune_device(small_bundle, memory=min(round(plan.planned_bytes * share), 10**10), threads=1)
+    found = tools.tune_device(small_bundle, memory=min(round(plan.planned_bytes * share), 10**10), threads=1)
     assert max(watched) == most and found.parts["turn"].usual_ms > 0
 
 
@@ -322,7 +323,7 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, mon
 
     monkeypatch.setattr(devices, "Stopwatch", Fast)
     monkeypatch.setattr(devices, "FULL", Effort((7, 8), 600.0))
-    found = edgeinfer.tools.tune_device(small_bundle, native=False, threads=1, prefill_chunk=64)
+    found = tools.tune_device(small_bundle, native=False, threads=1, prefill_chunk=64)
     assert found.settings == TunedSettings(weights="mapped") and "load" in found.parts and LOADED in made
     plan = edgeinfer.plan(small_bundle, native=False, threads=1)
     assert (plan.configuration.weights, plan.tuned) == ("mapped", ("weights",))
@@ -336,9 +337,9 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, mon
 @pytest.mark.usefixtures("long_chunks", "cache")
 def test_the_first_reply_after_tuning_measures_nothing(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.runtime.tuning.drafting_search._PAYS", 0.0)
-    edgeinfer.tools.tune_device(small_bundle, threads=1)
+    tools.tune_device(small_bundle, threads=1)
     with edgeinfer.load(small_bundle, threads=1) as model:
-        edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=2)
+        tools.tune_drafting(model, ["Once upon a time"], evaluations=2)
 
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("something was measured")
@@ -346,5 +347,5 @@ def test_the_first_reply_after_tuning_measures_nothing(small_bundle: Path, monke
     for name in ("measure_passes", "measure_guesses", "check_exact"):
         monkeypatch.setattr(device_costs, name, measured)
     with edgeinfer.load(small_bundle, threads=1) as model:
-        assert model.plan.tuned == ("prefill_chunk",) and {"exit", "skip"} <= set(edgeinfer.tools.drafting_state(model))
+        assert model.plan.tuned == ("prefill_chunk",) and {"exit", "skip"} <= set(tools.drafting_state(model))
         assert model.generate(PROMPT, max_tokens=8).text

@@ -238,7 +238,7 @@ def test_a_reply_goes_on_with_what_it_says(tales: edgeinfer.Model) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     whole = tales.stream_chat(messages, max_tokens=40, speculation="off").complete()
     half = tales.detokenize(whole.token_ids[:20])
-    rest = tales.stream_chat(messages, begun=half, max_tokens=20, speculation="off").complete()
+    rest = tales.stream_chat(messages, prefill=half, max_tokens=20, speculation="off").complete()
     assert half + rest.text == whole.text
 
 

@@ -147,7 +147,7 @@ def large() -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--spec", "off"], [], ["--no-exact"]], ids=["plain", "drafting", "loose"])
+@pytest.mark.parametrize("options", [["--speculation", "off"], [], ["--no-exact"]], ids=["plain", "drafting", "loose"])
 def test_plans_are_kept(large: Path, options: list[str]) -> None:
     done = edgeinfer_process("run", "-m", large, "-p", PROMPT, "-n", "24", "--json", *options)
     assert done.returncode == 0, done.stderr

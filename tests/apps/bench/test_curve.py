@@ -94,7 +94,7 @@ def test_limits_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_several_depths_and_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["bench", "curve", "--sizes", "1,2", "-r", "2", "-d", "40,8", "--kv-types", "float32,int8", "-t", "1"]
     out = tmp_path / "c.json"
-    assert main([*line, "--spec", "off", "--json", str(out), "--svg", str(tmp_path / "c.svg")]) == 0
+    assert main([*line, "--speculation", "off", "--json", str(out), "--svg", str(tmp_path / "c.svg")]) == 0
     data = json.loads(out.read_text())
     found = [(point["kv"], point["n_depth"], point["size"]) for point in data["points"]]
     assert sorted(found) == sorted((kv, d, m) for kv in ("float32", "int8") for d in (8, 40) for m in (1, 2))
@@ -148,7 +148,22 @@ def test_llamacpp_is_measured_on_its_file(tmp_path: Path, capsys: pytest.Capture
     pytest.importorskip("llama_cpp")
     from tests.gguf_models import builtin_gguf
 
-    line = ["bench", "curve", "--sizes", "1,2", "-r", "1", "-d", "8", "-t", "1", "--prompts", "8", "--spec", "off"]
+    line = [
+        "bench",
+        "curve",
+        "--sizes",
+        "1,2",
+        "-r",
+        "1",
+        "-d",
+        "8",
+        "-t",
+        "1",
+        "--prompts",
+        "8",
+        "--speculation",
+        "off",
+    ]
     assert main([*line, "--gguf", str(builtin_gguf()), "--json", str(tmp_path / "c.json")]) == 0
     data = json.loads((tmp_path / "c.json").read_text())
     assert {point["kv"] for point in data["points"]} == {"float32", "llama.cpp float16"}
@@ -158,7 +173,7 @@ def test_llamacpp_is_measured_on_its_file(tmp_path: Path, capsys: pytest.Capture
 
 @needs_builtin
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "curve", "--sizes", "1,3", "-r", "1", "-d", "4", "-t", "1", "-c", "64", "--spec", "off"]
+    line = ["bench", "curve", "--sizes", "1,3", "-r", "1", "-d", "4", "-t", "1", "-c", "64", "--speculation", "off"]
     assert main([*line, "--json", str(tmp_path / "c.json"), "--svg", str(tmp_path / "c.svg")]) == 0
     assert "c(m)/c(1)" in capsys.readouterr().out
     assert [point["size"] for point in json.loads((tmp_path / "c.json").read_text())["points"]] == [1, 3]

@@ -117,7 +117,7 @@ def test_budgets_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     # Its chats are longer than tests have time for.
     for name, tokens in {"_REPLY": 4, "_SHORT_PROMPT": 8, "_MARGIN": 4}.items():
         monkeypatch.setattr(memory_budgets, name, tokens)
-    shared = ["--spec", "off", *BUDGETS, "--json", str(out)]
+    shared = ["--speculation", "off", *BUDGETS, "--json", str(out)]
     assert main(["bench", "memory", "smallest", "-c", "64", *shared]) == 0
     check_smallest(out, capsys.readouterr().out)
     prompts = ["--categories", "tales/retell", "--per-category", "1", "-n", "8"]
@@ -132,7 +132,7 @@ def test_budgets_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 @pytest.mark.slow
 def test_budgets_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    shared = ["--spec", "copy", *BUDGETS, "--json", str(out)]
+    shared = ["--speculation", "copy", *BUDGETS, "--json", str(out)]
     assert main(["bench", "memory", "smallest", "-c", "384", *shared]) == 0
     check_smallest(out, capsys.readouterr().out)
 

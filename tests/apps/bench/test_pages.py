@@ -25,7 +25,7 @@ from tests.apps.bench.here import known_limits
 from tests.recorded import check_recorded
 from tests.speculation import needs_builtin
 
-RUN = ["-t", "1", "-r", "2", "-c", "64", "--spec", "off"]
+RUN = ["-t", "1", "-r", "2", "-c", "64", "--speculation", "off"]
 
 
 @pytest.fixture(scope="module")

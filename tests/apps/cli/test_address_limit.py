@@ -18,7 +18,7 @@ from tests.speculation import needs_builtin
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 
-RUN = ("run", "-p", "Once", "-n", "2", "--spec", "off")
+RUN = ("run", "-p", "Once", "-n", "2", "--speculation", "off")
 LOOSE = 4_000_000
 LIMITS = (*range(100, 400, 30), *range(400, 1_001, 100))  # megabytes
 
@@ -102,7 +102,7 @@ def test_codes_and_lines_are_those_of_the_command(arguments: tuple[str, ...]) ->
 @needs_builtin
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_reach_the_work(number: int) -> None:
-    arguments = ("run", "-p", "Once", "-n", "1000000", "-c", "1024", "--overflow", "window", "--spec", "off")
+    arguments = ("run", "-p", "Once", "-n", "1000000", "-c", "1024", "--overflow", "window", "--speculation", "off")
     with Child(line(LOOSE, *arguments), interruptible_environment()) as child:
         assert child.stdout is not None
         assert child.stdout.read(8)

@@ -213,7 +213,7 @@ def test_ctrl_c_ends_the_chat_of_a_script(model: FakeModel) -> None:
 
 def test_piped_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nyou\n"))
-    line = "chat -m toy --system Hi --memory 1GB --temp 0.5 --terminal"
+    line = "chat -m toy --system Hi --memory 1GB --temperature 0.5 --terminal"
     assert main(line.split()) == 0
     assert capsys.readouterr().out == "You said hello \nYou said you \n"
     assert model.log == [

@@ -93,7 +93,7 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
 
 
 def test_plan_options(planned: list[tuple[Any, dict[str, Any]]]) -> None:
-    line = "plan --no-native --spec copy,model --draft-model small --spec-draft-n-max 5"
+    line = "plan --no-native --speculation copy,model --draft-model small --draft-max 5"
     assert main(line.split()) == 0
     drafting = {"speculation": "copy,model", "draft_model": "small", "draft_max": 5}
     assert planned == [(None, {"native": False} | drafting)]

@@ -262,7 +262,7 @@ def test_ctrl_c_while_generating_json(good_bundle: Path, monkeypatch: pytest.Mon
         return run(self, *arguments, **options)
 
     monkeypatch.setattr(OrtSession, "run", interrupted)
-    done = edgeinfer("run", "-m", good_bundle, "-p", "Once", "-c", "512", "-n", "400", "--json", "--spec", "off")
+    done = edgeinfer("run", "-m", good_bundle, "-p", "Once", "-c", "512", "-n", "400", "--json", "--speculation", "off")
     assert (done.returncode, done.stderr) == (130, b"")
     result = json.loads(done.stdout)
     assert result["finish_reason"] == "cancelled"

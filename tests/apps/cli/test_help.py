@@ -88,7 +88,7 @@ def test_what_the_short_help_of_a_model_shows(capsys: pytest.CaptureFixture[str]
         text = capsys.readouterr().out
         for flag in (*basic, "--speculation"):
             assert f"{flag} " in text, flag
-        for rare in ("--beams", "--verification", "--kv ", "--top-k", "--spec ", "--temp "):
+        for rare in ("--beams", "--verification", "--kv ", "--top-k"):
             assert rare not in text, rare
         assert text.rstrip().splitlines()[-1] == f"All options: edgeinfer {name} --help-all"
         assert main([name, "--help-all"]) == 0
@@ -113,10 +113,8 @@ def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
         expected = {f"--{dashed}", f"--no-{dashed}"} | others.get(name, set())
         long = [flag for flag in declared.flags if flag.startswith("--")]
         assert len(long) == 1 and long[0] in expected, declared.flags
-        for flag in (*declared.flags, *declared.former_flags):
+        for flag in declared.flags:
             assert run._option_string_actions[flag].dest == name
-    for former in ("--spec", "--temp", "--repeat-penalty", "--spec-draft-n-max", "--spec-verify", "--spec-tree-width"):
-        assert run._option_string_actions[former].help is argparse.SUPPRESS
 
 
 def test_every_option_of_a_reply_has_a_flag() -> None:
@@ -141,10 +139,10 @@ def test_mistakes_are_told_with_what_was_meant() -> None:
         "bench sped": "Did you mean speed?",
         "export --forse": "No such option: --forse. Did you mean --force?",
         "run -n 0 Hi": "--max-tokens 0 is out of range. --max-tokens must be a whole number",
-        "run --temp 999 Hi": "--temperature 999.0 is out of range.",
+        "run --temperature 999 Hi": "--temperature 999.0 is out of range.",
         "run --memory 400 Hi": "--memory 400 means 400 bytes. Did you mean 400MB?",
         "run --json-object --regex a Hi": "--json-object and --regex cannot be combined.",
-        "run --spec ngrm Hi": "Did you mean 'ngram'? --speculation must be auto, off,",
+        "run --speculation ngrm Hi": "Did you mean 'ngram'? --speculation must be auto, off,",
         "run -n many Hi": "--max-tokens: 'many' is not a whole number.",
         "run hello you": 'Put it in quotes: edgeinfer run "hello you"',
         "run org/name Hello": 'Did you mean: edgeinfer run -m org/name "Hello"?',

@@ -133,10 +133,10 @@ def test_a_long_prompt_has_a_context_that_holds_it_and_its_reply(
 
 def test_options_reach_the_model(model: FakeModel) -> None:
     line = (
-        "run -m some/dir -p Hi -n 7 -c 512 -t 3 --memory 600MB --temp 0.7 --top-k 5 --top-p 0.9 --min-p 0.1"
-        " --repeat-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3 --seed 1 --stop END --stop ."
-        " --no-exact --backend reference --spec copy,model --draft-model small --spec-draft-n-max 9 --no-remember"
-        " --spec-verify rejection --spec-tree-width 2 --choice yes --choice no"
+        "run -m some/dir -p Hi -n 7 -c 512 -t 3 --memory 600MB --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1"
+        " --repetition-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3 --seed 1 --stop END --stop ."
+        " --no-exact --backend reference --speculation copy,model --draft-model small --draft-max 9 --no-remember"
+        " --verification rejection --draft-width 2 --choice yes --choice no"
     )
     assert main(line.split()) == 0
     loading = {"memory": 600_000_000, "context": 512, "threads": 3, "exact": False, "backend": "reference"}
@@ -262,16 +262,16 @@ def test_forms_of_replies_come_from_files(model: FakeModel, tmp_path: Path) -> N
         ["run", "-p", "Hi", "--bitts", "4"],
         ["run", "-p", "Hi", "-n", "many"],
         ["run", "-p", "Hi", "--memory", "lots"],
-        ["run", "-p", "Hi", "--temp", "-1"],
+        ["run", "-p", "Hi", "--temperature", "-1"],
         ["run", "-p", "Hi", "--stop", ""],
         ["run", "-p", "Hi", "--choice", ""],
-        ["run", "-p", "Hi", "--spec", ""],
-        ["run", "-p", "Hi", "--spec", "nonsense"],
-        ["run", "-p", "Hi", "--spec", "copy,"],
-        ["run", "-p", "Hi", "--spec", "auto,copy"],
-        ["run", "-p", "Hi", "--spec-draft-n-max", "0"],
-        ["run", "-p", "Hi", "--spec-tree-width", "0"],
-        ["run", "-p", "Hi", "--spec-verify", "hope"],
+        ["run", "-p", "Hi", "--speculation", ""],
+        ["run", "-p", "Hi", "--speculation", "nonsense"],
+        ["run", "-p", "Hi", "--speculation", "copy,"],
+        ["run", "-p", "Hi", "--speculation", "auto,copy"],
+        ["run", "-p", "Hi", "--draft-max", "0"],
+        ["run", "-p", "Hi", "--draft-width", "0"],
+        ["run", "-p", "Hi", "--verification", "hope"],
         ["run", "-p", "\udcff"],
         ["run", "-p", "Hi", "--system", "\udcff"],
         ["run", "-p", "Hi", "--stop", "\udcff"],

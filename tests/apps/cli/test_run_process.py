@@ -75,7 +75,9 @@ def test_builtin_model_in_too_small_a_budget() -> None:
 @pytest.mark.slow
 def test_ctrl_c_in_a_real_process() -> None:
     # The reference backend is slow enough for the signal to come before the end.
-    with start("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference", "--spec", "off") as process:
+    with start(
+        "run", "-p", "Once upon a time", "-n", "400", "--backend", "reference", "--speculation", "off"
+    ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)

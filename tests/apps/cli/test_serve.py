@@ -33,7 +33,7 @@ from tests.waiting import wait_until
 
 KEY = "a-key-of-some-length"
 # A model that is there at once.
-SMALL = ["-c", "256", "-t", "1", "--spec", "off"]
+SMALL = ["-c", "256", "-t", "1", "--speculation", "off"]
 
 
 class Lines:

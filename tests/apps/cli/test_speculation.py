@@ -23,7 +23,7 @@ from tests.speculation import BUILTIN, DENSE, PROMPT, needs_builtin
 
 Capture = pytest.CaptureFixture[str]
 GREEDY = ("run", "--raw", "-p", PROMPT, "-n", "30")
-SAMPLED = (*GREEDY, "--temp", "0.9", "--seed", "4", "--repeat-penalty", "1.1", "--stop", "zzz")
+SAMPLED = (*GREEDY, "--temperature", "0.9", "--seed", "4", "--repetition-penalty", "1.1", "--stop", "zzz")
 
 
 pytestmark = pytest.mark.usefixtures("cache", "told_costs")
@@ -61,14 +61,14 @@ def plain_texts() -> tuple[str, str]:
 @pytest.mark.parametrize(
     "options",
     [
-        "--spec auto",
-        "--spec copy,recycle",
-        "--spec ngram,bits --spec-tree-width 3",
-        "--spec exit,skip --spec-draft-n-max 2",
+        "--speculation auto",
+        "--speculation copy,recycle",
+        "--speculation ngram,bits --draft-width 3",
+        "--speculation exit,skip --draft-max 2",
         f"--draft-model {BUILTIN}",
-        f"--spec model,hierarchical --draft-model {BUILTIN} --spec-draft-n-max 63",
-        f"--spec off --draft-model {BUILTIN}",
-        "--spec-verify rejection",
+        f"--speculation model,hierarchical --draft-model {BUILTIN} --draft-max 63",
+        f"--speculation off --draft-model {BUILTIN}",
+        "--verification rejection",
     ],
 )
 def test_the_text_stays_the_same(capsys: Capture, plain_texts: tuple[str, str], options: str) -> None:
@@ -79,9 +79,9 @@ def test_the_text_stays_the_same(capsys: Capture, plain_texts: tuple[str, str], 
 
 @needs_builtin
 def test_json_tells_who_drafted(capsys: Capture) -> None:
-    off = run_json(capsys, "-n", "20", "--spec", "off")
+    off = run_json(capsys, "-n", "20", "--speculation", "off")
     assert (off["mode"], off["rounds"], off["per_drafter"]) == ("off", 0, {})
-    model = run_json(capsys, "-n", "40", "--spec", "copy,model", "--draft-model", BUILTIN)
+    model = run_json(capsys, "-n", "40", "--speculation", "copy,model", "--draft-model", BUILTIN)
     assert (model["mode"], model["exact"], model["lossless"], model["verification"]) == (
         "copy,model",
         True,
@@ -89,18 +89,20 @@ def test_json_tells_who_drafted(capsys: Capture) -> None:
         "keyed",
     )
     assert set(model["per_drafter"]) <= {"copy", "model"}
-    assert run_json(capsys, "-n", "20", "--no-exact", "--spec", "copy")["exact"] is None
-    typical = run_json(capsys, "-n", "20", "--spec", "copy", "--spec-verify", "typical", "--temp", "1", "--seed", "1")
+    assert run_json(capsys, "-n", "20", "--no-exact", "--speculation", "copy")["exact"] is None
+    typical = run_json(
+        capsys, "-n", "20", "--speculation", "copy", "--verification", "typical", "--temperature", "1", "--seed", "1"
+    )
     assert (typical["verification"], typical["lossless"], typical["exact"]) == ("typical", False, False)
-    short = run_json(capsys, "-n", "60", "--spec-draft-n-max", "2")
+    short = run_json(capsys, "-n", "60", "--draft-max", "2")
     assert short["mode"] == "auto" and len(short["accepted_per_position"]) <= 2
 
 
 @needs_builtin
 def test_verbose_tells_tokens_per_pass(capsys: Capture) -> None:
-    assert main(["run", "-p", PROMPT, "-n", "20", "-v", "-t", "1", "--spec", "copy,ngram"]) == 0
+    assert main(["run", "-p", PROMPT, "-n", "20", "-v", "-t", "1", "--speculation", "copy,ngram"]) == 0
     assert " tokens per pass, " in capsys.readouterr().err
-    assert main(["run", "-p", PROMPT, "-n", "20", "-v", "-t", "1", "--spec", "off"]) == 0
+    assert main(["run", "-p", PROMPT, "-n", "20", "-v", "-t", "1", "--speculation", "off"]) == 0
     assert "per pass" not in capsys.readouterr().err
 
 
@@ -110,7 +112,7 @@ def test_verbose_tells_tokens_per_pass(capsys: Capture) -> None:
 def test_a_choice(capsys: Capture, who: str, asked: tuple[str, ...]) -> None:
     choices = ("yes", "no, never", "no")
     options = [option for text in choices for option in ("--choice", text)]
-    out = run(capsys, "run", "-p", "Is it?", "--spec", who, *asked, *options)
+    out = run(capsys, "run", "-p", "Is it?", "--speculation", who, *asked, *options)
     assert out.rstrip("\n") in choices
 
 
@@ -130,13 +132,13 @@ def test_what_is_kept_and_what_is_not(capsys: Capture, cache: Path) -> None:
     assert {"costs.json", "acceptance.npz", "ngram.npz", "recycle.npz"} <= kept
     for path in cache.rglob("costs.json"):
         path.write_text("{")
-    assert main(["run", "-p", PROMPT, "-n", "20", "-t", "1", "--spec", "copy"]) == 0
+    assert main(["run", "-p", PROMPT, "-n", "20", "-t", "1", "--speculation", "copy"]) == 0
     assert capsys.readouterr().out == first
 
 
 def test_a_chat_with_drafts(capsys: Capture, small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = []
-    for options in ("--spec off", "--spec copy,recycle --spec-tree-width 2", "--no-remember"):
+    for options in ("--speculation off", "--speculation copy,recycle --draft-width 2", "--no-remember"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\nHello\n")))
         replies.append(
             run(capsys, "chat", "--terminal", "-m", small_bundle, "--seed", "1", "-n", "30", *options.split())
@@ -157,9 +159,9 @@ def test_a_plan_counts_what_drafts(capsys: Capture, small_bundle: Path, short_dr
         name: plan_json(capsys, "-m", small_bundle, *options.split())
         for name, options in {
             "auto": "",
-            "off": "--spec off",
-            "short": "--spec-draft-n-max 2",
-            "copy": "--spec copy",
+            "off": "--speculation off",
+            "short": "--draft-max 2",
+            "copy": "--speculation copy",
             "model": f"--draft-model {short_drafter}",
         }.items()
     }
@@ -179,12 +181,12 @@ def test_a_plan_counts_what_drafts(capsys: Capture, small_bundle: Path, short_dr
 
 
 def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -> None:
-    for options in ("--spec copy", "--spec-draft-n-max 15"):
+    for options in ("--speculation copy", "--draft-max 15"):
         plan = plan_json(capsys, "-m", small_bundle, "--memory", "1MB", *options.split(), code=4)
         assert plan["terms"]["drafting"] > 0
     plan = plan_json(capsys, "-m", small_bundle, "--memory", "1MB", code=4)
     assert plan["planned_bytes"] == plan["minimum_bytes"] == min(way["planned_bytes"] for way in plan["alternatives"])
-    done = edgeinfer("run", "-m", small_bundle, "-p", "Once", "--memory", "1MB", "--spec", "copy")
+    done = edgeinfer("run", "-m", small_bundle, "-p", "Once", "--memory", "1MB", "--speculation", "copy")
     refuses(4, "The model needs", done)
 
 
@@ -227,7 +229,9 @@ def test_tuning(
         assert {"exit", "skip"} & set(package.tools.drafting_state(model)) == ({"exit", "skip"} if kept else set())
     options = ("-m", small_bundle, "-n", "30")
     assert run_json(capsys, *options)["mode"] == "auto"
-    texts = {run(capsys, "run", "-p", PROMPT, *options, "--spec", who) for who in ("off", "auto", "exit", "skip")}
+    texts = {
+        run(capsys, "run", "-p", PROMPT, *options, "--speculation", who) for who in ("off", "auto", "exit", "skip")
+    }
     assert len(texts) == 1
 
 
@@ -262,7 +266,7 @@ def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path, tmp_path: Path
         (2, "not UTF-8", ("--text", tmp_path / "latin")),
         (2, "contains no prompts", ("--text", tmp_path / "blank")),
         (2, "context", ("-c", "16")),
-        (2, "Unknown drafter", ("--spec", "nonsense")),
+        (2, "Unknown drafter", ("--speculation", "nonsense")),
         (3, "No model at", ("-m", "nowhere")),
         (2, "cannot skip layers", ("-m", bigrams)),
     ):
@@ -294,17 +298,17 @@ def test_draft_models_that_do_not_fit(small_bundle: Path, tmp_path: Path) -> Non
 
 
 CANNOT: dict[str, tuple[str, int, str, str]] = {
-    "unknown": ("small", 2, "Unknown drafter 'nonsense'", "--spec nonsense"),
-    "without-its-model": ("small", 2, "No draft model was given", "--spec model"),
-    "hierarchy-without-a-model": ("small", 2, "No draft model was given", "--spec copy,hierarchical"),
-    "planes-of-four-bits": ("small", 2, "cannot read one plane", "--spec bits"),
-    "exit-of-a-closed-graph": ("bigrams", 2, "cannot leave a pass early", "--spec exit"),
-    "layers-of-a-closed-graph": ("bigrams", 2, "cannot skip layers", "--spec copy,skip"),
-    "trees-of-a-closed-graph": ("bigrams", 2, "cannot verify trees", "--spec-tree-width 2"),
-    "no-draft": ("small", 2, "--draft-max 0 is out of range", "--spec-draft-n-max 0"),
-    "endless-draft": ("small", 2, "--draft-max 1000 is out of range", "--spec-draft-n-max 1000"),
-    "endless-width": ("small", 2, "--draft-width 100 is out of range", "--spec-tree-width 100"),
-    "unknown-verification": ("small", 2, "--spec-verify", "--spec-verify hope"),
+    "unknown": ("small", 2, "Unknown drafter 'nonsense'", "--speculation nonsense"),
+    "without-its-model": ("small", 2, "No draft model was given", "--speculation model"),
+    "hierarchy-without-a-model": ("small", 2, "No draft model was given", "--speculation copy,hierarchical"),
+    "planes-of-four-bits": ("small", 2, "cannot read one plane", "--speculation bits"),
+    "exit-of-a-closed-graph": ("bigrams", 2, "cannot leave a pass early", "--speculation exit"),
+    "layers-of-a-closed-graph": ("bigrams", 2, "cannot skip layers", "--speculation copy,skip"),
+    "trees-of-a-closed-graph": ("bigrams", 2, "cannot verify trees", "--draft-width 2"),
+    "no-draft": ("small", 2, "--draft-max 0 is out of range", "--draft-max 0"),
+    "endless-draft": ("small", 2, "--draft-max 1000 is out of range", "--draft-max 1000"),
+    "endless-width": ("small", 2, "--draft-width 100 is out of range", "--draft-width 100"),
+    "unknown-verification": ("small", 2, "--verification", "--verification hope"),
 }
 
 
@@ -321,7 +325,7 @@ FILLING = ("run", "--raw", "-p", "the dog " * 15, "-n", "500", "-c", "80")
 @pytest.fixture(scope="module")
 def filled(small_bundle: Path) -> str:
     """What FILLING prints without drafts."""
-    done = edgeinfer(*FILLING, "-m", small_bundle, "--spec", "off", "-t", "1")
+    done = edgeinfer(*FILLING, "-m", small_bundle, "--speculation", "off", "-t", "1")
     assert done.returncode == 0, done.stderr
     return done.stdout.decode()
 
@@ -331,5 +335,5 @@ def test_drafts_longer_than_what_is_left(
     capsys: Capture, small_bundle: Path, short_drafter: Path, filled: str, who: str
 ) -> None:
     """They are clipped; also by a draft model that holds less than the model."""
-    options = ("--spec", who, "--spec-draft-n-max", "63", "--draft-model", short_drafter)
+    options = ("--speculation", who, "--draft-max", "63", "--draft-model", short_drafter)
     assert run(capsys, *FILLING, "-m", small_bundle, *options) == filled

@@ -114,7 +114,19 @@ def test_an_interrupted_command_keeps_what_there_was(
 
 def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
-    options = ["-p", "Once", "-n", "2", "-t", "1", "--spec", "off", "--profile", str(tmp_path / "bad.json"), "--json"]
+    options = [
+        "-p",
+        "Once",
+        "-n",
+        "2",
+        "-t",
+        "1",
+        "--speculation",
+        "off",
+        "--profile",
+        str(tmp_path / "bad.json"),
+        "--json",
+    ]
     done = cli.edgeinfer("run", "-m", small_bundle, *options)
     assert done.returncode == 0
     lines = done.stderr.decode().splitlines()

@@ -27,7 +27,7 @@ from tests.speculation import needs_builtin
 @needs_builtin
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_without_a_window(tmp_path: Path, number: signal.Signals) -> None:
-    words = command("chat", "--no-window", "--data", tmp_path, "--temp", "0", "-n", "5", "--system", "Be kind.")
+    words = command("chat", "--no-window", "--data", tmp_path, "--temperature", "0", "-n", "5", "--system", "Be kind.")
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(words, env=environment(), stdout=pipe, stderr=pipe, text=True) as app,

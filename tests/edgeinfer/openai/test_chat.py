@@ -224,7 +224,7 @@ def test_a_reply_goes_on_with_the_last_message(model: edgeinfer.Model) -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": whole[:5]}]
     answer = model.create_chat_completion(begun, continue_final_message=True, **OPTIONS)
     assert isinstance(answer, dict)
-    count = len(model.tokenize_chat(MESSAGES, begun=whole[:5]))
+    count = len(model.tokenize_chat(MESSAGES, prefill=whole[:5]))
     assert answer["usage"]["prompt_tokens"] == count
     for messages in (MESSAGES, [begun[-1]]):
         with pytest.raises(RequestError):
