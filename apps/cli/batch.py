@@ -1,4 +1,4 @@
-"""`edgeinfer batch`: answers a file of requests, several at once, and goes on after a kill."""
+"""`edgeinfer batch`: answers a file of requests, several at once, and resumes after a kill."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ example:
 """
 # Fields of requests that leave them out.
 _DEFAULTS = ("max_tokens", "temperature")
-# Lines without a request that are told of on stderr.
+# Invalid lines listed on stderr.
 _MOST_TOLD = 10
 
 
 def add_batch(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "batch", execute, _DESCRIPTION)
     group = parser.add_argument_group("batch")
     group.add_argument("requests", type=Path, metavar="FILE", help="requests, one JSON object a line")
@@ -58,7 +57,6 @@ def add_batch(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     from edgeinfer.tools.batch import (
         BatchInput,
         answer_batch,  # not for --help's sake
@@ -84,7 +82,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
-    """Loads the model with room for as many replies side by side as are wanted and fit."""
+    """Load the model with memory for as many replies at once as requested, if possible."""
     from edgeinfer.apps.server.host import load_with_room  # not for --help's sake
 
     name, options = prepared(args.model, options)
@@ -100,7 +98,7 @@ def _check_output(requests: Path, output: Path, *, replaces: bool) -> None:
         raise UsageError("The replies would overwrite the requests.", "Choose another file for -o.")
     if output.is_dir() or not output.parent.is_dir():
         raise StorageError(f"{output} cannot be written.", "Name a file in a folder that exists.")
-    # With replies beside it the output is what a run had just finished when it was killed.
+    # If the partial file exists too, a run was killed just after it had finished the output.
     if output.exists() and not partial.exists() and not replaces:
         raise UsageError(f"{output} exists already.", "Choose another file for -o, or add --force to replace it.")
 
@@ -115,7 +113,7 @@ def _tell_damaged(requests: BatchInput) -> None:
 
 @contextmanager
 def _told(output: Path, requests: BatchInput) -> Iterator[None]:
-    """Says what is kept of a run that does not come to its end."""
+    """Report what an unfinished run keeps."""
     from edgeinfer.tools.batch import ReplyFile
 
     try:

@@ -1,4 +1,4 @@
-"""`edgeinfer chat`: opens the chat app, or the chat in the terminal."""
+"""`edgeinfer chat`: the chat app, or the chat in the terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 
 
 def add_chat(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
     parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
@@ -67,7 +66,6 @@ def _add_window_options(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     system = None if args.system is None else utf8(args.system, "--system")
     return _in_terminal(args, system) if args.terminal else _in_window(args, system)
 
@@ -84,7 +82,7 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
 
 
 class _SwitchedModel:
-    """The one loaded model of a chat, which another can take the place of."""
+    """The loaded model of a chat, which can be replaced."""
 
     def __init__(self, name: str | None, options: Mapping[str, Any]) -> None:
         self._name, self._options = name, options
@@ -97,7 +95,7 @@ class _SwitchedModel:
         self.model.close()
 
     def switch(self, name: str) -> None:
-        """Loads another model. If it cannot be loaded, the former one is loaded again and the error raised."""
+        """Load another model; if that fails, load the former one again and raise the error."""
         prepared(name, self._options)  # one that is missing leaves all as it is
         self.model.close()
         try:
@@ -134,7 +132,7 @@ def _in_window(args: argparse.Namespace, system: str | None) -> int:
 
 
 def _local(model: str | None) -> str | None:
-    """A model as the app remembers it: a path that means the same in every folder, or an id of what was fetched."""
+    """The model as the app remembers it: an absolute path, or the id of a download."""
     if model is None:
         return None
     path = hub.resolve(model)

@@ -1,4 +1,4 @@
-"""`edgeinfer eval`: how well a model predicts a text, alone or beside a reference."""
+"""`edgeinfer eval`: how well a model predicts a text, alone or compared with a reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ _OPTIONS = ("memory", "kv", "threads", "backend", "native", "device")
 
 
 def add_eval(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "eval", execute, _DESCRIPTION)
     parser.add_argument("what", choices=_WHAT, help="what to measure")
     add_model_option(parser)
@@ -67,7 +66,6 @@ def _add_text_options(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     if args.reference is None and args.what != "ppl":
         raise UsageError(f"eval {args.what} needs a reference model.", "Name the original model with --reference.")
     options = given_options(args, _OPTIONS)
@@ -104,7 +102,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _reference(source: str | None, progress: Progress | None) -> Iterator[Path | None]:
-    """Gives the bundle to compare with; a checkpoint is exported in float32 and removed afterwards."""
+    """Give the bundle to compare with; a checkpoint is exported in float32 and removed afterwards."""
     found = None if source is None else hub.find(source)
     if found is None or hub.is_bundle(found):
         yield found

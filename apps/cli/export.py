@@ -1,4 +1,4 @@
-"""`edgeinfer export`: a checkpoint becomes a bundle."""
+"""`edgeinfer export` and `convert`: bundles from checkpoints, and models in another layout or type."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ _BITS_TYPES = {"2": "Q2_K", "3": "Q3_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", 
 
 
 def add_export(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "export", execute, _DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or hub id ORG/NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
@@ -146,7 +145,7 @@ def _add_static(parser: Parser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Parses numbers between commas."""
+    """Parse numbers between commas."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
@@ -154,7 +153,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _ranges(text: str) -> tuple[int, ...]:
-    """Parses numbers and ranges between commas, in the order given."""
+    """Parse numbers and ranges between commas, in the order given."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -167,7 +166,7 @@ def _ranges(text: str) -> tuple[int, ...]:
 
 
 def _pattern(text: str) -> tuple[str, str]:
-    """Splits a pattern from its bits or type."""
+    """Split a pattern from its bits or type."""
     pattern, sign, said = text.rpartition("=")
     if not sign or not pattern or not said:
         raise UsageError(f"{text!r} is not of the form PATTERN=BITS.", "Write it like layers.*.mlp.down=8.")
@@ -175,7 +174,7 @@ def _pattern(text: str) -> tuple[str, str]:
 
 
 def _layers(text: str) -> dict[str, Any]:
-    """Parses the layers to leave out: their numbers, or how many."""
+    """Parse the layers to leave out: their numbers, or how many."""
     way, sign, count = text.partition(":")
     try:
         if sign and way == "auto" and int(count) > 0:
@@ -187,7 +186,7 @@ def _layers(text: str) -> dict[str, Any]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of ExportConfig that the user gave."""
+    """Return the given fields of ExportConfig."""
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     given |= args.prune_layers | _static_options(args)
     if args.drafter is not None:
@@ -203,7 +202,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _static_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the field of ExportConfig for fixed shapes, if they are asked for."""
+    """Return the `static` field of ExportConfig if it is given."""
     from edgeinfer.export.options import StaticOptions
 
     given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
@@ -215,7 +214,6 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     try:
         from edgeinfer.export.exporter import export_checkpoint
         from edgeinfer.export.options import ExportConfig
@@ -259,7 +257,6 @@ _GGUF = ".gguf"
 
 
 def add_convert(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "convert", _convert, _CONVERT_DESCRIPTION)
     parser.add_argument("bundle", metavar="MODEL", help="bundle directory, hub id ORG/NAME, or a .gguf file")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory or .gguf file to make")
@@ -285,7 +282,6 @@ def _layer_numbers(text: str) -> tuple[int, ...]:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     start = time.perf_counter()
     is_file = args.bundle.lower().endswith(_GGUF)
     with progress_bar(enabled=not args.json) as progress:

@@ -1,4 +1,4 @@
-"""Reads what users give as text: files, stdin, arguments; refuses what is not UTF-8 or far too large."""
+"""What users name on the command line: text in files, stdin and arguments, and models, which are fetched if need be."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 # The longest contexts, ten million tokens, hold less text.
 _MOST_PROMPT_BYTES = 64 * 1000**2
-# How long a pipe may be silent before the user is told what is waited for.
+# Silence of a pipe after which a note says what the command waits for.
 _PATIENCE_SECONDS = 3.0
 
 
 def utf8(text: str, source: str) -> str:
-    """Returns `text` if the bytes it came from were UTF-8; Python hides others in surrogates, and in the C locale all
-    that are not ASCII.
-    """
+    """Return `text` if its bytes were UTF-8: Python hides other bytes in surrogates, and every non-ASCII one in the C
+    locale."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -42,7 +41,7 @@ def utf8(text: str, source: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Reads a file of UTF-8, or what its byte order mark tells, without the newline that editors put at its end."""
+    """Read a text file in UTF-8, or in the encoding of its byte order mark, without its last line end."""
     try:
         # A pipe without a writer is empty; opening it as usual would wait for one.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -55,9 +54,9 @@ def read_text(path: Path) -> str:
 
 
 def is_piped() -> bool:
-    """Whether stdin is a pipe or a file, which hold text that is meant for the command.
+    """Whether stdin is a pipe or a file, whose text is meant for the command.
 
-    Not whether it is no terminal: programs that start others often leave them a socket that never ends.
+    A missing terminal does not tell: programs that start others often leave them a socket that never ends.
     """
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -67,10 +66,10 @@ def is_piped() -> bool:
 
 
 def read_stdin(waiting: str = "") -> str:
-    """Reads stdin, as `read_text`.
+    """Read stdin, as `read_text`.
 
     Args:
-        waiting: said on stderr where nothing has come for some seconds; empty says nothing.
+        waiting: note on stderr after some seconds without input; empty for none.
     """
     if sys.stdin is None:
         raise PromptError("stdin is closed.", "Pipe the prompt into it, or name a file.")
@@ -87,7 +86,7 @@ def read_stdin(waiting: str = "") -> str:
 
 
 def read_paragraphs(path: Path) -> list[str]:
-    """Reads the paragraphs of a text file, which empty lines separate."""
+    """Read the paragraphs of a text file, separated by empty lines."""
     paragraphs = [p.strip() for p in re.split(r"\n\s*\n", read_text(path)) if p.strip()]
     if not paragraphs:
         raise PromptError(f"{path} contains no text.", "Use a file with a few paragraphs.")
@@ -95,7 +94,7 @@ def read_paragraphs(path: Path) -> list[str]:
 
 
 def read_stream(file: BinaryIO, source: str) -> str:
-    """Reads the text of an open file, as `read_text`; `source` names it."""
+    """Read an open file, as `read_text`; `source` names it in errors."""
     data = file.read(_MOST_PROMPT_BYTES + 1)
     if len(data) > _MOST_PROMPT_BYTES:
         raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")
@@ -103,7 +102,7 @@ def read_stream(file: BinaryIO, source: str) -> str:
 
 
 class _Notes(logging.Handler):
-    """Shows what is fetched and converted as lines on stderr."""
+    """Shows downloads and conversions as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # Straight to stderr, which a bar that is shown has taken over: the line appears above it.
@@ -114,7 +113,7 @@ _NOTES = _Notes()
 
 
 def show_notes() -> None:
-    """From now on a line on stderr tells what is fetched and converted."""
+    """Show downloads and conversions on stderr from now on."""
     log = logging.getLogger("edgeinfer.hub")
     log.setLevel(logging.INFO)
     if _NOTES not in log.handlers:
@@ -122,7 +121,7 @@ def show_notes() -> None:
 
 
 def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Fetches and converts a model that is not here yet; what loads it, and the options but for those of converting."""
+    """Fetch and convert a model that is not here yet; return its name or path, and the options for loading it."""
     rest = {name: value for name, value in options.items() if name != "bits"}
     if model is None and "bits" not in options:
         return None, rest
@@ -145,10 +144,10 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
 
 
 def type_question(tell: Callable[[str], None] = lambda _: None) -> Callable[[list[Offer]], str] | None:
-    """Who asks on a terminal which type of a repository of GGUF files to take; None where there is no terminal.
+    """Return a function that asks on a terminal which file of a GGUF repository to take; None without a terminal.
 
     Args:
-        tell: called with the name that was chosen.
+        tell: called with the chosen name.
     """
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty() and sys.stdout.isatty()):
         return None

@@ -1,4 +1,4 @@
-"""`edgeinfer inspect`: prints what a bundle or GGUF file says of itself."""
+"""`edgeinfer inspect`: what a bundle or GGUF file consists of."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def plan_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    """Makes a row per projection: how many of its matrices have which bits, their size and, if known, the predicted
+    """Make a row per projection: how many of its matrices have which bits, their size and, if known, the predicted
     loss."""
     if manifest.plan is None:
         return []
@@ -51,7 +51,7 @@ def plan_rows(manifest: Manifest) -> list[tuple[str, ...]]:
 
 
 def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
-    """Summarizes the plan of bits; the manifest has each matrix."""
+    """Summarize the plan of bits; the manifest has each matrix."""
     plan = manifest.plan
     if plan is None:
         return None
@@ -75,7 +75,7 @@ def _projections(manifest: Manifest) -> dict[str, list[PlannedTensor]]:
 
 
 def _counted(members: list[PlannedTensor]) -> str:
-    """Counts the matrices by bits: `4 (20), 8 (4)`, or which types of llama.cpp's."""
+    """Count matrices by bits or GGUF type: `4 (20), 8 (4)`."""
     counts = Counter((member.bits, member.type) for member in members)
     return ", ".join(f"{kind or bits} ({count})" for (bits, kind), count in sorted(counts.items()))
 
@@ -96,7 +96,6 @@ _ENGINES = {"onnx": "ONNX Runtime, with the native kernel", "llamacpp": "llama.c
 
 
 def add_inspect(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "inspect", execute, _DESCRIPTION)
     text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"
     parser.add_argument("path", metavar="PATH", nargs="?", help=text)
@@ -109,7 +108,6 @@ def add_inspect(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     bundle = open_bundle(hub.resolve(prepared(args.path, {})[0]))
     verified: Mapping[str, str] = {}
     if args.verify or args.accept:
@@ -136,7 +134,6 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
-    """Prints the sections that only GGUF files have."""
     _section("metadata", list(_metadata_rows(gguf)))
     _section("types", list(_type_rows(gguf)), header=_TYPE_HEADER)
     if with_tensors:
@@ -145,7 +142,7 @@ def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
 
 
 def _path(bundle: Bundle) -> Path:
-    """Returns the inspected folder, or the file that is a bundle by itself."""
+    """The inspected folder or file."""
     return bundle.path if bundle.digests else bundle.gguf.path
 
 
@@ -190,7 +187,6 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _shapes(static: StaticGraphs) -> str:
-    """Describes the rows of the graphs, and the layers if some were left out."""
     widths = ", ".join(map(str, static.widths))
     layers = "" if static.layers[-1] == len(static.layers) - 1 else f"; layers {', '.join(map(str, static.layers))}"
     return f"passes of {widths} rows, prompts by {static.chunk}, {static.context:,} tokens in all{layers}"
@@ -231,12 +227,11 @@ _ITEMS, _CHARACTERS = 4, 80
 
 
 def _metadata_rows(gguf: GgufFile) -> list[tuple[str, str]]:
-    """Lists every key with its value; long ones are cut."""
     return [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()]
 
 
 def _type_rows(gguf: GgufFile) -> list[tuple[str, str, str, str]]:
-    """Sums the size of each tensor type, the largest first."""
+    """Sum the size of each tensor type, largest first."""
     sizes, counts = Counter[str](), Counter[str]()
     bits = {tensor.type.name: tensor.type.bits for tensor in gguf.tensors}
     for tensor in gguf.tensors:
@@ -246,7 +241,7 @@ def _type_rows(gguf: GgufFile) -> list[tuple[str, str, str, str]]:
 
 
 def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
-    """Lists every tensor; if the model is in several files, with the file's number before the offset."""
+    """List every tensor; in a model of several files, with the file's number before the offset."""
     several = len(gguf.splits) > 1
     return [
         (
@@ -261,7 +256,7 @@ def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
 
 
 def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
-    """Estimates the least memory: weights read in place, and keys and values by their type."""
+    """Estimate the least memory: weights mapped in place, and the KV cache by type."""
     rows = [("weights", format_size(gguf.tensor_bytes))]
     tokens = min(_EXAMPLE_TOKENS, context)
     for kv, per_token in _kv_bytes(gguf).items():
@@ -273,7 +268,7 @@ def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
 
 
 def _gguf_facts(gguf: GgufFile, *, with_tensors: bool) -> dict[str, Any]:
-    """Returns the same facts for JSON; arrays are cut."""
+    """Facts for JSON; arrays are cut."""
     facts: dict[str, Any] = {
         "version": gguf.version,
         "alignment": gguf.alignment,

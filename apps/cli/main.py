@@ -1,4 +1,4 @@
-"""Entry point of the `edgeinfer` command: dispatches, and turns every way to fail into a line and an exit code.
+"""The `edgeinfer` command: dispatches, and turns every failure into a line and an exit code.
 
 Exit codes: 0 done, 2 bad usage, 3 model or bundle, 4 does not fit the budget, 5 runtime, 130 interrupted.
 """
@@ -98,7 +98,7 @@ edgeinfer COMMAND --help explains a command; edgeinfer --version prints the vers
 
 
 def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
-    """Builds the parser of all commands, or of the command `only`."""
+    """Build the parser of the command `only`, or of all. `beside` adds the names of the others."""
     from edgeinfer.apps.cli.parser import Parser
 
     parser = Parser("edgeinfer")
@@ -114,7 +114,6 @@ def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
 
 
 def _overview() -> str:
-    """The help of the program: its commands, under their headings."""
     groups = [
         "".join([f"\n{title}:\n", *(f"  {name:<12}{text}\n" for name, text in commands.items())])
         for title, commands in _GROUPS.items()
@@ -123,7 +122,7 @@ def _overview() -> str:
 
 
 def _answer_at_once(arguments: list[str]) -> str | None:
-    """What is said without any command; None where there is one."""
+    """The answer to a line without a command; None if there is one."""
     match arguments:
         case []:
             return _GREETING
@@ -144,7 +143,7 @@ def _answer_at_once(arguments: list[str]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
+    """Run a command and return its exit code.
 
     Args:
         argv: arguments after the program's name; None takes the process's own.
@@ -187,7 +186,7 @@ def _prepare_streams() -> None:
 
 
 def _fill_places() -> None:
-    """Opens the standard streams that were closed: a file in their place would get what libraries print."""
+    """Open standard streams that were closed: a file in their place would receive what libraries print."""
     for place in range(3):
         try:
             os.fstat(place)
@@ -222,7 +221,7 @@ def _execute(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str], error: Exception) -> int:
-    """Prints what went wrong in one line and returns the exit code."""
+    """Print an error in one line and return the exit code."""
     if isinstance(error, OSError) and error.errno in _FULL:
         # Files are written under `storage_errors`, so it was stdout that did not take all of its text.
         abandon_stdout()

@@ -1,4 +1,4 @@
-"""`edgeinfer models`: the models on this machine and those of the catalog; removes them."""
+"""`edgeinfer models` and `pull`: lists, removes and downloads models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ examples:
 
 
 def add_models(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "models", execute, _DESCRIPTION)
     text = "list models to fetch instead, with the memory they need at 4 bits"
     parser.add_argument("--catalog", action="store_true", help=text)
@@ -48,7 +47,6 @@ def add_models(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     if args.catalog:
         _show_catalog(args.json)
     else:
@@ -82,7 +80,6 @@ def _facts(model: LocalModel) -> dict[str, Any]:
 
 
 def _ago(when: datetime | None) -> str:
-    """How long ago, in words."""
     if when is None:
         return "never"
     seconds = max(0, int((datetime.now(UTC) - when).total_seconds()))
@@ -125,7 +122,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _confirmed(name: str, here: list[LocalModel]) -> bool:
-    """Asks on a terminal."""
+    """Ask on the terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("Cannot ask for confirmation without a terminal.", f"Add -y to remove {name}.")
     found = [model for model in here if name in (model.name, str(model.path))]
@@ -151,7 +148,6 @@ examples:
 
 
 def add_pull(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "pull", _pull, _PULL_DESCRIPTION)
     text = "catalog name (edgeinfer models --catalog), or Hugging Face id; of a GGUF repository with the type"
     parser.add_argument("repo", metavar="NAME|ORG/NAME[:TYPE]", help=text)
@@ -165,7 +161,6 @@ def add_pull(commands: Subparsers) -> None:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     show_notes()
     with progress_bar(enabled=not args.json) as progress:
         path = _fetch(args, progress)

@@ -1,6 +1,6 @@
-"""What the command line writes besides a model's text: errors, tables, progress.
+"""What the command line writes in addition to a model's text: errors, tables, progress.
 
-Colour and bars appear on terminals only, and colour not under NO_COLOR: rich sees to both.
+rich limits colour and bars to terminals, and respects NO_COLOR.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNBOUNDED = 1_000_000  # columns; otherwise rich takes a file to have 80
 
 
 def print_error(text: str) -> None:
-    """Prints an error as one line on stderr, whatever line breaks the text holds."""
+    """Print an error on stderr as one line."""
     # Names of files may hold bytes that are no text.
     line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode("utf-8")
     if sys.stderr.isatty():
@@ -34,7 +34,7 @@ def print_error(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Prints a line about the work on stderr, dim on a terminal."""
+    """Print a note on stderr, dim on a terminal."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -44,12 +44,12 @@ def print_note(text: str) -> None:
 
 
 def abandon_stdout() -> None:
-    """Drops what stdout did not take, or Python would complain again when it flushes at exit."""
+    """Drop unwritten output, so that Python does not fail again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """Prints one JSON object on stdout, whose text is escaped where the encoding of stdout has no characters for it."""
+    """Print a JSON object on stdout, escaped where its encoding lacks characters."""
     text = json.dumps(data, indent=2, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -60,8 +60,7 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tuple[str, ...] = ()) -> None:
-    """Prints a borderless table on stdout; the first column names the row. A header's names of columns that no row has
-    are left out."""
+    """Print a table without borders on stdout. Header names of columns that no row has are left out."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -83,7 +82,7 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
 
 @contextlib.contextmanager
 def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
-    """Shows a bar on stderr from the first call (stage, done, total) on; gives None if stderr is not a terminal."""
+    """Show a bar on stderr from the first call (stage, done, total) on; give None if stderr is not a terminal."""
     if not (enabled and sys.stderr.isatty()):
         yield None
         return

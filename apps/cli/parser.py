@@ -1,4 +1,4 @@
-"""The parsers of all commands: help of two levels, errors in one line with a suggestion, hints at missing extras."""
+"""Parsers of all commands: two levels of help, one-line errors with suggestions, missing extras, completion."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _INDENT = 28
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):
-    """Names the value of an option once: `-n, --max-tokens N`."""
+    """Help that shows the value of an option once: `-n, --max-tokens N`."""
 
     def __init__(self, prog: str) -> None:
         width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
         super().__init__(prog, max_help_position=_INDENT, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Fills paragraphs to the width; examples, which are indented, stay as they are."""
+        """Wrap paragraphs; indented examples stay as they are."""
         lines: list[str] = []
         prose: list[str] = []
         for line in [*text.splitlines(), ""]:
@@ -52,7 +52,7 @@ class _Layout(argparse.RawDescriptionHelpFormatter):
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
-    """One line: the command, its arguments and what it cannot do without."""
+    """One line: the command, its arguments and required options."""
     words = [f"usage: {parser.prog}", "[options]"]
     for action in parser._actions:
         if not action.option_strings:
@@ -74,11 +74,7 @@ def _placeholder(action: argparse.Action) -> str:
 def help_text(
     parser: argparse.ArgumentParser, left_out: Set[argparse.Action], briefs: Mapping[argparse.Action, str]
 ) -> str:
-    """The help of a command.
-
-    Args:
-        left_out: options that it does not show.
-    """
+    """Format the help of a command without the actions in `left_out`."""
     layout = _Layout(parser.prog)
     layout.add_text(parser.description)
     # What argparse collects without a heading of its own comes last.
@@ -120,7 +116,7 @@ _EXTRAS = {
 
 
 class _ShowHelp(argparse.Action):
-    """Prints the short help or all of it, and ends the program."""
+    """Prints the short or full help and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, everything: bool, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -139,10 +135,9 @@ class _ShowHelp(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a UsageError instead of printing its usage and exiting.
+    """An argument parser that raises UsageError instead of exiting.
 
-    --help shows what most people need, --help-all everything. Options count as the former unless they are marked
-    `advanced`.
+    --help leaves out options marked `advanced`, which --help-all shows.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -157,31 +152,28 @@ class Parser(argparse.ArgumentParser):
         self._rare: set[argparse.Action] = {self._help_all}
 
     def advanced(self, *options: argparse.Action | str) -> None:
-        """Leaves options, also by their flags, out of the short help."""
+        """Leave options out of the short help."""
         self._rare.update(self._option_string_actions[each] if isinstance(each, str) else each for each in options)
 
     def brief(self, option: argparse.Action, text: str) -> None:
-        """Says what an option does in fewer words in the short help."""
+        """Set a shorter text for the short help."""
         self._briefs[option] = text
 
     def format_usage(self) -> str:
-        """The short usage line."""
         return usage(self)
 
     def format_help(self) -> str:
-        """The short help."""
         text = help_text(self, self._rare, self._briefs)
         shorter = any(action.help is not argparse.SUPPRESS for action in self._rare - {self._help_all})
         return f"{text}\nAll options: {self.prog} --help-all\n" if shorter else text
 
     def format_help_all(self) -> str:
-        """The help with every option."""
         return help_text(self, frozenset(), {})
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for what nothing here passes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses arguments; there are no unknown ones."""
+        """Parse arguments; unknown ones are errors."""
         self._given = list(sys.argv[1:] if args is None else args)
         try:
             found, unknown = super().parse_known_args(self._given, namespace)
@@ -192,7 +184,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Refuses what argparse finds missing."""
+        """Refuse a line that lacks something required."""
         misspelt = [text for text in self._given if text.startswith("--") and not self._knows(text)]
         raise self._unknown(misspelt) if misspelt else UsageError(_sentence(message), f"See: {self.prog} --help")
 
@@ -219,7 +211,7 @@ class Parser(argparse.ArgumentParser):
         return UsageError(f"No such option: {flag}.", hint)
 
     def _shown(self, flag: str) -> str:
-        """The flag by which help shows what a flag, perhaps one of before, sets."""
+        """The visible flag for the option that a flag sets."""
         meant = self._option_string_actions[flag]
         if meant.help is not argparse.SUPPRESS:
             return flag
@@ -257,7 +249,7 @@ def add_command(
     *,
     help: str | None = None,
 ) -> Parser:
-    """Adds a subcommand; its description ends in an example and is shown as written."""
+    """Add a subcommand; its description ends in an example and is shown as written."""
     parser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(execute=execute)
     parser.advanced(parser.add_argument("--debug", action="store_true", help="show the traceback of an error"))
@@ -265,7 +257,7 @@ def add_command(
 
 
 def own_flag(parser: argparse.ArgumentParser, words: Sequence[str], setting: Setting) -> str | None:
-    """An option of a command, as a user gives it; None where the command has none of that name."""
+    """The flag and value of a command's option as typed; None if it has no such option."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             chosen = next((word for word in words if word in action.choices), None)
@@ -278,17 +270,16 @@ def own_flag(parser: argparse.ArgumentParser, words: Sequence[str], setting: Set
 
 
 def add_json_option(parser: Parser) -> None:
-    """Adds --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
 
 
 def command_line() -> str:
-    """Returns the running command as a shell takes it, for figures that others want to reproduce."""
+    """The running command as a shell takes it, for reproducing figures."""
     return shlex.join(["edgeinfer", *sys.argv[1:]])
 
 
 def missing_extra(error: ModuleNotFoundError) -> Exception:
-    """Returns the error for a missing module: a hint if an extra brings it, else the error itself, which is a bug."""
+    """The error for a missing module: a hint if an extra provides it, else the error itself, which is a bug."""
     extra = _EXTRAS.get((error.name or "").partition(".")[0])
     if extra is None:
         return error
@@ -310,13 +301,11 @@ _MODELS = ("model", "draft_model", "reference")
 
 
 def add_completion(commands: Subparsers) -> None:
-    """Adds `edgeinfer completion`."""
     parser = add_command(commands, "completion", _completion, _COMPLETION_DESCRIPTION)
     parser.add_argument("shell", choices=_SHELLS, help="the shell that the script is for")
 
 
 def _completion(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     try:
         from argcomplete.shell_integration import shellcode
     except ModuleNotFoundError as error:
@@ -326,7 +315,7 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def complete(build_parser: Callable[..., Parser]) -> None:
-    """Tells a shell how the line that it asks about can go on, and ends the process.
+    """Answer a shell's request for completions and end the process.
 
     argcomplete reads the line from the environment and writes to a file descriptor that the shell opened.
     """
@@ -342,7 +331,7 @@ def complete(build_parser: Callable[..., Parser]) -> None:
 
 
 def _name_models(parser: Parser) -> None:
-    """Has models' names proposed where a model is asked for."""
+    """Complete model names where an argument is a model."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
@@ -352,7 +341,7 @@ def _name_models(parser: Parser) -> None:
 
 
 def _models(prefix: str, **_: Any) -> list[str]:
-    """Models that are here, those of the catalog, and paths."""
+    """Local models, those of the catalog, and paths."""
     import argcomplete
 
     from edgeinfer import hub  # and not the face, which would import what models run on

@@ -1,4 +1,4 @@
-"""`edgeinfer plan`: whether a model fits, what it needs and how fast it runs, before any of it is loaded."""
+"""`edgeinfer plan` and `devices`: whether a model fits and how fast it runs, and where models can run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ _BAR = 40
 
 
 def add_plan(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "plan", execute, _DESCRIPTION)
     add_model_option(parser)
     add_options(parser, LoadConfig, _PLANNED)
@@ -59,7 +58,6 @@ def add_plan(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     model, options = prepared(args.model, given_options(args, _PLANNED))
     plan = edgeinfer.plan(model, **options)
     if args.json:
@@ -74,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: MemoryPlan) -> None:
-    """Prints the verdict, what was given up for it, and one table: what is needed, and what else is possible."""
+    """Print the verdict, what was given up for it, and a table of needs and alternatives."""
     print(_verdict(plan))
     if plan.draft_max and plan.fits:
         print(_expected(plan))
@@ -116,7 +114,7 @@ def _verdict(plan: MemoryPlan) -> str:
 
 
 def _expected(plan: MemoryPlan) -> str:
-    """What drafts are expected to add, and to which texts."""
+    """The expected speedup by drafts."""
     plain, drafted = _pace(plan.speed.plain_tokens_per_second), _pace(plan.speed.tokens_per_second)
     return (
         f"A text it has never seen: {plain} tokens/s plain, {drafted} expected with drafts. "
@@ -141,7 +139,7 @@ def _needs(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
 
 
 def _choices(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
-    """This plan and its alternatives; where nothing fits there is no need to say so of each."""
+    """List this plan and its alternatives."""
     own, ways = plan.speed, plan.useful_alternatives
     chosen = "this plan" if plan.fits else "smallest"
     yield chosen, format_size(plan.planned_bytes, up=True), _pace(own.tokens_per_second, measured=own.measured)
@@ -152,7 +150,7 @@ def _choices(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _bounds(plan: MemoryPlan) -> Iterator[str]:
-    """The least budgets in which drafting pays, and nearly all of the speed is there."""
+    """The smallest budgets at which drafting pays, and at which nearly all of the speed is there."""
     assert plan.curve is not None, "all ways were asked for"
     if pays := plan.curve.speculation_bytes:
         yield f"Drafting is faster than plain decoding from {format_size(pays, up=True)} on."
@@ -161,7 +159,7 @@ def _bounds(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _from_disk(plan: MemoryPlan) -> str:
-    """What it means that not all weights stay in memory."""
+    """The effect of weights that do not all stay in memory."""
     disk = plan.disk
     assert disk is not None, "only then is there something to say"
     size, room = format_size(disk.weights), format_size(disk.room)
@@ -173,7 +171,7 @@ def _from_disk(plan: MemoryPlan) -> str:
 
 
 def _print_curve(plan: MemoryPlan) -> None:
-    """Prints a bar for each budget at which the speed becomes another."""
+    """Print a bar for each budget at which the speed changes."""
     assert plan.curve is not None, "all ways were asked for"
     points = plan.curve.points
     best = max(point.tokens_per_second for point in points)
@@ -209,7 +207,7 @@ def _basis(plan: MemoryPlan) -> str:
 
 
 def _print_terms(plan: MemoryPlan) -> None:
-    """Prints every term, and every setting of the plan."""
+    """Print every term and setting of the plan."""
     rows = [(name.replace("_", " "), format_size(size), _kind(plan, name)) for name, size in plan.terms.items() if size]
     print_table(rows, title="\nterms")
     choice = plan.configuration
@@ -256,7 +254,6 @@ _RUNS = {"all": "all bundles", "static": "static bundles", "gguf": "GGUF files"}
 
 
 def add_devices(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "devices", _devices, _DEVICES_DESCRIPTION)
     parser.add_argument(
         "--no-check", action="store_true", help="only look for devices, without running anything on them"
@@ -265,7 +262,6 @@ def add_devices(commands: Subparsers) -> None:
 
 
 def _devices(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     devices = edgeinfer.list_devices(check=not args.no_check)
     if args.json:
         print_json({"devices": [dataclasses.asdict(device) for device in devices]})

@@ -1,10 +1,11 @@
-"""The process around a command: Ctrl-C waits for imports, garbage is looked for once all is loaded, and refused memory
-ends in a line of advice.
+"""The process of a command: Ctrl-C waits for imports, garbage collection waits for loading, refused memory becomes
+advice.
 
-Modules written in C lose an interruption that comes while they start, or make an ImportError of it: numpy, onnxruntime.
+Modules written in C lose an interruption during their import, or turn it into an ImportError: numpy, onnxruntime.
 
-Under a limit on addresses (`ulimit -v`) native libraries abort when memory is refused. A process is forked that does
-the work; this one imports nothing heavy and waits, so it is there to say what happened."""
+Under `ulimit -v` native libraries abort when memory is refused. A forked process does the work; this one imports
+nothing heavy and waits, so that it can report what happened.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +36,10 @@ _AGAIN_SECONDS = 0.02
 
 @contextlib.contextmanager
 def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
-    """While it is open, Ctrl-C raises `KeyboardInterrupt` at once or, during an import, as soon as that has ended.
+    """While open, Ctrl-C raises `KeyboardInterrupt` at once or, during an import, after it.
 
     Args:
-        caller: the frame of who opens it. What was being imported when it was opened, as by a script whose import runs
-            a command, does not count.
+        caller: the opening frame. Imports that were running before, as of a script that runs a command, do not count.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else's to decide
@@ -88,13 +88,13 @@ class _Handler:
 
 
 def begin_start() -> None:
-    """Looks for no garbage from now on: what a command imports and loads is there to stay, and looking through it again
-    and again takes a sixth of the time to the first token."""
+    """Pause garbage collection: what a command imports and loads stays, and collecting takes a sixth of the time to the
+    first token."""
     gc.disable()
 
 
 def end_start() -> None:
-    """Ends what `begin_start` began, if it did: garbage is looked for in what comes from now on."""
+    """Resume garbage collection for new objects, if `begin_start` paused it."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -114,7 +114,7 @@ _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, *((-signal.SIGBUS,) if sys.platform
 
 
 def address_limit() -> int | None:
-    """Returns the limit of this process's address space in bytes; None if there is none."""
+    """The limit of this process's address space in bytes; None without one."""
     if sys.platform != "linux":
         return None
     import resource  # absent on Windows
@@ -124,7 +124,7 @@ def address_limit() -> int | None:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether an error of any library says that memory was refused.
+    """Whether an error of any library means that memory was refused.
 
     Under a limit, modules written in C also lose the MemoryError itself: Python then raises SystemError.
     """
@@ -136,7 +136,6 @@ def is_refused(error: BaseException) -> bool:
 
 
 def refusal(limit: int | None) -> BudgetError:
-    """Returns the error for memory that the system refused."""
     if limit is None:
         return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
     from edgeinfer.config import format_size  # not before it is needed: it takes others with it
@@ -147,7 +146,7 @@ def refusal(limit: int | None) -> BudgetError:
 
 
 def supervised(limit: int) -> int | None:
-    """Forks. Returns None in the child, where the work goes on, and the child's exit code here, once it has ended."""
+    """Fork. Return None in the child, which does the work, and the child's exit code in the parent."""
     sys.stdout.flush()
     sys.stderr.flush()
     noise = os.memfd_create("stderr")
@@ -176,7 +175,7 @@ def supervised(limit: int) -> int | None:
 
 
 def _begin(noise: int) -> None:
-    """Makes the child use little address space, end with its parent, and keep native code's output apart from ours."""
+    """Make the child use little address space, end with its parent, and keep native code's output separate."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if hasattr(libc, "mallopt"):
@@ -191,11 +190,11 @@ def _begin(noise: int) -> None:
 
 
 def _leave_to_parent(*_: object) -> None:
-    """Prints no traceback: the process ends with a code of `_ABORTS`, and its parent says why."""
+    """Print no traceback: the exit code is one of `_ABORTS`, and the parent reports."""
 
 
 def _wait(process: int, signals: Iterable[int]) -> int:
-    """Returns the child's exit code, or minus the number of the signal that ended it; passes signals on to it."""
+    """Return the child's exit code, or the negative number of its signal; pass signals on to it."""
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

@@ -1,4 +1,4 @@
-"""`edgeinfer run`: one prompt, streamed text."""
+"""`edgeinfer run`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ _TEMPLATE = 128
 
 
 def add_run(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "run", execute, _DESCRIPTION)
     parser.set_defaults(ends_start=True)
     _add_prompt_options(parser)
@@ -70,7 +69,6 @@ def _add_prompt_options(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     if args.system is not None and args.raw:
         raise UsageError("--system is for answers, and --raw continues text.", "Leave one of them out.")
     system = None if args.system is None else utf8(args.system, "--system")
@@ -107,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _roomy_model(args: argparse.Namespace, loading: dict[str, Any], text: str, reply: int) -> Model:
-    """Loads the model; where this text and its reply need a longer context than usual, with that if memory has room."""
+    """Load the model, with a longer context than the default if this text needs it and memory allows."""
     model = load_model(args.model, loading)
     # A token is a byte at least.
     if "context" in loading or len(text.encode()) + reply <= model.context:
@@ -125,7 +123,7 @@ def _roomy_model(args: argparse.Namespace, loading: dict[str, Any], text: str, r
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """What the user gave, joined by empty lines: words or -p, then -f, then what is piped in."""
+    """Join the given parts of the prompt by empty lines: words or -p, then -f, then piped text."""
     if len(args.words) > 1 or (args.words and _is_model(args.words[0])):
         raise _not_a_prompt(args.words)
     if args.words and args.prompt is not None:
@@ -146,7 +144,6 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _not_typed() -> bool:
-    """Whether stdin is anything but a person's keyboard."""
     return sys.stdin is not None and not sys.stdin.isatty()
 
 
@@ -164,12 +161,12 @@ def _not_a_prompt(words: list[str]) -> UsageError:
 
 
 def _has_form(config: GenerationConfig) -> bool:
-    """Whether the reply is one of several texts, or follows a schema, an expression or a grammar."""
+    """Whether the reply follows a list of choices, a schema, an expression or a grammar."""
     return config.follows_grammar or bool(config.choices)
 
 
 def _answers(args: argparse.Namespace, model: Model) -> bool:
-    """Whether the prompt is answered through the model's chat template."""
+    """Whether to use the model's chat template."""
     if args.raw:
         return False
     if model.chat_template_text is not None:
@@ -181,7 +178,7 @@ def _answers(args: argparse.Namespace, model: Model) -> bool:
 
 
 def _write(stream: TokenStream, after: str) -> None:
-    """Writes the reply after the prompt that it continues, so that both read as one text."""
+    """Write the reply after the prompt that it continues."""
     sys.stdout.write(after)
     last = after
     for chunk in stream:
@@ -194,14 +191,14 @@ def _write(stream: TokenStream, after: str) -> None:
 
 
 def _write_others(result: Result, after: str) -> None:
-    """Writes the samples that are not the reply, where several were asked for."""
+    """Write the further samples."""
     samples = result.search.texts if result.search is not None and result.search.search == "samples" else ()
     for number, sample in enumerate(samples[1:], 2):
         print(f"\n[sample {number}]\n{after}{sample.text.rstrip()}")
 
 
 def _tell(result: Result, ending: str, context: int, *, verbose: bool) -> None:
-    """Says on stderr where the reply ended if not by itself, and what it took if somebody wants to know."""
+    """Write on stderr why the reply was cut off, and its figures if wanted."""
     if ending:
         print_note(ending)
     if verbose or sys.stderr.isatty():
@@ -222,7 +219,7 @@ def _summary(result: Result, context: int) -> str:
 
 
 def _lossy(result: Result) -> str:
-    """Says what was left out of the reply, if anything."""
+    """Describe the lossy methods used, if any."""
     use, contexts = result.compute, result.contexts
     if contexts is not None and not contexts.lossless:
         return f", lossy ({contexts.contexts} contexts evaluated apart)"

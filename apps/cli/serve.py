@@ -1,4 +1,4 @@
-"""`edgeinfer serve`: a model behind an OpenAI-compatible endpoint."""
+"""`edgeinfer serve`: a model behind the HTTP APIs that other programs know."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ _KEY_VARIABLE = "EDGEINFER_API_KEY"
 
 
 def add_serve(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
@@ -87,7 +86,6 @@ def _add_server_options(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     try:
         from edgeinfer.apps.server.app import make_app
         from edgeinfer.apps.server.host import ModelHost
@@ -131,7 +129,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _api_keys(file: Path | None) -> tuple[ApiKey, ...]:
-    """Returns the keys of the file, else that of the environment, else none."""
+    """Read the keys of the file, else of the environment."""
     from edgeinfer.apps.server.security import ApiKey, parse_keys
 
     if file is None:
@@ -148,13 +146,12 @@ def _configure_log(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Announcement:
-    """Prints where the server is, once it has a model."""
+    """Prints the server's address once it has a model."""
 
     as_json: bool
     urls: list[str] = field(default_factory=list)
 
     def show(self, model: Model) -> None:
-        """Prints the address and the model."""
         url = self.urls[0]
         if self.as_json:
             data = {

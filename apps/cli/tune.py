@@ -119,7 +119,6 @@ _DESCRIPTION = (
 
 
 def add_tune(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "tune", execute, _DESCRIPTION)
     add_load_options(parser)
     group = parser.add_argument_group("device")
@@ -163,7 +162,6 @@ def add_tune(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
     options = load_options(args)
     if args.forget:
         return _forget(args, options)
@@ -197,7 +195,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _require_one(args: argparse.Namespace) -> None:
-    """Refuses several things to tune of which each would leave out the others."""
+    """Refuse goals that exclude each other."""
     named = ("cache", "uncertainty", "judge", "drafters", "skip", "entropy")
     asked = [f"--{name}" for name in named if getattr(args, name)] + ["--steering"] * (args.steering is not None)
     if len(asked) > 1 and set(asked) != {"--skip", "--entropy"}:
@@ -215,7 +213,7 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
-    """Chooses the drafters that auto uses."""
+    """Choose the drafters for auto."""
     with load_model(args.model, options) as model, progress_bar() as bar:
         told = None if bar is None else (lambda done, total: bar("replies", done, total))
         found = edgeinfer.tools.tune_drafters(model, prompts, progress=told)
@@ -227,7 +225,7 @@ def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: l
 
 
 def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
-    """Tunes what replies may skip, and when a draft model may write them."""
+    """Tune what replies may skip, and when a draft model may write them."""
     if args.entropy and "draft_model" not in options:
         raise UsageError("--entropy needs a draft model.", "Name one with --draft-model.")
     found: dict[str, Any] = {}
@@ -248,7 +246,7 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
 
 
 def _prompts(args: argparse.Namespace) -> list[str] | None:
-    """Returns the prompts to tune by; refuses wrong options before minutes of measuring."""
+    """Read the prompts; refuse wrong options before measuring for minutes."""
     if args.granularity < 1 or args.evaluations < 1:
         message = "--granularity and --evaluations must be at least 1."
         raise UsageError(message, "Use larger numbers.")
@@ -261,7 +259,7 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
 
 
 def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTuning | None:
-    """Tunes the device's settings; returns None if the backend has none."""
+    """Tune device settings; None if the backend has none."""
     with progress_bar() as bar:
         try:
             return edgeinfer.tools.tune_device(args.model, quick=args.quick, out=args.out, progress=bar, **options)
@@ -272,7 +270,7 @@ def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTun
 def _tune_layers(
     args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None, device: DeviceTuning | None
 ) -> TuneResult | None:
-    """Loads the model as tuned and searches; returns None if layers cannot be skipped."""
+    """Load the tuned model and search; None if layers cannot be skipped."""
     tuned = options | ({} if args.out is None or device is None else {"profile": str(args.out)})
     with load_model(args.model, tuned) as model, progress_bar() as bar:
         shown = {} if bar is None else {"progress": lambda done, total: bar("searching layers", done, total)}
@@ -299,7 +297,7 @@ _PARTS = {
 
 
 def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
-    """Prints the settings found, what they gain, and where they are kept."""
+    """Print the settings found, their gain, and where they are kept."""
     rows = [
         (_PARTS[name][0], _shown(name, part.usual_ms), _shown(name, part.tuned_ms), f"{part.ratio:.2f}x")
         for name, part in tuning.parts.items()
@@ -344,7 +342,7 @@ def _words(name: str) -> str:
 
 
 def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
-    """Returns the same as data for JSON."""
+    """Figures for JSON."""
     return {
         "settings": tuning.settings.to_dict(),
         "threads": tuning.threads,
@@ -361,7 +359,6 @@ def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
 
 
 def _print_layers(result: TuneResult) -> None:
-    """Prints the layers that draft."""
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
         ("  match rate", f"{result.exit.match_rate:.3f}"),
@@ -383,7 +380,7 @@ _PLACES = 4
 
 
 def _print_drafters(found: DraftersTuning) -> None:
-    """Prints what each drafter gains, what they gain together, and which of them auto uses from now on."""
+    """Print the gain of each drafter, their joint gain, and which ones auto uses from now on."""
     rows = [(*_drafter_row(gain), "pays" if gain.pays else "") for gain in found.gains]
     if found.usual is not None:
         rows.append((*_drafter_row(found.usual), "until now"))
@@ -411,7 +408,7 @@ def _drafter_row(gain: DrafterGain) -> tuple[str, ...]:
 
 
 def _print_compute(found: Mapping[str, Any]) -> None:
-    """Prints what replies can skip, from the data of `edgeinfer tune --json`."""
+    """Print what replies can skip."""
     if "skip" in found:
         rows = [
             (f"{level['speedup']:.2f}x", f"{level['divergence']:.4f}", _blocks(level["layer_mask"]))
@@ -426,13 +423,13 @@ def _print_compute(found: Mapping[str, Any]) -> None:
 
 
 def _blocks(mask: Sequence[bool]) -> str:
-    """Returns a letter for each layer."""
+    """A letter per layer."""
     names = {(True, True): "#", (True, False): "a", (False, True): "m", (False, False): "."}
     return "".join(names[pair] for pair in zip(mask[::2], mask[1::2], strict=True))
 
 
 def _layer_facts(result: TuneResult) -> dict[str, Any]:
-    """Returns the same as data for JSON."""
+    """Figures for JSON."""
     found = {"exit": result.exit, "skip": result.skip}
     data: dict[str, Any] = {
         name: {

@@ -1,4 +1,4 @@
-"""Endpoints about conversations and their messages, replies included."""
+"""Endpoints about conversations, messages, replies and attached files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ _LONGEST_TITLE, _LONGEST_TEXT = 200, 1_000_000
 
 
 def conversation_routes(services: Services) -> list[BaseRoute]:
-    """The routes."""
     api = _Conversations(services)
     one = "/conversations/{id}"
     message = f"{one}/messages/{{message}}"
@@ -170,7 +169,7 @@ class _Conversations:
         return await self._view(read, status=201)
 
     async def _begin(self, id: str, record: _Recorder) -> Response:
-        """Begins a reply, and answers with what was kept of it and of the message it answers."""
+        """Start a reply; answer with its new messages."""
         kept: list[Message | None] = []
 
         def keep() -> Message:
@@ -184,7 +183,7 @@ class _Conversations:
         return JSONResponse(views | {"assistant": _message_view(reply, RunningReply(reply))}, status_code=202)
 
     async def _picture(self, id: str, running: RunningReply | None) -> AsyncGenerator[Event, None]:
-        """The growing message, and then the finished one."""
+        """Yield the growing message, then the finished one."""
         shown = None if running is None else running.message.id
         if running is not None:
             async for content in running.contents():
@@ -204,7 +203,7 @@ class _Conversations:
         return JSONResponse(data, status_code=status)
 
     def _loaded(self) -> ModelChoice | None:
-        """The model that is going to reply: what it is sent to is what a conversation uses."""
+        """The loaded model, which the conversation uses from its next message on."""
         return self._services.control.choice
 
     def _tell(self) -> None:
@@ -218,7 +217,7 @@ _EXPORTS = {
 
 
 def _file_name(conversation: Conversation) -> str:
-    """A name that every system takes."""
+    """A file name that every system accepts."""
     kept = "".join(c if c.isalnum() or c in " -_" else " " for c in conversation.title)
     return " ".join(kept.split())[:60].strip() or "conversation"
 
@@ -230,7 +229,7 @@ def _short(text: str, most: int, name: str) -> str:
 
 
 def _choice(data: dict[str, Any]) -> ModelChoice:
-    """Reads which model a conversation shall use."""
+    """Read which model a conversation uses."""
     known = ("model", "memory", "context")
     model = data.get("model")
     if set(data) - set(known) or not isinstance(model, str) or not model:
@@ -240,7 +239,6 @@ def _choice(data: dict[str, Any]) -> ModelChoice:
 
 
 def _conversation_view(conversation: Conversation, running: RunningReply | None) -> dict[str, Any]:
-    """A conversation with all its messages."""
     c = conversation
     return {
         "id": c.id,
@@ -257,7 +255,7 @@ def _conversation_view(conversation: Conversation, running: RunningReply | None)
 
 
 def _message_view(message: Message, running: RunningReply | None = None) -> dict[str, Any]:
-    """A message with its HTML. A reply that is no longer made, as its end could not be kept, counts as interrupted."""
+    """A message with its HTML. A reply left "replying" by a failed write counts as interrupted."""
     m = message
     if m.status == "replying" and (running is None or running.message.id != m.id):
         m = replace(m, status="interrupted")
@@ -284,7 +282,6 @@ _LONGEST_NAME = 200
 
 
 def attachment_routes(services: Services) -> list[BaseRoute]:
-    """The routes."""
     api = _Attachments(services)
     table: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/attachments", api.attach),
@@ -306,7 +303,7 @@ def attachment_view(attachment: Attachment) -> dict[str, Any]:
 
 
 def kept_view(kept: Attachment) -> dict[str, Any]:
-    """A kept file without its text, with what it takes on the disk once it is read."""
+    """A kept file without its text, with the disk space that its cache takes."""
     return attachment_view(kept) | {"tokens": kept.tokens, "kept_bytes": context_of(kept).kept_bytes()}
 
 
@@ -317,7 +314,7 @@ class _Attachments:
         self._attachments = services.history.attachments
 
     async def attach(self, request: Request) -> Response:
-        """Takes the bytes of a file as the body, and its name from the address."""
+        """Store the request's body as a file; its name is in the query."""
         given = check_name(request.query_params.get("name", ""), "name", _LONGEST_NAME)
         # Some browsers give a path of another machine.
         name = PurePosixPath(given.replace("\\", "/")).name or "file"
@@ -336,7 +333,7 @@ class _Attachments:
         return Response(status_code=204)
 
     async def keep(self, request: Request) -> Response:
-        """Has the model read a file now, and keeps both the file and what the model made of it for later."""
+        """Have the model read a file now, and keep both the file and its cache for later."""
         body = await fields(request, self._security, conversation=str | None)
         file = await asyncio.to_thread(self._attachments.get, request.path_params["id"])
         await asyncio.to_thread(self._attachments.require_room, file.id)
@@ -371,7 +368,7 @@ class _Attachments:
         return Response(status_code=204)
 
     async def tokens(self, request: Request) -> Response:
-        """What a message would take if it were sent now: all that the model would read, and each file alone."""
+        """Count the tokens of a message as if it were sent now, and of each file."""
         kinds = {"conversation": str | None, "parent": str | None, "content": str, "attachments": list}
         body = await fields(request, self._security, **kinds)
         files = await asyncio.to_thread(self._attachments.chosen, attachment_ids(body))
@@ -392,13 +389,13 @@ class _Attachments:
         return JSONResponse({"tokens": total, "context": model.context, "each": each})
 
     def _conversation(self, id: str | None) -> Conversation:
-        """A conversation; where there is none yet, a new one."""
+        """The conversation of this id, or a new one."""
         if id is not None:
             return self._services.history.conversation(id)
         return Conversation("", "", 0, 0, self._services.settings.now.system)
 
     def _draft(self, body: dict[str, Any], files: Sequence[Attachment]) -> tuple[Conversation, Message]:
-        """The conversation as it would be, and its reply."""
+        """The conversation with the draft added, and its reply."""
         whole, content = self._conversation(body.get("conversation")), body.get("content", "")
         asked = Message("draft", body.get("parent"), "user", content, 0, attachments=tuple(files))
         if asked.parent is not None and whole.message(asked.parent) is None:

@@ -1,4 +1,4 @@
-"""Endpoints about the app's state: settings, models, plans, loading, events."""
+"""Endpoints about models: settings, plans, loading, events, catalog, downloads, import, removal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ _NUMBER = int | None
 
 
 def model_routes(services: Services) -> list[BaseRoute]:
-    """The routes."""
     api = _Models(services)
     table: tuple[tuple[str, str, Endpoint], ...] = (
         ("GET", "/state", api.state),
@@ -92,7 +91,7 @@ class _Models:
         return JSONResponse(await asyncio.to_thread(make))
 
     async def load(self, request: Request) -> Response:
-        """Loads a model: for one conversation, for new ones (`default`), or for both."""
+        """Load a model for one conversation, for new ones (`default`), or for both."""
         kinds = {"model": _TEXT, "memory": _NUMBER, "context": _NUMBER, "conversation": _TEXT, "default": bool}
         body = await fields(request, self._security, **kinds)
         services, default = self._services, body.get("default", True)
@@ -122,13 +121,12 @@ class _Models:
 
 
 def _require_local(model: str | None) -> None:
-    """Refuses a model that would be fetched behind the user's back."""
+    """Refuse a model that loading would download without asking."""
     if hub.local(model) is None:
         raise HubError(f"{model} is not on this machine.", "Download it first.")
 
 
 def _settings_view(settings: AppSettings) -> dict[str, Any]:
-    """Returns the settings that the window shows."""
     data = asdict(settings)
     del data["recent"], data["unfinished"]
     return data | {
@@ -139,7 +137,6 @@ def _settings_view(settings: AppSettings) -> dict[str, Any]:
 
 
 def catalog_routes(services: Services) -> list[BaseRoute]:
-    """The routes."""
     api = _Catalog(services)
     table: tuple[tuple[str, str, Endpoint], ...] = (
         ("GET", "/catalog", api.catalog),
@@ -179,11 +176,11 @@ class _Catalog:
         return JSONResponse(asdict(await self._services.downloads.cancel(request.path_params["key"])))
 
     async def folder(self, request: Request) -> Response:
-        """What of a folder of this machine may be imported; the user's own where none is named."""
+        """List what can be imported from a folder; the home folder by default."""
         return JSONResponse(await asyncio.to_thread(folder_view, request.query_params.get("path", "")))
 
     async def import_model(self, request: Request) -> Response:
-        """Lists a model that is somewhere on this machine; a checkpoint is converted first."""
+        """List a model found on this machine; a checkpoint is converted first."""
         path = (await fields(request, self._security, path=str)).get("path", "")
         found = await asyncio.to_thread(importable, path)
         if await asyncio.to_thread(hub.local, str(found)) is None:
@@ -194,7 +191,7 @@ class _Catalog:
         return JSONResponse({"id": str(found)})
 
     async def remove(self, request: Request) -> Response:
-        """Removes a model that was downloaded or converted from the disk."""
+        """Delete a model that was downloaded or converted."""
         id = (await fields(request, self._security, id=str)).get("id", "")
         loaded: Any = self._services.control.choice
         if loaded is not None and id == loaded.model:

@@ -1,5 +1,4 @@
-"""Puts the app together, runs its server and shows its page: in a window of its own, in the browser, or by its address
-alone."""
+"""Puts the app together, serves its page, and shows it in a window, in the browser, or by its address alone."""
 
 from __future__ import annotations
 
@@ -49,11 +48,7 @@ If edgeinfer was started again, its address is a new one.</p>
 
 
 class Access:
-    """The keys of one run.
-
-    Attributes:
-        key: that the address carries.
-    """
+    """The keys of one run. `key` is in the address."""
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -61,30 +56,28 @@ class Access:
         self._session = secrets.token_urlsafe(24)
 
     def admits(self, connection: HTTPConnection) -> bool:
-        """Whether a request comes from a window that was let in, or bears the key."""
+        """Whether a request has the cookie or the key."""
         scheme, _, given = connection.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.knows(given.strip()):
             return True
         return _same(connection.cookies.get(_cookie(connection), ""), self._session)
 
     def knows(self, key: str) -> bool:
-        """Whether it is the key."""
         return _same(key, self.key)
 
     def let_in(self, request: Request, response: Response) -> None:
-        """Gives a window its cookie."""
+        """Set the window's cookie."""
         response.set_cookie(_cookie(request), self._session, httponly=True, samesite="strict", path="/")
 
 
 class AccessRequired:
-    """Lets only those requests pass that are admitted."""
+    """Middleware that refuses requests without access."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the application behind it."""
         if scope["type"] != "http" or self._access.admits(HTTPConnection(scope)):
             await self._app(scope, receive, send)
             return
@@ -97,7 +90,7 @@ class AccessRequired:
 
 
 class _Policed:
-    """Adds the security headers of the page's files."""
+    """Middleware that adds security headers to the page's files."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -116,7 +109,7 @@ class _Policed:
 
 
 def page_routes(access: Access) -> list[BaseRoute]:
-    """Returns the routes of the page and its files, which hold nothing of the user's."""
+    """Make the routes of the page and its files, which hold no user data."""
 
     async def page(request: Request) -> Response:
         key = request.query_params.get("key")
@@ -144,7 +137,7 @@ async def _send_file(path: Path, _: Request) -> Response:
 
 
 def _cookie(connection: HTTPConnection) -> str:
-    """Returns the cookie's name: a host's ports share cookies, and several apps may run."""
+    """The cookie's name: the ports of a host share cookies, and several apps may run."""
     return f"edgeinfer_{connection.url.port or 80}"
 
 
@@ -165,10 +158,10 @@ class DesktopConfig:
     Attributes:
         data: folder of history and settings; None is the user's own.
         port: 0 picks a free one.
-        window: show the page; else its address is told, and no more.
+        window: show the page; otherwise only report its address.
         settings: settings of this run only.
-        options: fields of LoadConfig that hold for every model, but for memory and context.
-        models: folders that are searched for models, beside the one in the data folder.
+        options: LoadConfig fields for every model, but for memory and context.
+        models: further folders to search for models.
     """
 
     data: Path | None = None
@@ -180,10 +173,10 @@ class DesktopConfig:
 
 
 def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
-    """Runs the app until its window is closed, or it is interrupted.
+    """Run the app until its window is closed or it is interrupted.
 
     Args:
-        tell: takes lines for whoever started it; the address is the first where there is no window.
+        tell: takes lines for the user; without a window, the first is the address.
     """
     folder = data_folder() if config.data is None else DataFolder(config.data.expanduser().absolute())
     access = Access()
@@ -227,7 +220,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
 
 
 def _run_in_window(server: Server, url: Future[str]) -> None:
-    """Serves while a window of its own shows the page."""
+    """Serve while a window shows the page."""
 
     def serve() -> None:
         try:
@@ -247,20 +240,18 @@ def _run_in_window(server: Server, url: Future[str]) -> None:
 
 
 class _Dialogs:
-    """The system's dialogs of files and folders, which the page asks for where it has a window of its own."""
+    """The system's file dialogs, which the page calls from a window of its own."""
 
     # Underscored, so that the page does not get it.
     _window: Any = None
 
     def choose_file(self) -> str | None:
-        """The path of a GGUF file that the user chose."""
         import webview
 
         kinds = ("GGUF models (*.gguf)", "All files (*.*)")
         return _first(self._window.create_file_dialog(webview.FileDialog.OPEN, file_types=kinds))
 
     def choose_folder(self) -> str | None:
-        """The path of a folder that the user chose."""
         import webview
 
         return _first(self._window.create_file_dialog(webview.FileDialog.FOLDER))
@@ -271,7 +262,7 @@ def _first(chosen: Sequence[str] | None) -> str | None:
 
 
 def _open_window(url: str) -> None:
-    """Shows a page until its window is closed."""
+    """Show a page until its window is closed."""
     import webview
 
     width, height = _SIZE
@@ -289,7 +280,7 @@ def _has_display() -> bool:
 
 
 def make_desktop(services: Services, access: Access) -> Starlette:
-    """The application; it closes what `services` hold when it ends."""
+    """Make the application; it closes `services` when it ends."""
     parts = (model_routes, catalog_routes, conversation_routes, attachment_routes)
     api = [route for routes in parts for route in routes(services)]
     guarded = Mount("/app/api", routes=api, middleware=[Middleware(AccessRequired, access=access)])

@@ -1,4 +1,4 @@
-"""Errors that only the chat app has, and checks of texts and numbers from outside before anything is done with them."""
+"""Errors of the chat app, in the words of its window, and checks of texts and numbers from outside."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageErr
 
 
 class NotFoundError(UserError):
-    """There is no conversation, message or download of that name."""
+    """There is no such conversation, message, file or download."""
 
     status: ClassVar[int] = 404
     code: ClassVar[str] = "not_found"
 
 
 class ConflictError(UserError):
-    """What was asked for cannot be done while a reply is being made."""
+    """The request conflicts with a reply or download in progress."""
 
     status: ClassVar[int] = 409
     code: ClassVar[str] = "conflict"
 
 
 class NoModelError(UserError):
-    """A reply was asked for, and no model is loaded."""
+    """No model is loaded."""
 
     status: ClassVar[int] = 409
     code: ClassVar[str] = "no_model"
 
 
 class DiskFullError(StorageError):
-    """There is no room on the disk for what should be kept."""
+    """The disk is full."""
 
     status: ClassVar[int] = 507
     code: ClassVar[str] = "storage"
 
 
 class TooLargeError(UserError):
-    """A request or file beyond what the app takes."""
+    """A request or file is larger than the app allows."""
 
     status: ClassVar[int] = 413
     code: ClassVar[str] = "too_large"
@@ -47,12 +47,12 @@ class TooLargeError(UserError):
 LONGEST_NAME, LONGEST_SEARCH = 4_096, 1_000
 # Beyond, numbers of JSON are not the same for everybody who reads them.
 _LARGEST = 2**53
-# They turn round what stands beside them: a name would look like another.
+# They reverse the text around them, so that a name could look like another.
 _TURNING = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def check_text(text: str, name: str) -> str:
-    """Checks a text of any number of lines."""
+    """Check a text of any number of lines."""
     if "\0" in text:
         raise UsageError(f"{name} has a NUL character.", "Leave it out.")
     if not text.isascii():
@@ -65,7 +65,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_name(text: str, name: str, most: int = LONGEST_NAME) -> str:
-    """Checks a name, a path, an id or a search text: one line."""
+    """Check one line: a name, a path, an id or a search text."""
     if len(text) > most:
         raise UsageError(f"{name} is longer than {most:,} characters.", "Shorten it.")
     if any(c in _TURNING or unicodedata.category(c) == "Cc" for c in text if not c.isprintable()):
@@ -74,7 +74,7 @@ def check_name(text: str, name: str, most: int = LONGEST_NAME) -> str:
 
 
 def check_values(data: Any, name: str) -> None:
-    """Checks everything in an object of JSON."""
+    """Check every text and number in a JSON value."""
     level = [data]
     while level:
         inner: list[Any] = []
@@ -120,13 +120,13 @@ _BETWEEN = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def error_view(error: EdgeInferError) -> dict[str, Any]:
-    """Returns an error as the app's API shows it."""
+    """An error in the form of the app's API."""
     data: dict[str, Any] = {"message": error.message, "hint": hint_of(error.hint)}
     return data | ({"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetError) else {})
 
 
 def hint_of(hint: str) -> str:
-    """A hint without commands."""
+    """A hint without commands and options of the command line, which the window does not have."""
     said = dict.fromkeys(_said(sentence) for sentence in _BETWEEN.split(hint))
     return " ".join(sentence for sentence in said if sentence)
 

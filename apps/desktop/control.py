@@ -1,4 +1,4 @@
-"""Which model is loaded and with what budget, as the user chose."""
+"""The model of the app: which one is loaded, with what budget, and its state for the windows."""
 
 from __future__ import annotations
 
@@ -28,16 +28,7 @@ _SHORT_SHARE = 0.05
 
 
 class ModelControl:
-    """Loads models and publishes progress to the windows.
-
-    Args:
-        host: runs the model.
-        settings: keep what was chosen.
-        options: fields of LoadConfig that hold for every model.
-        planner: is told when there is no model yet.
-        library: knows what models' makers recommend.
-        feed: takes the news.
-    """
+    """Loads models and publishes their state."""
 
     def __init__(
         self,
@@ -66,37 +57,36 @@ class ModelControl:
         self._idle = asyncio.Event()
 
     def start(self) -> None:
-        """Loads the model of the settings, and tells of every change from now on."""
+        """Load the model of the settings and publish every change from now on."""
         self._keep(self._watch())
         now = self._settings.now
         self._begin(ModelChoice(now.model, now.memory, now.context), measure=True)
 
     def load(self, choice: ModelChoice, *, default: bool = True) -> None:
-        """Begins to load a model in place of the one that is there."""
+        """Start to load a model in place of the present one."""
         self._begin(choice, default=default)
 
     @property
     def choice(self) -> ModelChoice | None:
-        """What is loaded or being loaded; None where nothing is."""
+        """The loaded or loading model."""
         return self._wanted if self._loads or self._host.state.status == "ready" else None
 
     def cancel(self) -> None:
-        """Ends loading at its next step."""
+        """Cancel loading at its next step."""
         self._number += 1
         self._host.cancel_load()
 
     async def loaded_or_failed(self) -> None:
-        """Waits while a model is loading."""
+        """Wait until loading ends, and raise its error."""
         await self._idle.wait()
         if self._host.state.error is not None:
             raise self._host.state.error
 
     async def unload(self) -> None:
-        """Frees the model."""
         await self._host.unload()
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancel everything in progress."""
         self.cancel()
         for task in list(self._tasks):
             task.cancel()
@@ -104,11 +94,11 @@ class ModelControl:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Generation options where the user has set none."""
+        """Default generation options."""
         return {**CONVERSATIONAL, **self._sampling}
 
     def state(self) -> dict[str, Any]:
-        """Returns the ModelState of the app's API."""
+        """The ModelState of the app's API."""
         state = self._host.state
         if self._loads and state.status != "loading":
             state = HostState("loading", self._wanted.model)
@@ -138,7 +128,6 @@ class ModelControl:
         return data
 
     def publish(self) -> None:
-        """Publishes the model's state to the windows."""
         self._feed.publish("model", self.state())
 
     def _keep(self, work: Any) -> None:
@@ -190,7 +179,7 @@ class ModelControl:
 
 
 def choice_view(choice: ModelChoice | None) -> dict[str, Any] | None:
-    """A choice as the app's API shows it, with the model's id and a name for it."""
+    """A choice in the form of the app's API."""
     if choice is None:
         return None
     names = {"name": shown_name(choice.model), "file": file_of(choice.model)}

@@ -20,8 +20,8 @@ from edgeinfer.errors import StorageError
 # Another process holds the file for a few milliseconds at a time.
 _BUSY_S = 15.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-# Files that SQLite keeps beside a database, which belong to it.
-_BESIDE = ("-wal", "-shm")
+# Files that SQLite keeps next to a database.
+_JOURNALS = ("-wal", "-shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CODE = 0xFF  # the primary part of an extended result code
 
@@ -30,8 +30,7 @@ class Database:
     """An open database file.
 
     Attributes:
-        path: of the file.
-        put_aside: where a damaged file was moved to; None where there was none.
+        put_aside: where a damaged file was moved; None if there was none.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, put_aside: Path | None) -> None:
@@ -44,7 +43,7 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one started."""
+        """Open a file, or create one that only this user can read; rename a damaged one and start an empty one."""
         with _storage_errors(path):
             try:
                 return cls(path, _open(path), None)
@@ -56,7 +55,7 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Keeps all changes of the block, or none if it raises."""
+        """Commit all changes of the block, or none if it raises."""
         with self._lock, _storage_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -69,15 +68,14 @@ class Database:
                 raise
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Returns the rows that a query finds."""
         with self._lock, _storage_errors(self.path):
             return self._connection.execute(sql, values).fetchall()
 
     @contextlib.contextmanager
     def emptying(self) -> Iterator[None]:
-        """Gives up the reserve inside the block, so that small changes that free room succeed on a full disk.
+        """Release the reserve inside the block, so that small deletions succeed on a full disk.
 
-        Each should be a transaction of its own, with `checkpoint` after it.
+        Each should be a transaction of its own, followed by `checkpoint`.
         """
         with self._lock:
             self._reserve.release()
@@ -89,18 +87,17 @@ class Database:
                 self._reserve.keep()
 
     def checkpoint(self) -> None:
-        """Moves what is in the journal to its place and cuts the journal off, as far as that can be done now."""
+        """Move the journal's content to the file and truncate the journal, as far as possible now."""
         with self._lock, contextlib.suppress(sqlite3.OperationalError):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Closes the file."""
         with self._lock:
             self._connection.close()
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    # SQLite gives the files beside a database the mode of the database itself.
+    # SQLite gives its other files the mode of the database.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     path.chmod(0o600)
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -138,7 +135,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _put_aside(path: Path) -> Path:
-    """Renames a damaged file and what belongs to it; nothing of it is deleted."""
+    """Rename a damaged file and its journal."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     number = 0
     while (
@@ -146,10 +143,10 @@ def _put_aside(path: Path) -> Path:
     ).exists():
         number += 1
     path.rename(aside)
-    for ending in _BESIDE:
-        beside = path.with_name(path.name + ending)
-        if beside.exists():
-            beside.rename(aside.with_name(aside.name + ending))
+    for ending in _JOURNALS:
+        journal = path.with_name(path.name + ending)
+        if journal.exists():
+            journal.rename(aside.with_name(aside.name + ending))
     return aside
 
 
@@ -192,17 +189,13 @@ _CHUNK = bytes(1024**2)
 
 
 class Reserve:
-    """A file without content that is deleted when other writes need its room.
-
-    Args:
-        path: of the file; it need not exist.
-    """
+    """A file without content, deleted when other writes need its room."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def keep(self) -> None:
-        """Writes the file, smaller if there is not enough room."""
+        """Write the file, as large as there is room."""
         with contextlib.suppress(OSError):
             kept = self._path.stat().st_size if self._path.exists() else 0
             free = shutil.disk_usage(self._path.parent).free + kept
@@ -211,7 +204,7 @@ class Reserve:
                 self._write(size)
 
     def release(self) -> None:
-        """Deletes the file."""
+        """Delete the file."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -303,10 +296,10 @@ _TRIGGERS = {
 
 
 def prepare_search(database: Database) -> bool:
-    """Makes the index if it is missing; returns whether there is one.
+    """Create the index if it is missing; return whether there is one.
 
-    A file that comes from a machine with the index to one without loses what keeps it in step, so that it can be
-    written there, and is indexed again once it is back.
+    Without FTS5 the triggers are dropped, so that a file from another machine stays writable; it is indexed again
+    there.
     """
     with database.transaction() as connection:
         if not _has_fts5(connection):
@@ -329,7 +322,7 @@ def prepare_search(database: Database) -> bool:
 
 
 def _has_fts5(connection: sqlite3.Connection) -> bool:
-    """Whether SQLite has FTS5 with the trigram tokenizer, which came later."""
+    """Whether SQLite has FTS5 with the trigram tokenizer."""
     try:
         connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5 (content, tokenize = 'trigram')")
     except sqlite3.OperationalError:
@@ -339,9 +332,9 @@ def _has_fts5(connection: sqlite3.Connection) -> bool:
 
 
 def find_conversations(database: Database, text: str, *, indexed: bool) -> dict[str, str]:
-    """Conversations that hold every word of a text, in their title, in one message or in the name of a
-    file; each with that message's text or that name, or "" where the title has them.
-    """
+    """Find conversations with every word of a text in their title, in one message or in a file name. Maps each to that
+    message or name, or to "" for the title. Words match inside longer ones, in any case; the index holds runs of three
+    characters, and shorter words are searched for text by text."""
     words = text.split()[:_MOST_WORDS]
     titles = " AND ".join("instr(folded(title), ?)" for _ in words)
     folded = [word.casefold() for word in words]
@@ -364,9 +357,9 @@ def find_conversations(database: Database, text: str, *, indexed: bool) -> dict[
 
 
 def snippet(content: str, text: str) -> str:
-    """A piece of a message around the first of the words that were looked for."""
+    """The part of a message around the first search word."""
     words, folded = text.casefold().split()[:_MOST_WORDS], content.casefold()
-    # Folding may lengthen a text; a snippet some characters beside the word does no harm.
+    # Folding may lengthen a text; a snippet that is off by some characters does no harm.
     places = [place for word in words if (place := folded.find(word)) >= 0]
     start = max(0, min(places, default=0) - _SNIPPET_BEFORE)
     end = start + _SNIPPET_BEFORE + _SNIPPET_AFTER

@@ -1,4 +1,4 @@
-"""From an attached file to the text in it: which kinds there are, how text is decoded, what is refused and why."""
+"""Extracts the text of attached files and refuses what is not text."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Documents:
     """Reads files, one PDF at a time.
 
     Args:
-        command: that reads a PDF, to which the most characters are added.
-        seconds: that it may take.
+        command: reads a PDF; the character limit is appended.
+        seconds: its time limit.
     """
 
     def __init__(self, command: Sequence[str] = _READ_PDF, seconds: float = _PDF_SECONDS) -> None:
@@ -55,7 +55,7 @@ class Documents:
         self._turn = asyncio.Lock()
 
     async def read(self, name: str, data: bytes) -> tuple[str, str, int | None]:
-        """The kind, the text and the pages of a file."""
+        """Return the kind, the text and the number of pages of a file."""
         if len(data) > MOST_FILE_BYTES:
             raise TooLargeError(
                 f"{name} has {format_size(len(data))}; at most {format_size(MOST_FILE_BYTES)} can be attached.",
@@ -79,7 +79,7 @@ class Documents:
         return said["pages"], text
 
     async def _ask(self, data: bytes) -> dict[str, Any]:
-        """What the process says of a PDF."""
+        """Run the process that reads a PDF."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._command, str(MOST_CHARACTERS), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
@@ -100,9 +100,7 @@ class Documents:
 
 
 def decode(name: str, data: bytes) -> str:
-    """The text of a file that is no PDF: UTF-8, UTF-16 with its mark, else Western European where every byte has a
-    meaning in it.
-    """
+    """Decode a file that is not a PDF: UTF-8, UTF-16 with a byte order mark, or else Western European."""
     encodings = [encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)] or ["utf-8", "cp1252"]
     for encoding in encodings:
         try:
@@ -125,13 +123,13 @@ def decode(name: str, data: bytes) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without control characters, halves of surrogate pairs, and empty lines around it."""
+    """Remove control characters, lone surrogates and surrounding empty lines."""
     whole = text.encode("utf-8", "replace").decode("utf-8")
     return "".join(c for c in whole if c in "\t\n" or unicodedata.category(c) != "Cc").strip("\n").rstrip()
 
 
 async def _end_when_large(pid: int) -> None:
-    """Ends a process that takes too much memory, on systems that set no bound themselves."""
+    """End a process that takes too much memory, on systems without limits of their own."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         while process.memory_info().rss < _PDF_MEMORY:

@@ -1,7 +1,8 @@
-"""Models on their way to this machine: fetched from the hub or converted from a folder, followed, cancelled, resumed.
+"""Downloads and conversions of models: started, followed, cancelled, resumed.
 
-The work itself is done by a process of its own (`edgeinfer.pull`), which ends with the app. What was fetched stays, and
-which models were unfinished is kept, so that the next start offers to go on."""
+A separate process does the work (`edgeinfer.pull`) and ends with the app. Fetched parts stay, and the settings remember
+unfinished models, so that the next start offers to resume.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _PROGRESS_S = 0.1
 
 
 class Fetch(Protocol):
-    """What `edgeinfer.pull` does."""
+    """The signature of `edgeinfer.pull`."""
 
     def __call__(
         self, name: str, *, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
@@ -39,16 +40,13 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Download:
-    """How far the download of a model is.
+    """The progress of a model's download.
 
     Attributes:
-        key: of this download.
-        id: of the model: a name of the hub or the catalog, or the folder of a checkpoint.
-        name: what people call it.
-        stage: what is being done.
-        done, total: bytes or steps of the stage; total is 0 before it is known.
-        error: what went wrong and what to do, where it failed.
-        model: what loads it, once it is done.
+        id: name on the hub or in the catalog, or the folder of a checkpoint.
+        name: for people.
+        done, total: bytes or steps of the stage; total is 0 while unknown.
+        model: what loads it when it is done.
     """
 
     key: str
@@ -63,13 +61,12 @@ class Download:
 
 
 class Downloads:
-    """All downloads of this run, and those that an earlier one left unfinished.
+    """The downloads of this run, and those left unfinished by an earlier one.
 
     Args:
         changed: called with each state.
-        fetch: fetches a model.
-        unfinished: ids that an earlier run left.
-        remember: keeps the ids of those that are unfinished now.
+        unfinished: ids left by an earlier run.
+        remember: saves the ids of unfinished downloads.
     """
 
     def __init__(
@@ -91,12 +88,12 @@ class Downloads:
             self._states[state.key] = state
 
     def publish(self) -> None:
-        """Tells of all states, to whoever has come to hear of them."""
+        """Report all states again."""
         for state in self._states.values():
             self._changed(state)
 
     def begin(self, id: str) -> Download:
-        """Begins to fetch a model, or goes on with one that was left unfinished."""
+        """Start or resume the download of a model."""
         for state in list(self._states.values()):
             if state.id == id and state.status == "running":
                 raise ConflictError(f"{id} is already being downloaded.", "Wait for it, or cancel it.")
@@ -110,13 +107,12 @@ class Downloads:
         return state
 
     def state(self, key: str) -> Download:
-        """Returns one download."""
         if key not in self._states:
             raise NotFoundError("There is no such download.", "Reload the page.")
         return self._states[key]
 
     async def cancel(self, key: str) -> Download:
-        """Ends a download, whose fetched part stays; one that has ended is taken off the list. Errors as `state`."""
+        """Cancel a download, keeping its fetched part; remove a finished one from the list."""
         state, task = self.state(key), self._tasks.get(key)
         if task is not None:
             self._stops[key].set()
@@ -126,7 +122,7 @@ class Downloads:
         return self._states[key]
 
     async def close(self) -> None:
-        """Ends all downloads; they are unfinished, and the next run offers to go on."""
+        """Cancel all downloads; the next run offers to resume them."""
         for stop in self._stops.values():
             stop.set()
         if self._tasks:

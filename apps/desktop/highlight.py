@@ -1,8 +1,8 @@
-"""Code as HTML with its words coloured, in one pass over it whatever it holds.
+"""Syntax highlighting in one pass over the code.
 
-Lexers that follow a language's grammar by regular expressions take quadratic time and more on hostile text. Here every
-character is looked at a bounded number of times: repetitions give nothing back (`*+`), and what is opened and never
-closed goes on to the end of its line or of the text.
+Lexers by regular expressions take quadratic time and more on hostile text. Here every character is read a bounded
+number of times: repetitions are possessive (`*+`), and unclosed strings or comments extend to the end of the line or
+text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _DASHED = r"(?P<w>[^\W\d][\w-]*+)"
 
 @dataclass(frozen=True)
 class _Language:
-    """How a language's words are told apart.
+    """The lexical rules of a language.
 
     Attributes:
-        pattern: what is coloured: each match is of one group, named by its class, "w" being a word.
+        pattern: each match is of one group, named by its CSS class; "w" is a word.
         classes: of words.
-        keys: what follows a word, or a text in quotes, that names a value.
-        folds: whether words are the same in capitals.
+        keys: characters that follow the name of a value.
+        folds: whether words are case-insensitive.
     """
 
     pattern: re.Pattern[str]
@@ -217,7 +217,7 @@ LANGUAGES: dict[str, _Language] = {
 
 
 def highlighted(code: str, language: str) -> str:
-    """Code as HTML, coloured where the language is a known one."""
+    """Code as HTML, coloured if the language is known."""
     known = LANGUAGES.get(language.lower())
     if known is None:
         return escape(code)
@@ -231,7 +231,7 @@ def highlighted(code: str, language: str) -> str:
 
 
 def _class_of(match: re.Match[str], code: str, language: _Language) -> str | None:
-    """The class of a match, None where it has no colour."""
+    """The CSS class of a match; None for no colour."""
     kind, after = match.lastgroup, code[match.end() : match.end() + 2]
     if language.keys and kind in ("w", "s") and after.lstrip(" ")[:1] in tuple(language.keys):
         return "na"

@@ -1,7 +1,7 @@
-"""The conversations of this user, kept in a database.
+"""The user's conversations in a database.
 
-A reply's row is there before its first token and grows while it is made. One that its program did not finish, because
-it was killed or the power failed, is "interrupted" when the history is next opened, with the text it had.
+A reply's row exists before its first token and grows with the reply. If its program dies, the reply is "interrupted"
+when the history is next opened, with the text it had.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ _DRAFT = "message IS NULL AND document IS NOT id"
 
 
 class Attachments:
-    """The table of files; every method may be called from any thread."""
+    """The files of messages; methods may be called from any thread.
+
+    Files are stored when they are attached, so that a draft's files survive a restart. Sending the message assigns them
+    to it, or they are kept for later messages.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -55,31 +59,30 @@ class Attachments:
                 connection.execute(f"DELETE FROM attachments WHERE {_DRAFT} AND created < ?", (_oldest(),))
 
     def add(self, attachment: Attachment) -> None:
-        """Takes a file whose message has not been sent yet."""
+        """Add a file of a draft."""
         with self._database.transaction() as connection:
             insert(connection, None, attachment)
 
     def get(self, id: str) -> Attachment:
-        """One file."""
         rows = self._database.rows(f"SELECT {_COLUMNS} FROM attachments WHERE id = ?", (id,))
         if not rows:
             raise NotFoundError("The attached file is no longer there.", "Attach it again.")
         return Attachment(**dict(rows[0]))
 
     def discard(self, id: str) -> None:
-        """Forgets a file that was not sent; one that was, is kept, or is not there, is left as it is."""
+        """Delete a file of a draft; any other stays."""
         with self._database.transaction() as connection:
             connection.execute(f"DELETE FROM attachments WHERE id = ? AND {_DRAFT}", (id,))
 
     def require_room(self, id: str) -> None:
-        """Checks that a file can be kept for later."""
+        """Check that a file can be kept for later."""
         if not self._database.rows("SELECT 1 FROM attachments WHERE id = ? AND message IS NULL", (id,)):
             raise NotFoundError("The attached file is no longer there.", "Attach it again.")
         if len(self.kept_ids()) >= MOST_KEPT:
             raise UsageError(f"{MOST_KEPT} files are kept already.", "Remove one of them first.")
 
     def keep(self, id: str, tokens: int) -> Attachment:
-        """Keeps a file that was not sent for messages to come."""
+        """Keep a file of a draft for later messages."""
         with self._database.transaction() as connection:
             done = connection.execute(
                 "UPDATE attachments SET document = id, tokens = ? WHERE id = ? AND message IS NULL", (tokens, id)
@@ -89,16 +92,15 @@ class Attachments:
         return self.get(id)
 
     def kept(self) -> list[Attachment]:
-        """The files that are kept for messages to come, in the order in which they were attached."""
+        """The kept files in order of attachment."""
         rows = self._database.rows(f"SELECT {_COLUMNS} FROM attachments WHERE document = id ORDER BY number")
         return [Attachment(**dict(row)) for row in rows]
 
     def kept_ids(self) -> frozenset[str]:
-        """Their ids alone."""
         return frozenset(row["id"] for row in self._database.rows("SELECT id FROM attachments WHERE document = id"))
 
     def remove(self, id: str, forget: Callable[[Attachment], None]) -> None:
-        """Keeps a file no longer; messages that were sent with it have their own copy."""
+        """Stop keeping a file; sent messages have copies of their own."""
         if id not in self.kept_ids():
             raise NotFoundError("There is no such kept file.", "It may already have been removed.")
         forget(self.get(id))
@@ -106,7 +108,7 @@ class Attachments:
             connection.execute("DELETE FROM attachments WHERE document = id AND id = ?", (id,))
 
     def chosen(self, ids: Sequence[str]) -> tuple[Attachment, ...]:
-        """The files of a message that is about to be sent."""
+        """Return the files of a message that is about to be sent."""
         if len(ids) > MOST_ATTACHMENTS:
             message = f"A message takes at most {MOST_ATTACHMENTS} files, and these are {len(ids)}."
             raise UsageError(message, "Remove some of them.")
@@ -118,7 +120,7 @@ class Attachments:
         return found
 
     def of(self, conversation: str) -> dict[str, tuple[Attachment, ...]]:
-        """The files of a conversation by their message, in the order in which they were attached."""
+        """The files of a conversation by message, in order of attachment."""
         names = ", ".join(f"attachments.{name}" for name in _COLUMNS.split(", "))
         rows = self._database.rows(
             f"SELECT message, {names} FROM attachments JOIN messages ON messages.id = attachments.message"
@@ -133,7 +135,7 @@ class Attachments:
 
 
 def insert(connection: sqlite3.Connection, message: str | None, attachment: Attachment) -> None:
-    """Keeps a file with its message, inside the caller's transaction; one that waited for its message gets it."""
+    """Insert a file inside the caller's transaction, or assign a draft's file to its message."""
     a = attachment
     done = connection.execute(
         "INSERT INTO attachments (id, message, name, kind, bytes, pages, content, created, document, tokens)"
@@ -154,11 +156,10 @@ _CLOCK_S = 2.0
 
 
 class History:
-    """Conversations in a database. Every method may be called from any thread, and is on disk when it returns.
+    """Conversations in a database. Methods may be called from any thread, and have written to disk when they return.
 
     Attributes:
-        attachments: the files of messages.
-        put_aside: where a damaged file was moved to on opening; None where there was none.
+        put_aside: where a damaged file was moved; None if there was none.
     """
 
     def __init__(self, database: Database) -> None:
@@ -171,7 +172,7 @@ class History:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens a history, or begins one; errors as `Database.open`."""
+        """Open or create a history."""
         database = Database.open(path)
         try:
             return cls(database)
@@ -180,11 +181,10 @@ class History:
             raise
 
     def close(self) -> None:
-        """Closes the file."""
         self._database.close()
 
     def summaries(self, text: str = "") -> list[Summary]:
-        """The conversations, the latest first; those that hold every word of `text`, if it has any."""
+        """List the conversations, latest first; with `text`, those that contain every word of it."""
         hits = find_conversations(self._database, text, indexed=self._indexed) if text.strip() else None
         rows = self._database.rows(
             "SELECT id, title, created, updated FROM conversations ORDER BY updated DESC, rowid DESC"
@@ -196,7 +196,7 @@ class History:
         ]
 
     def conversation(self, id: str) -> Conversation:
-        """A conversation with all its messages."""
+        """Return a conversation with all its messages."""
         found = self._database.rows("SELECT * FROM conversations WHERE id = ?", (id,))
         if not found:
             raise NotFoundError("There is no such conversation.", "It may have been deleted; open another.")
@@ -217,14 +217,13 @@ class History:
         options: Mapping[str, Any] | None = None,
         choice: ModelChoice | None = None,
     ) -> Conversation:
-        """Begins a conversation."""
         now = time.time()
         made = Conversation(uuid.uuid4().hex, title.strip(), now, now, system, dict(options or {}), choice=choice)
         self.add(made)
         return made
 
     def add(self, conversation: Conversation) -> None:
-        """Keeps a whole conversation, whose ids are new."""
+        """Insert a whole conversation, whose ids are new."""
         c = conversation
         with self._database.transaction() as connection:
             connection.execute(
@@ -245,7 +244,7 @@ class History:
         leaf: str | None = None,
         choice: ModelChoice | None = None,
     ) -> Conversation:
-        """Changes what is given of a conversation."""
+        """Change the given fields of a conversation."""
         given = {"title": title, "system": system, "leaf": leaf, "choice": _optional_json(choice)}
         given["options"] = None if options is None else _json(options)
         changes = {name: value for name, value in given.items() if value is not None}
@@ -258,7 +257,7 @@ class History:
         return self.conversation(id)
 
     def delete(self, id: str) -> None:
-        """Deletes a conversation, also where the disk is full; errors as `conversation`."""
+        """Delete a conversation, even on a full disk."""
         try:
             self._delete(id)
         except DiskFullError:
@@ -274,7 +273,7 @@ class History:
                 self._delete(id)
 
     def _delete_row(self, table: str, column: str, value: str | int) -> None:
-        """Deletes a row so that its room can be used at once."""
+        """Delete a row so that its room can be reused at once."""
         with self._database.transaction() as connection:
             connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (value,))
         self._database.checkpoint()
@@ -288,7 +287,7 @@ class History:
     def ask(
         self, id: str, parent: str | None, content: str, files: Sequence[str] = (), choice: ModelChoice | None = None
     ) -> tuple[Message, Message]:
-        """Adds a user's message after `parent`, and the reply to it that now starts."""
+        """Add a user's message after `parent`, and the row of its reply."""
         chosen = tuple(file.sent() for file in self.attachments.chosen(files))
         return self._ask(self.conversation(id), parent, content, chosen, choice)
 
@@ -312,29 +311,28 @@ class History:
     def edit_question(
         self, id: str, message: str, content: str, choice: ModelChoice | None = None
     ) -> tuple[Message, Message]:
-        """Adds another version of a user's message beside it, with the same files, and the reply to it that now begins;
-        arguments and errors as `ask`."""
+        """Add another version of a user's message with the same files, and the row of its reply."""
         conversation = self.conversation(id)
         old = self._require(conversation, message)
         files = tuple(dataclasses.replace(file, id=uuid.uuid4().hex) for file in old.attachments)
         return self._ask(conversation, old.parent, content, files, choice)
 
     def edit_reply(self, id: str, message: str, content: str) -> Message:
-        """Adds another version of a reply beside it, as the user wrote it."""
+        """Add another version of a reply, as the user wrote it."""
         conversation = self.conversation(id)
         new = _new("assistant", self._require_reply(conversation, message).parent, content)
         self._append(conversation, new)
         return new
 
     def regenerate(self, id: str, message: str) -> Message:
-        """Adds another reply, which now begins, beside one."""
+        """Add the row of another version of a reply."""
         conversation = self.conversation(id)
         reply = _new("assistant", self._require_reply(conversation, message).parent, "", "replying")
         self._append(conversation, reply)
         return reply
 
     def go_on(self, id: str, message: str) -> Message:
-        """Lets a reply go on from where it ended; errors as `regenerate`."""
+        """Let a reply continue from its end."""
         conversation = self.conversation(id)
         old = self._require_reply(conversation, message)
         with self._database.transaction() as connection:
@@ -346,7 +344,7 @@ class History:
         return dataclasses.replace(old, status="replying", failure=None)
 
     def write(self, message: str, content: str) -> None:
-        """Keeps what there is of a reply that is being made."""
+        """Save the text of a reply in progress."""
         with self._database.transaction() as connection:
             connection.execute("UPDATE messages SET content = ? WHERE id = ?", (content, message))
 
@@ -358,7 +356,7 @@ class History:
         failure: ReplyFailure | None = None,
         figures: Figures | None = None,
     ) -> None:
-        """Keeps a reply that has ended."""
+        """Save a finished reply."""
         values = (content, status, _optional_json(failure), _optional_json(figures), message)
         with self._database.transaction() as connection:
             connection.execute(
@@ -371,7 +369,7 @@ class History:
             )
 
     def _append(self, conversation: Conversation, *messages: Message, choice: ModelChoice | None = None) -> None:
-        """Adds messages, the last of which becomes the leaf, and names a conversation that has no name."""
+        """Add messages, the last of which becomes the leaf, and give an unnamed conversation a title."""
         first = messages[0]
         with self._database.transaction() as connection:
             for message in messages:
@@ -417,7 +415,7 @@ class History:
         return found
 
     def _interrupt_lost(self) -> None:
-        """Marks the replies of programs that have ended; one that still runs may be writing its own."""
+        """Mark the replies of dead processes; a living one may still be writing its own."""
         rows = self._database.rows("SELECT DISTINCT holder FROM messages WHERE status = 'replying'")
         lost = [row["holder"] for row in rows if not _alive(row["holder"])]
         if lost:
@@ -431,7 +429,7 @@ class History:
 
 
 def _holder(pid: int) -> str:
-    """Returns a name of a process that no later one has, even with the same process id."""
+    """Identify a process, distinct from later ones with the same process id."""
     return f"{pid}@{psutil.Process(pid).create_time()}"
 
 
@@ -453,7 +451,7 @@ def _touch(connection: sqlite3.Connection, conversation: str, leaf: str) -> None
 
 
 def _title(content: str) -> str:
-    """The first line of a text that has one, shortened at a word."""
+    """The first line of a text, shortened at a word."""
     line = " ".join(content.strip().splitlines()[0].split())
     if len(line) <= _LONGEST_TITLE:
         return line

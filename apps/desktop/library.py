@@ -1,9 +1,8 @@
-"""Which models there are on this machine, with what they are and need, as if nothing were loaded yet.
+"""Models that the window lists: those on this machine with what they need, and those to download or import.
 
-Looking takes a while, as every model's files are opened; what was found of a file holds until the file changes.
-
-A plan counts the process it is made in. While a model is loaded, that process is larger than the one that would load
-another after it, by what the model takes; plans are corrected by as much."""
+Every model's files are opened once and again when they change. A plan counts the process in which it is made; while a
+model is loaded, plans are corrected by the memory that it takes.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +41,16 @@ _FIRST_PART = "*-00001-of-[0-9][0-9][0-9][0-9][0-9].gguf"
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model that could be loaded, or could not and why.
+    """A model that can be loaded, or the reason why not.
 
     Attributes:
-        id: what loads it.
-        place: where it comes from, of models that others have the name of.
+        id: loads it.
+        place: where it comes from, if several models have its name.
         bytes: of its files.
-        context: tokens it can hold at most.
-        planned_bytes: what it takes with the options asked about and no budget.
-        minimum_bytes: the smallest budget it fits.
-        error: why it cannot be used; the rest is unknown then.
+        context: the largest in tokens.
+        planned_bytes: without a budget.
+        minimum_bytes: the smallest budget that fits.
+        error: why it cannot be used; other facts are then unknown.
     """
 
     id: str
@@ -68,12 +67,12 @@ class ListedModel:
 
 
 def model_of(id: str | None) -> str | None:
-    """What `edgeinfer.load` takes for an id."""
+    """The argument of `edgeinfer.load` for an id."""
     return None if id == BUILT_IN else id
 
 
 def canonical(model: str | None) -> str | None:
-    """The id under which the library lists a model that a name stands for; the name itself, where there is no other."""
+    """The id under which the library lists a model; its name if there is no other."""
     with contextlib.suppress(EdgeInferError):
         path = hub.local(model)
         if model is not None and path is not None and (path.is_file() or path.is_relative_to(hub.models_folder())):
@@ -82,8 +81,7 @@ def canonical(model: str | None) -> str | None:
 
 
 def kind_of(facts: edgeinfer.ModelFacts) -> Kind:
-    """What a model is for: by its name, as Qwen's chat models have the tokens of a coding model too, and by whether it
-    was made for conversations."""
+    """The kind of a model, by its name (chat models too may have the tokens of coding models) and whether it chats."""
     if _STORIES.search(facts.name) or facts.name == hub.BUILTIN:
         return "stories"
     if not facts.chats:
@@ -92,23 +90,21 @@ def kind_of(facts: edgeinfer.ModelFacts) -> Kind:
 
 
 def file_of(model: str | None) -> str:
-    """What tells a model from others of its name: its file or folder, or the bits of a conversion."""
+    """Tell a model from others of its name: its file or folder, or the bits of a conversion."""
     path = Path(model or "")
     converted = path.parent.parent == hub.models_folder() and re.match(r"(\d+)-bit-", path.name)
     return f"{converted[1]} bits" if converted else path.name
 
 
 def id_of(model: str | None) -> str:
-    """What the window calls a model."""
     return BUILT_IN if model is None else model
 
 
 class Library:
-    """The models; may be asked from any thread.
+    """The models on this machine; may be used from any thread.
 
     Args:
         folders: searched for bundles and GGUF files, two levels deep.
-        planner: says what they need.
     """
 
     def __init__(self, folders: Sequence[Path], planner: Planner) -> None:
@@ -118,10 +114,10 @@ class Library:
         self._known: dict[tuple[str, float, int | None], ListedModel] = {}
 
     def models(self, recent: Iterable[str] = (), context: int | None = None) -> list[ListedModel]:
-        """All models, the built-in one first.
+        """List all models, the built-in one first.
 
         Args:
-            context: tokens to plan for; None is the model's usual.
+            context: tokens to plan for; None is the model's default.
         """
         with self._lock:
             found: dict[str, Source] = {}
@@ -131,7 +127,7 @@ class Library:
             return _told_apart([self._describe(id, source, context) for id, source in found.items()])
 
     def facts(self, model: str | None) -> edgeinfer.ModelFacts | None:
-        """What a model's files say of it; None where they cannot be read."""
+        """Describe a model; None if its files cannot be read."""
         try:
             return edgeinfer.describe(model)
         except EdgeInferError:
@@ -185,7 +181,7 @@ class Library:
 
 
 def _told_apart(models: Sequence[ListedModel]) -> list[ListedModel]:
-    """The models, those of one name with where they come from."""
+    """Add the origin to models that share a name."""
     counts = Counter(model.name for model in models)
     return [
         replace(model, place=_place(model)) if counts[model.name] > 1 and model.source != "built-in" else model
@@ -194,20 +190,20 @@ def _told_apart(models: Sequence[ListedModel]) -> list[ListedModel]:
 
 
 def _place(model: ListedModel) -> str:
-    """Where a person finds a model: its file or folder, or what it was converted of."""
+    """The file or folder of a model, or the source of a conversion."""
     sources = {str(converted.path): converted.source.name for converted in hub.converted_models()}
     place = sources.get(model.id, model.id)
     return place.replace(str(Path.home()), "~", 1) if place.startswith(str(Path.home())) else place
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF model: the whole or the first part of one, and not a bundle's own."""
+    """Whether a path is a GGUF model or the first part of one, outside of a bundle."""
     first = path.match(_FIRST_PART) or not path.match(_OTHER_PART)
     return path.match(_GGUF_FILES) and first and not hub.is_bundle(path.parent)
 
 
 def _changed(id: str) -> float:
-    """When the files of a path were last changed; of what is no path, never."""
+    """The last change of a path's files; 0 for a path that does not exist."""
     path = Path(id)
     try:
         files = [path, *path.glob("*")] if path.is_dir() else [path]
@@ -225,11 +221,11 @@ _LEFT_BYTES = 6_000_000
 
 
 class Planner:
-    """Makes plans; may be called from any thread.
+    """Makes plans; may be used from any thread.
 
     Args:
-        options: fields of LoadConfig that hold for every model.
-        parallel: replies that take turns.
+        options: LoadConfig fields for every model.
+        parallel: replies at once.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None, parallel: int = 1) -> None:
@@ -239,7 +235,7 @@ class Planner:
         self._empty: dict[str, int] | None = None
 
     def measure(self) -> None:
-        """Measures the process; to be called before a model is loaded."""
+        """Measure the process before a model is loaded."""
         with self._lock:
             if self._empty is None:
                 # Of these terms all plans say the same, and of plans with few choices they say it at once.
@@ -247,17 +243,17 @@ class Planner:
                 self._empty = {name: terms.get(name, 0) for name in _PROCESS}
 
     def loaded(self, plan: edgeinfer.MemoryPlan) -> None:
-        """Takes over what the process was when a model was loaded into it, and what it will be when that is gone."""
+        """Record the process's size when a model was loaded, and estimate it for when that is freed."""
         with self._lock:
             self._empty = {name: plan.terms.get(name, 0) for name in _PROCESS}
             self._empty["interpreter"] += _LEFT_BYTES
 
     def plan(self, model: str | None, memory: int | None = None, **options: Any) -> dict[str, Any]:
-        """The JSON object of a plan.
+        """Make a plan as JSON.
 
         Args:
             memory: budget in bytes.
-            options: fields of LoadConfig; those that are None are left open.
+            options: LoadConfig fields; None is the default.
         """
         given = self._options | {name: value for name, value in options.items() if value is not None}
         with self._lock:
@@ -274,7 +270,7 @@ class Planner:
             return _corrected(data, *self._excess(roomy), memory)
 
     def _excess(self, plan: edgeinfer.MemoryPlan) -> tuple[dict[str, int], int]:
-        """Bytes by which the process is larger than without a model, by term; and those of them that count."""
+        """Bytes by which the process is larger than without a model, by term, and their counted part."""
         empty = self._empty or {}
         excess = {name: max(0, plan.terms.get(name, 0) - empty.get(name, plan.terms.get(name, 0))) for name in _PROCESS}
         return excess, sum(size for name, size in excess.items() if name in _counted(plan.counted))
@@ -303,7 +299,7 @@ _ROOM_SHARE = 0.75
 # Beyond this share of the memory that is free now, other programs feel it.
 _EASY_SHARE = 0.6
 _RECOMMENDED = 3
-# Nobody waits an hour for a first impression.
+# A first impression should not take an hour.
 _MOST_DOWNLOAD = 9_000_000_000
 _CHAT = "chat"
 _MOST_ENTRIES = 500
@@ -312,12 +308,11 @@ _GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class Room:
-    """What this machine has for models.
+    """Memory and disk space for models on this machine.
 
     Attributes:
-        disk_bytes: free where models are kept.
-        memory_bytes: that a model may take.
-        easy_bytes: of memory that a model may take without others feeling it now.
+        memory_bytes: the most that a model may take.
+        easy_bytes: what a model may take without slowing other programs down.
         gguf: whether GGUF files run here.
     """
 
@@ -328,7 +323,6 @@ class Room:
 
     @classmethod
     def here(cls) -> Room:
-        """As it is now."""
         memory, folder = psutil.virtual_memory(), hub.models_folder()
         while not folder.exists():
             folder = folder.parent
@@ -340,26 +334,26 @@ class Room:
         )
 
     def fit(self, memory: int) -> Fit:
-        """How well a model of that need goes into memory."""
+        """How well a model of this size fits."""
         return "no" if memory > self.memory_bytes else "yes" if memory <= self.easy_bytes else "tight"
 
 
 class Catalog:
-    """What can be had; may be asked from any thread."""
+    """Models to download; may be used from any thread."""
 
     def view(self) -> dict[str, Any]:
-        """The catalog, with three of it that suit this machine."""
+        """The catalog, with up to three recommendations for this machine."""
         room = Room.here()
         models = [_entry(model, room) for model in edgeinfer.catalog()]
         return {"models": models, "recommended": _recommended(models, room), "room": asdict(room)}
 
     def search(self, text: str) -> dict[str, Any]:
-        """Models of the hub by a part of their name; errors as `edgeinfer.search_hub`."""
+        """Search the hub by a part of the name."""
         found = [asdict(model) | {"path": _path(model.name)} for model in edgeinfer.search_hub(text)]
         return {"models": found}
 
     def offers(self, name: str) -> dict[str, Any]:
-        """The types of a repository of GGUF files; errors as `edgeinfer.offers`."""
+        """The files of a GGUF repository."""
         room = Room.here()
         found = [
             asdict(offer) | {"fit": room.fit(offer.memory), "path": _path(offer.name)}
@@ -369,7 +363,7 @@ class Catalog:
 
 
 def importable(path: str) -> Path:
-    """A model on this machine that its path names: a folder with a bundle or a checkpoint, or a GGUF file."""
+    """Check the path of a model to import: a folder with a bundle or a checkpoint, or a GGUF file."""
     found = Path(path.strip().strip('"')).expanduser()
     if not found.is_absolute():
         raise ModelError(f"{path!r} is not a whole path.", "Give it from the beginning, such as /home/me/models/name.")
@@ -386,10 +380,10 @@ def importable(path: str) -> Path:
 
 
 def folder_view(path: str) -> dict[str, Any]:
-    """A folder of this machine with what in it may be or hold a model: folders and GGUF files, by name.
+    """List the folders and GGUF files of a folder.
 
     Args:
-        path: of the folder; empty is the user's own.
+        path: of the folder; empty is the home folder.
     """
     folder = Path(path).expanduser() if path else Path.home()
     try:
@@ -443,7 +437,7 @@ def _entry(model: edgeinfer.CatalogModel, room: Room) -> dict[str, Any]:
 
 
 def _path(name: str) -> str | None:
-    """Where a model lies, if it is on this machine."""
+    """The path of a model, if it is on this machine."""
     with contextlib.suppress(EdgeInferError):
         found = hub.local(name)
         return None if found is None else str(found)
@@ -451,7 +445,7 @@ def _path(name: str) -> str | None:
 
 
 def _recommended(models: Sequence[dict[str, Any]], room: Room) -> list[str]:
-    """Up to three that run well here: the largest to chat with, and others of half its size or less, step by step."""
+    """Recommend the largest chat model that runs well here, and up to two more, each half the size of the last."""
     fitting = [
         m for m in models if m["fit"] == "yes" and m["download"] <= _MOST_DOWNLOAD and (room.gguf or not m["gguf"])
     ]

@@ -1,7 +1,9 @@
-"""Text of messages as HTML that is safe to show, whatever a model wrote.
+"""Messages as HTML that is safe to show, whatever a model wrote: no markup of its own, nothing loaded from elsewhere,
+links only to web pages and mail addresses.
 
-Nothing in the text becomes markup of its own, nothing is loaded from elsewhere, and links lead to web pages and mail
-addresses only.
+Formulas are replaced by placeholders before Markdown is parsed, and put back as typed. A formula is `$...$`, `$$...$$`,
+`\\(...\\)`, `\\[...\\]` or an environment such as `\\begin{align}`; code, links and amounts of money are not.
+An unfinished formula is shown as text.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ _AMOUNT = re.compile(r"\d[\d.,]*(?:[kKmMbB]|bn)?(?:\s+[A-Za-z]{2,}|\s*[-/]\s*\$)
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula, or the beginning of one.
+    """A formula.
 
     Attributes:
-        source: as it was typed, with what marks it.
+        source: as typed, with its delimiters.
         display: on a line of its own.
-        whole: whether its end is there.
+        whole: whether its end has been typed.
     """
 
     source: str
@@ -68,17 +70,17 @@ class Formula:
 
     @property
     def html(self) -> str:
-        """As the page is given it, which draws it where it can; text until then."""
+        """The HTML that the page's script renders."""
         if not self.whole:
             return escape(self.source)
         return f'<span class="math{" display" if self.display else ""}">{escape(self.source)}</span>'
 
 
 class Lifted:
-    """A text whose formulas were taken out.
+    """A text whose formulas were replaced by placeholders.
 
     Attributes:
-        text: with a stand-in for each of them.
+        text: with the placeholders.
     """
 
     def __init__(self, text: str) -> None:
@@ -89,15 +91,15 @@ class Lifted:
         self.text = "".join(self._parts()) if "$" in text or "\\" in text else self._text
 
     def typed(self, text: str) -> str:
-        """A text with its formulas as they were typed."""
+        """Put the formulas back as typed."""
         return _STAND_IN.sub(lambda match: self._formulas[int(match[1])].source, text) if self._formulas else text
 
     def shown(self, html: str) -> str:
-        """Escaped text with its formulas as HTML."""
+        """Put the formulas into escaped text as HTML."""
         return _STAND_IN.sub(lambda match: self._formulas[int(match[1])].html, html) if self._formulas else html
 
     def cleared(self, html: str) -> str:
-        """HTML whose attributes have no stand-ins left."""
+        """Remove placeholders from attributes."""
         return _ANY_STAND_IN.sub(lambda match: escape(self._source(int(match[1]))), html)
 
     def _source(self, number: int) -> str:
@@ -117,7 +119,7 @@ class Lifted:
         return [*parts, text[done:]]
 
     def _at(self, sign: re.Match[str]) -> tuple[Formula | None, int]:
-        """What a sign opens, if that is a formula, and where to go on."""
+        """The formula that starts at a sign, if any, and where to continue."""
         text, begin, end = self._text, sign.start(), sign.end()
         if sign["fence"] is not None:
             return None, self._fence_end(sign["mark"], end)
@@ -152,7 +154,7 @@ class Lifted:
         return Formula(self._unquoted(begin, close + 1), False), close + 1
 
     def _marked(self, begin: int, end: int, mark: str, display: bool) -> tuple[Formula | None, int]:
-        """A formula up to a closing mark; the beginning of one where the text ends before it."""
+        """The formula up to a closing delimiter, or an unfinished one at the end of the text."""
         close = self._find(mark, end)
         blank = self._blank_line(end)
         if 0 <= close - end <= _LONGEST and (not end <= blank < close or mark == "\\]"):
@@ -164,13 +166,13 @@ class Lifted:
         return Formula(self._unquoted(begin, len(self._text)), display, whole=False), len(self._text)
 
     def _begins(self, end: int, mark: str) -> bool:
-        r"""Whether the text after an opening mark may become a formula: not that of $$, the process, or of \[x](y)."""
+        """Whether an opening delimiter may start a formula: not $$, the process id, and not an escaped link."""
         if mark == "$$":
             return _DISPLAYED.match(self._text, end) is not None
         return mark != "\\]" or _ESCAPED_LINK.match(self._text, end) is None
 
     def _fence_end(self, mark: str, end: int) -> int:
-        """Where a block of code ends; one backtick more in the first line, and it is a span of code."""
+        """The end of a code block; a code span if its first line has a backtick."""
         line = self._text.find("\n", end)
         if mark[0] == "`" and "`" in self._text[end : line if line >= 0 else None]:
             return self._code_end(mark, end) or end
@@ -185,7 +187,7 @@ class Lifted:
         return known
 
     def _code_end(self, ticks: str, end: int) -> int | None:
-        """Where a code span ends that begins with so many backticks; None where it does not."""
+        """The end of a code span; None if it is not closed."""
         close = self._find(ticks, end)
         while close >= 0:
             after = close + len(ticks)
@@ -197,14 +199,14 @@ class Lifted:
         return None
 
     def _find(self, mark: str, start: int) -> int:
-        """As `str.find`, which asks again only behind what was found before."""
+        """`str.find` that searches each part of the text once."""
         known = self._next.get(mark)
         if known is None or 0 <= known < start:
             known = self._next[mark] = self._text.find(mark, start)
         return known
 
     def _unquoted(self, begin: int, end: int) -> str:
-        """A formula without the signs of a quotation that it stands in."""
+        """The formula without the quotation marks of the lines around it."""
         source = self._text[begin:end]
         line = self._text[self._text.rfind("\n", 0, begin) + 1 : begin]
         return _QUOTED_LINE.sub("\n", source) if line.lstrip().startswith(">") else source
@@ -223,7 +225,7 @@ _MOST_BRACKETS, _MOST_CELLS = 3_000, 6_000
 
 
 class _Renderer(RendererHTML):
-    """Renders code with a head, pictures as links, and links so that the page they lead to learns nothing of ours."""
+    """Renders code with a header, images as links, and links without a referrer."""
 
     def text(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
         return _lifted(env).shown(escapeHtml(tokens[index].content))
@@ -272,7 +274,7 @@ _NOTHING_LIFTED = Lifted("")
 
 
 def _spend(env: MutableMapping[str, Any], name: str, cost: int, most: int) -> bool:
-    """Takes from what a text may still spend; whether there was enough."""
+    """Spend from a budget of a text; return whether there was enough."""
     left = env.get(name, most) - cost
     if left >= 0:
         env[name] = left
@@ -290,7 +292,7 @@ def _image(state: StateInline, silent: bool) -> bool:
 
 
 def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """A table, of as many rows as there are cells left; short rows are filled up to the width of the first."""
+    """A table of limited size; short rows are filled up to the width of the first."""
     if start + 2 > end:
         return False
     columns = state.src.count("|", state.bMarks[start + 1], state.eMarks[start + 1]) + 1
@@ -336,7 +338,7 @@ _USER = _parser("zero", {"breaks": True}).enable(["fence", "backticks", "newline
 
 
 def render_reply(text: str) -> str:
-    """A reply's Markdown; what a reasoning model thinks before it answers is folded."""
+    """Render a reply's Markdown; the thoughts of a reasoning model are folded."""
     if len(text) > _MOST_RENDERED:
         return _plain(text)
     thought = _THOUGHT.match(text)
@@ -356,7 +358,7 @@ def _rendered(text: str) -> str:
 
 
 def render_user(text: str) -> str:
-    """A user's message as it was typed, with code in fences and backticks."""
+    """Render a user's message as typed, with code in fences and backticks."""
     return _plain(text) if len(text) > _MOST_RENDERED else str(_USER.render(text))
 
 

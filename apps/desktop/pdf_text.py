@@ -19,7 +19,7 @@ _MOST_PAGES = 1000
 
 
 def main(characters: int) -> int:
-    """Reads standard input; text of more than so many characters is refused."""
+    """Read a PDF from standard input; refuse more than so many characters."""
     _bound_memory()
     # Its complaints about files that are not quite in order are of no use to anybody here.
     logging.disable(logging.CRITICAL)
@@ -58,7 +58,7 @@ def _read(data: bytes, characters: int) -> dict[str, Any]:
 
 
 def _bound_memory() -> None:
-    """Where the system has such bounds; elsewhere who started this process watches it."""
+    """Limit this process's memory where the system can; elsewhere the parent watches it."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -1,4 +1,4 @@
-"""What the history keeps, as values: conversations, messages, figures of a reply."""
+"""The values that the history keeps: conversations, messages, files, figures of a reply."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ReplyFailure:
 
     Attributes:
         code: for programs, such as "context_full".
-        minimum_bytes: the smallest budget that would do, where memory was short.
-        tokens: of the conversation, where the context does not hold it.
+        minimum_bytes: the smallest sufficient budget, if memory was short.
+        tokens: of the conversation, if the context is too small.
     """
 
     message: str
@@ -39,13 +39,12 @@ class ReplyFailure:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a reply took.
+    """Figures of a reply.
 
     Attributes:
-        context: tokens that the model's context holds.
-        model: its name.
-        left_out: messages before it that the model was not given, as the context has no room for them.
-        approximate: whether it is not quite what one text would give, as several files before it were read apart.
+        context: the model's context in tokens.
+        left_out: oldest messages that did not fit.
+        approximate: whether files were read separately, which changes the result slightly.
     """
 
     prompt_tokens: int
@@ -63,7 +62,6 @@ class Figures:
 
     @classmethod
     def of_result(cls, result: Result, context: int, left_out: int = 0) -> Self:
-        """Those of a finished reply."""
         return cls(
             prompt_tokens=result.usage.prompt_tokens,
             cached_tokens=result.timings.cached_prompt_tokens,
@@ -82,15 +80,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file that belongs to a user's message.
+    """A file attached to a user's message.
 
     Attributes:
         kind: "text" or "pdf".
         bytes: size of the file.
-        content: the text in it, which the model reads.
+        content: its text.
         pages: of a PDF.
-        document: id of the kept file that it is a copy of; a file that is itself kept for later has its own.
-        tokens: of a kept file, as the model that it was kept with counts them.
+        document: id of the kept file that it copies; its own id if it is kept itself.
+        tokens: of a kept file.
     """
 
     id: str
@@ -104,23 +102,23 @@ class Attachment:
 
     @property
     def quoted(self) -> str:
-        """As it stands in a message: its name, then its text between two lines."""
+        """The form in a prompt: its name, then its text between two lines."""
         pages = "" if self.pages is None else f" ({self.pages} page{'s' if self.pages > 1 else ''})"
         return f"File: {self.name}{pages}\n---\n{self.content}\n---"
 
     def sent(self) -> Attachment:
-        """As a message has it: of a kept file a copy."""
+        """The file as a message has it: a copy of a kept one."""
         return dataclasses.replace(self, id=uuid.uuid4().hex) if self.document == self.id else self
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model that a conversation uses, and how it is loaded.
+    """The model of a conversation and how it is loaded.
 
     Attributes:
         model: path or hub id; None is the built-in model.
-        memory: budget of the process in bytes; None sets no limit.
-        context: tokens of prompt plus reply; None leaves it to the plan.
+        memory: budget of the process in bytes; None is unlimited.
+        context: in tokens; None leaves it to the plan.
     """
 
     model: str | None = None
@@ -130,14 +128,13 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation's tree.
+    """A message in a conversation's tree.
 
     Attributes:
-        parent: id of the message it answers or follows; None begins the conversation.
+        parent: id of the previous message; None starts the conversation.
         created: seconds since 1970.
-        failure: why it failed, with status "error".
-        figures: of a reply that got as far as to have any.
-        attachments: of a user's message.
+        failure: with status "error".
+        figures: of a reply.
     """
 
     id: str
@@ -151,7 +148,8 @@ class Message:
     attachments: tuple[Attachment, ...] = ()
 
     def prompt(self, apart: Collection[str] = ()) -> str:
-        """What the model reads of it: the files first, so that what is asked of them stands last."""
+        """The text that the model reads: files first, so that the question comes last. `apart` lists kept files to
+        leave out."""
         files = [f"File: {f.name}" if f.document in apart else f.quoted for f in self.attachments]
         return "\n\n".join([*files, *([self.content] if self.content else [])])
 
@@ -161,11 +159,11 @@ class Conversation:
     """A conversation with all its branches.
 
     Attributes:
-        title: empty until there is a message to take it from.
+        title: empty until the first message.
         options: generation options of its replies.
-        leaf: the message that the branch on show ends in.
-        choice: the model it uses; None until a model has replied.
-        messages: in the order in which they were made.
+        leaf: the last message of the visible branch.
+        choice: its model; None before the first reply.
+        messages: in order of creation.
     """
 
     id: str
@@ -179,7 +177,6 @@ class Conversation:
     choice: ModelChoice | None = None
 
     def message(self, id: str | None) -> Message | None:
-        """The message of that id, if it is in here."""
         return next((message for message in self.messages if message.id == id), None)
 
     def path(self, leaf: str | None) -> list[Message]:
@@ -194,10 +191,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Summary:
-    """A line of the list of conversations.
+    """An entry of the list of conversations.
 
     Attributes:
-        snippet: text around what was searched for; empty where the title has it or nothing was searched for.
+        snippet: text around the search word; empty without a search or if the title matches.
     """
 
     id: str
@@ -208,7 +205,7 @@ class Summary:
 
 
 def from_json(kind: type[_T], data: object) -> _T:
-    """A failure or the figures of a reply, from JSON."""
+    """Read a failure or figures from JSON."""
     # The name of the field in an exported file.
     name = "error" if kind is ReplyFailure else "figures"
     fields = {f.name: f for f in dataclasses.fields(kind)}

@@ -1,4 +1,4 @@
-"""What endpoints share: bodies checked field by field, errors as JSON, server-sent events."""
+"""What endpoints share: checked bodies, errors as JSON, server-sent events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TEXTS = ("content", "system")
 
 
 def answered(endpoint: Endpoint) -> Endpoint:
-    """Wraps an endpoint so that errors become answers."""
+    """Wrap an endpoint so that errors become answers."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
@@ -61,11 +61,7 @@ def _refusal(error: EdgeInferError) -> Response:
 
 
 async def fields(request: Request, security: Security, **kinds: Any) -> dict[str, Any]:
-    """Reads the fields of a request's body.
-
-    Args:
-        kinds: the type of each field that there may be; a request without a body has none of them.
-    """
+    """Read and check the fields of a request's body; `kinds` gives their types. A request without a body has none."""
     body = await read_json(request, security, optional=True)
     for name, value in body.items():
         if name not in kinds:
@@ -79,17 +75,16 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
 
 
 def search_text(request: Request, name: str = "search") -> str:
-    """Returns the text to search for, a parameter of the address; it may be empty."""
+    """Return the query parameter with the search text; it may be empty."""
     return check_name(request.query_params.get(name, ""), name, LONGEST_SEARCH)
 
 
 def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Returns those of the fields that were given."""
     return {name: body[name] for name in names if name in body}
 
 
 def attachment_ids(body: Mapping[str, Any]) -> list[str]:
-    """Reads the ids of files that go with a message; none where there is no such field."""
+    """Read the ids of attached files."""
     values = body.get("attachments", [])
     for value in values:
         if not isinstance(value, str):
@@ -99,7 +94,7 @@ def attachment_ids(body: Mapping[str, Any]) -> list[str]:
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:
-    """Reads a positive whole number, or None."""
+    """Read a positive whole number, or None."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UsageError(f"{name} is out of range.", f"{name} must be a positive whole number, or null.")
@@ -107,7 +102,7 @@ def whole_number(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def event_stream(events: AsyncGenerator[Event, None], security: Security) -> Response:
-    """Streams events until there are no more or the window is closed."""
+    """Stream events until they end or the window is closed."""
 
     async def write(receive: Receive, send: Send) -> None:
         stream = EventStream(send, security.comment_seconds)

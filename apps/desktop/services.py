@@ -1,4 +1,4 @@
-"""The parts of the running app, made once and handed to every endpoint."""
+"""The parts of the running app."""
 
 from __future__ import annotations
 
@@ -71,18 +71,17 @@ class Services:
         ]
 
     async def start(self) -> None:
-        """Starts loading the last model."""
+        """Start to load the last model."""
         self.feed.publish("conversations", {})
         self.downloads.publish()
         self.control.start()
 
     async def stop(self) -> None:
-        """Ends replies, downloads and loading, keeps what there is of them, and closes the windows' feeds."""
+        """Stop and save replies, downloads and loading; close the windows' feeds."""
         await self.replies.close()
         await self.downloads.close()
         await self.control.close()
         self.feed.close()
 
     def close(self) -> None:
-        """Closes the files."""
         self.history.close()

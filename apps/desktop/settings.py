@@ -1,7 +1,4 @@
-"""What the user set, kept in a JSON file.
-
-The file is written beside the old one and renamed, so that a crash leaves one or the other.
-"""
+"""The user's settings in a JSON file, replaced atomically, and the app's data folder."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _LONGEST_SYSTEM = 100_000
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Generation options as GenerationConfig takes them; those that are None are left out."""
+    """Check generation options; None removes one."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in options:
         if name not in OPTIONS:
@@ -51,17 +48,17 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the user set; None leaves a choice to edgeinfer.
+    """The user's settings; None leaves a choice to edgeinfer.
 
     Attributes:
         theme: one of THEMES.
         memory: budget of the process in bytes.
-        context: tokens of prompt plus reply.
-        model: used last: path or hub id; None is the built-in model.
+        context: in tokens.
+        model: last used, path or hub id; None is the built-in model.
         system: system message of new conversations.
-        options: generation options of all conversations that say nothing else.
-        recent: models used lately, the last one first.
-        unfinished: models whose download has not come to its end.
+        options: default generation options of all conversations.
+        recent: models used, latest first.
+        unfinished: models whose download has not finished.
     """
 
     theme: str | None = None
@@ -95,12 +92,12 @@ class AppSettings:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Makes settings from JSON."""
+        """Read settings from JSON."""
         _require(isinstance(data, dict), "settings", "an object")
         return cls().changed(data)
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Returns a copy with some settings changed; of the options, those given, where None removes one."""
+        """Return a changed copy; options are merged, and None removes one."""
         known = {f.name for f in dataclasses.fields(self)}
         for name in changes:
             if name not in known:
@@ -111,26 +108,21 @@ class AppSettings:
         return dataclasses.replace(self, **given)
 
     def used(self, model: str | None, *, default: bool = True) -> Self:
-        """A copy that says which model was used last, and that it is the default one."""
+        """Return a copy with this model as the latest and, if `default`, the default one."""
         others = tuple(other for other in self.recent if other != model)
         recent = others if model is None else (model, *others)
         return dataclasses.replace(self, model=model if default else self.model, recent=recent)
 
 
 class SettingsFile:
-    """Settings and the file they are kept in.
+    """Settings and their file.
+
+    Args:
+        for_now: settings of this run only, saved only if they are set again.
 
     Attributes:
         now: the settings in force.
-        put_aside: where a file that could not be read was moved to; None where there was none.
-
-    Args:
-        path: of the file; it need not exist.
-        for_now: settings of this run only, which are not kept unless they are set again.
-
-    Raises:
-        StorageError: the file cannot be read.
-        UsageError: `for_now` has a setting that is unknown or out of range.
+        put_aside: where an unreadable file was moved; None if there was none.
     """
 
     def __init__(self, path: Path, for_now: Mapping[str, Any] | None = None) -> None:
@@ -141,15 +133,15 @@ class SettingsFile:
         self.now = self._kept.changed(for_now or {})
 
     def change(self, changes: Mapping[str, Any]) -> AppSettings:
-        """Changes settings and saves them."""
+        """Change and save settings."""
         return self._apply(lambda settings: settings.changed(changes))
 
     def used(self, model: str | None, *, default: bool = True) -> None:
-        """Keeps which model was used last, and whether new conversations use it; errors as `change`."""
+        """Save which model was used last, and whether it is the default one."""
         self._apply(lambda settings: settings.used(model, default=default))
 
     def keep(self, *, unfinished: tuple[str, ...]) -> None:
-        """Keeps which downloads are unfinished; errors as `change`."""
+        """Save which downloads are unfinished."""
         self._apply(lambda settings: dataclasses.replace(settings, unfinished=unfinished))
 
     def _apply(self, change: Callable[[AppSettings], AppSettings]) -> AppSettings:
@@ -198,22 +190,16 @@ def _require(condition: bool, name: str, rule: str) -> None:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A data folder and the names in it.
-
-    Attributes:
-        path: the folder.
-    """
+    """The paths in a data folder."""
 
     path: Path
 
     @property
     def history(self) -> Path:
-        """The database of conversations."""
         return self.path / "history.sqlite3"
 
     @property
     def settings(self) -> Path:
-        """What the user set."""
         return self.path / "settings.json"
 
     @property
@@ -222,7 +208,7 @@ class DataFolder:
         return self.path / "models"
 
     def make(self) -> None:
-        """Makes the folder, for this user only."""
+        """Create the folder, for this user only."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -231,5 +217,5 @@ class DataFolder:
 
 
 def data_folder() -> DataFolder:
-    """This user's data folder of the app; it need not exist."""
+    """The user's data folder of the app; it need not exist."""
     return DataFolder(user_data() / "edgeinfer")

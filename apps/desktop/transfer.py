@@ -1,4 +1,4 @@
-"""Conversations as files: JSON that can be imported again, Markdown to read."""
+"""Conversations as files: JSON that can be imported, Markdown to read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPEAKERS = {"user": "You", "assistant": "Assistant"}
 
 
 def write_json(conversation: Conversation) -> str:
-    """The whole conversation with all its branches."""
+    """Write the whole conversation with all its branches."""
     c = conversation
     data = {
         "format": _FORMAT,
@@ -54,7 +54,7 @@ def write_json(conversation: Conversation) -> str:
 
 
 def write_markdown(conversation: Conversation) -> str:
-    """The branch on show, to read."""
+    """Write the visible branch."""
     parts = [f"# {conversation.title or 'Conversation'}"]
     if conversation.system:
         parts.append("\n".join(f"> {line}".rstrip() for line in conversation.system.splitlines()))
@@ -67,7 +67,7 @@ def write_markdown(conversation: Conversation) -> str:
 
 
 def read_json(data: bytes) -> Conversation:
-    """A conversation from an exported file, with new ids."""
+    """Read an exported conversation and give it new ids."""
     if len(data) > MOST_BYTES:
         raise TooLargeError(f"The file is larger than {format_size(MOST_BYTES)}.", "Export fewer messages.")
     try:
@@ -120,12 +120,12 @@ def _written(message: Message) -> dict[str, Any]:
 
 
 def _ended(status: Status) -> Status:
-    """How a copy of a message stands that may still have been growing."""
+    """The status of a copy, which no longer grows."""
     return "interrupted" if status == "replying" else status
 
 
 def _add(entry: Any, messages: dict[str, Message]) -> None:
-    """Reads a message, by the id it has in the file; what it follows must stand before it, so there are no circles."""
+    """Read a message. Its parent must come first in the file, which rules out cycles."""
     _require(isinstance(entry, dict), "every message must be an object")
     _only(entry, _MESSAGE, "A message")
     id, parent, role = entry.get("id"), entry.get("parent"), entry.get("role")
@@ -154,7 +154,6 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
 
 
 def _files(entry: dict[str, Any]) -> tuple[Attachment, ...]:
-    """The files of a message."""
     listed = entry.get("attachments", [])
     _require(isinstance(listed, list), "attachments must be a list")
     _require(not listed or entry["role"] == "user", "only user's messages have attachments")

@@ -1,4 +1,4 @@
-"""/v1/messages as Anthropic has it: what its requests ask for, and its answers and events."""
+"""Anthropic's /v1/messages: requests, answers and events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HINT = (
     "Text, documents of text, search results, the assistant's tool_use and the user's tool_result are read; files and "
     "URLs are not opened."
 )
-# What a model thought is not told to it again.
+# A model does not read its earlier thoughts again.
 _THOUGHT = ("thinking", "redacted_thinking")
 # What tools of another server did, of which blocks hold no text or text that only that server can read.
 _ELSEWHERE = (
@@ -43,10 +43,10 @@ _ROLES = ("user", "assistant", "system")
 
 
 def read_messages(value: Any, system: Any, leave_out: LeaveOut) -> list[Message]:
-    """The conversation, with the system's text in front.
+    """Read the conversation as OpenAI's messages, the system text first.
 
     Args:
-        leave_out: called with each block that is not told to the model, but for thoughts.
+        leave_out: called with each block that the model does not read, except thoughts.
     """
     if not isinstance(value, list) or not value:
         hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'
@@ -60,7 +60,7 @@ def read_messages(value: Any, system: Any, leave_out: LeaveOut) -> list[Message]
 
 
 def _message(message: Any, where: str, leave_out: LeaveOut) -> list[Message]:
-    """A message: of its own, and one for each answer of a tool."""
+    """One message, and one for each tool result in it."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in _ROLES:
         raise RequestError(f"{where} has no known role.", f"Roles are {', '.join(_ROLES)}.", param=f"{where}.role")
@@ -91,7 +91,7 @@ def _message(message: Any, where: str, leave_out: LeaveOut) -> list[Message]:
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a content, which is one or a list of blocks."""
+    """The text of a content, which is a string or a list of blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -100,7 +100,6 @@ def _text(content: Any, where: str) -> str:
 
 
 def _block_text(block: Any, where: str) -> str:
-    """The text of a block."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     match kind:
         case "text" | "compaction":  # the latter is a summary, null where none could be made
@@ -118,7 +117,7 @@ def _block_text(block: Any, where: str) -> str:
 
 
 def _document(block: Mapping[str, Any], where: str) -> str:
-    """The text of a document, behind what is said of it."""
+    """The text of a document, after its title and context."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in ("text", "content"):
@@ -128,7 +127,7 @@ def _document(block: Mapping[str, Any], where: str) -> str:
 
 
 def _titled(block: Mapping[str, Any], *names: str) -> str:
-    """Fields of a block that say what its text is, each in a paragraph."""
+    """Fields of a block that describe its text, each as a paragraph."""
     return "".join(f"{text}\n\n" for name in names if isinstance(text := block.get(name), str) and text)
 
 
@@ -144,15 +143,7 @@ _IGNORED = (
 
 
 class MessagesReply(OneReply):
-    """Implements `contract.Completion` for a message.
-
-    Args:
-        body: of the request.
-        model: that answers.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """Implements `contract.Completion` for /v1/messages."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
@@ -176,7 +167,6 @@ class MessagesReply(OneReply):
         self._open: str | None = None  # the type of the block that is being written
 
     def opening(self) -> list[Event]:
-        """That there is a message."""
         message: Event = {
             **self._head,
             "content": [],
@@ -187,17 +177,15 @@ class MessagesReply(OneReply):
         return [{"type": "message_start", "message": message}]
 
     def _asked(self) -> Event:
-        """The tokens of the prompt; how many of them are in the cache shows when the reply begins, and is told last."""
+        """Prompt tokens; cached ones are known only when the reply begins, and come last."""
         assert isinstance(self._prompt, ChatPrompt) and self._prompt.tokens is not None, "it was prepared"
         return {"input_tokens": len(self._prompt.tokens.ids), "output_tokens": 0}
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """What became certain with a chunk."""
         pieces = self._reply.push(chunk)
         return self._events(pieces) if self._told else []
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """What was held back, why the reply ended, and its tokens."""
         pieces = self._reply.finish(result)
         events = self._events(pieces) if self._told else []
         if not self._blocks and self._told:
@@ -206,11 +194,9 @@ class MessagesReply(OneReply):
         return [*events, *self._end(), delta]
 
     def closing(self) -> list[Event]:
-        """That nothing follows."""
         return [{"type": "message_stop"}]
 
     def whole(self) -> Event:
-        """The answer."""
         text, calls = self._reply.text, [_block(call) for call in self._reply.calls]
         said = [{"type": "text", "text": text}] if text or not calls else []
         content, result = [*said, *calls] if self._told else [], self._reply.result
@@ -272,7 +258,7 @@ ANTHROPIC_KINDS: Mapping[str, CompletionKind] = {
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Tells how many tokens the prompt of a message has."""
+    """Count the prompt tokens of a message."""
     async with (
         json_body(request, service.security, most=service.most_body()) as body,
         service.use(body.get("model"), request.receive) as model,
@@ -292,7 +278,7 @@ def _counted(body: Mapping[str, Any], model: ChatModel[Any]) -> int:
 
 
 def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
-    """The conversation of a request, its system text and its tools."""
+    """Read the messages, system text and tools of a request."""
     messages, prefill = split_started(read_messages(fields.any("messages"), fields.any("system"), fields.leave_out))
     tools = [_tool(tool, place, fields) for place, tool in enumerate(fields.items("tools"))]
     functions = read_functions(tools, leave_out=fields.leave_out)
@@ -324,7 +310,7 @@ def _choice(fields: Fields, functions: Any) -> ToolChoice:
 
 
 def _tool(tool: Any, place: int, fields: Fields) -> dict[str, Any]:
-    """A tool as OpenAI's requests have it."""
+    """Convert a tool to OpenAI's form."""
     inner = Fields(tool, f"tools[{place}].", fields.ignored)
     kind = inner.text("type")
     if kind not in (None, "custom"):

@@ -1,4 +1,4 @@
-"""Puts endpoints, guard and errors together into one ASGI application."""
+"""The ASGI application: endpoints behind the guard, and errors as answers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ def make_app(
     contexts: Sequence[Path] = (),
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """The application; it closes the host when it ends.
+    """Make the application; it closes the host when it ends.
 
     Args:
-        security: who may ask what.
-        aliases: names, beside its own, by which requests may call the model.
-        switch: loads other models of this machine when requests name them; None serves the loaded one alone.
-        contexts: text files that requests may name, by the names of the files.
+        aliases: further names by which requests may call the model.
+        switch: loads other models on this machine when requests name them; None serves only the loaded one.
+        contexts: text files that requests may name, by file name.
     """
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
@@ -81,7 +80,7 @@ def _by_name(files: Sequence[Path]) -> dict[str, Context]:
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    """OpenAI's and llama.cpp's paths with and without /v1, as the latter's server has them. Health needs no key."""
+    """Make the routes, with and without /v1 as llama-server has them; health needs no key."""
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)
     keys = service.security.api_keys
@@ -111,7 +110,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answers what the router refuses."""
+    """Answer what the router refuses."""
     assert isinstance(error, HTTPException)
     allowed = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":

@@ -1,7 +1,8 @@
-"""Bodies of requests: how many are received at once, from which address and how large together, and their JSON.
+"""Request bodies: how many are received at once, from which address, their total size, and their JSON.
 
-Where there are too many, the slowest body of the address with the most is dropped, so that a body that arrives at once
-always finds a place."""
+Beyond the limits, the slowest body of the address with the most is dropped, so that a body that arrives at once always
+finds room.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,7 @@ _HINT = "Try again in a moment."
 
 
 class Uploads:
-    """The bodies that are being received or read.
-
-    Args:
-        security: says how many there may be, and how fast they must come.
-    """
+    """Bodies being received or parsed."""
 
     def __init__(self, security: Security) -> None:
         self._security = security
@@ -45,21 +42,21 @@ class Uploads:
         self._reading = asyncio.Lock()
 
     def begin(self, address: str) -> Upload:
-        """Registers a body that a client is going to send."""
+        """Register a body that a client is about to send."""
         upload = Upload(self, address, self._security)
         self._unfinished.add(upload)
         self._make_room(upload)
         return upload
 
     def _make_room(self, latest: Upload) -> None:
-        """Drops unfinished bodies until the rest is within the limits."""
+        """Drop unfinished bodies until the rest is within the limits."""
         while (worst := self._worst(latest)) is not None:
             worst.give_up()
             if worst is latest:
                 raise RequestError("The server is receiving as much as it can.", _HINT, status=503, code="server_busy")
 
     def _worst(self, latest: Upload) -> Upload | None:
-        """Returns the body to drop; None while all are within the limits."""
+        """Return the body to drop; None while all are within the limits."""
         security, unfinished = self._security, self._unfinished
         if unfinished:
             address, most = Counter(upload.address for upload in unfinished).most_common(1)[0]
@@ -72,7 +69,7 @@ class Uploads:
         return max((*unfinished, latest), key=lambda upload: upload.size)
 
     async def put_off(self) -> None:
-        """Delays a refusal, so that clients that try again at once cost others less."""
+        """Delay a refusal, so that clients that retry at once cost others less."""
         if self._put_off >= _MOST_PUT_OFF:
             return
         self._put_off += 1
@@ -95,9 +92,9 @@ class Upload:
     """One body.
 
     Attributes:
-        address: who sends it.
+        address: of its sender.
         size: bytes so far.
-        deadline: by the event loop's clock, when more of it must have come.
+        deadline: for the next part, by the event loop's clock.
     """
 
     def __init__(self, uploads: Uploads, address: str, security: Security) -> None:
@@ -110,7 +107,7 @@ class Upload:
 
     @contextlib.asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Open while the next part is waited for."""
+        """Limit the wait for the next part."""
         try:
             async with asyncio.timeout_at(self.deadline) as self._waiting:
                 yield
@@ -118,7 +115,7 @@ class Upload:
             self._waiting = None
 
     def add(self, nbytes: int, *, last: bool) -> None:
-        """Counts a part that has come; each byte gives its sender more time."""
+        """Count a part; each byte extends the deadline."""
         self.size += nbytes
         self._uploads._kept_bytes += nbytes
         self.deadline += nbytes / self._rate
@@ -127,18 +124,18 @@ class Upload:
         self._uploads._make_room(self)
 
     def give_up(self) -> None:
-        """Drops the body to make room for others."""
+        """Drop the body to make room for others."""
         self.end()
         self.deadline = 0.0  # which every clock is past
         if self._waiting is not None and not self._waiting.expired():
             self._waiting.reschedule(self.deadline)
 
     def read(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Open while the body is parsed; large ones take turns."""
+        """Hold the parser's turn, which large bodies take one at a time."""
         return self._uploads._turn(self.size)
 
     def end(self) -> None:
-        """Frees what it kept; may be called any number of times."""
+        """Free its bytes; may be called repeatedly."""
         self._uploads._unfinished.discard(self)
         self._uploads._kept_bytes -= self.size
         self.size = 0
@@ -157,11 +154,11 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 async def read_json(
     request: Request, security: Security, *, most: int | None = None, optional: bool = False
 ) -> dict[str, Any]:
-    """Reads the object that a request's body is.
+    """Read a request's JSON object.
 
     Args:
-        most: bytes that it may have, where that is less than the server takes.
-        optional: a request without a body has an object without fields.
+        most: bytes allowed, if fewer than the server's limit.
+        optional: a request without a body counts as an empty object.
     """
     async with json_body(request, security, most=most, optional=optional) as body:
         return body
@@ -171,7 +168,7 @@ async def read_json(
 async def json_body(
     request: Request, security: Security, *, most: int | None = None, optional: bool = False
 ) -> AsyncIterator[dict[str, Any]]:
-    """Gives the object while it is used; large bodies take turns."""
+    """Give a request's JSON object while it is used; large bodies take turns. See `read_json`."""
     data = await _bytes(request, most)
     async with request.scope.get(UPLOAD, contextlib.nullcontext)():
         if optional and not data:
@@ -185,7 +182,7 @@ async def json_body(
 
 
 async def _bytes(request: Request, most: int | None) -> bytes:
-    """Reads a request's body without keeping it in the request; arguments and errors as `json_body`."""
+    """Read a request's body without keeping it in the request."""
     announced = request.headers.get("content-length", "")
     if most is not None and announced.isdecimal() and int(announced[:20]) > most:
         raise _too_large(most)
@@ -206,7 +203,7 @@ def compiles(body: Mapping[str, Any]) -> bool:
 
 
 def parse_json(data: bytes, security: Security) -> dict[str, Any]:
-    """Parses an object from bytes; errors as `read_json`."""
+    """Parse and check an object."""
     if not data:
         raise RequestError("The request has no body.", "Send a JSON object.", code="invalid_json")
     _check_count(data, security)
@@ -230,19 +227,19 @@ def parse_json(data: bytes, security: Security) -> dict[str, Any]:
 
 
 def _check_count(data: bytes, security: Security) -> None:
-    """Refuses, before parsing, a body whose many values would take far more memory than its text."""
+    """Refuse, before parsing, a body whose many values would take far more memory than its text."""
     if _separators(data) > security.max_values and _separators(_TEXT.sub(b"", data)) > security.max_values:
         message = f"The request's body has more than {security.max_values} values."
         raise RequestError(message, "Send fewer.", code="too_many_values")
 
 
 def _separators(data: bytes) -> int:
-    """Counts what separates values: at least the number of values less one."""
+    """Count separators of values: at least the number of values less one."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _check_values(body: Mapping[str, Any], security: Security) -> None:
-    """Refuses deep nesting, and numbers and texts that the rest of the program cannot handle."""
+    """Refuse deep nesting, and numbers and texts that the rest of the program cannot handle."""
     level: list[Any] = [body]
     for _ in range(security.max_depth):
         inner: list[Any] = []
@@ -263,7 +260,7 @@ def _check_values(body: Mapping[str, Any], security: Security) -> None:
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that tells of fields that change nothing; `Fields` gives names that are harmless in a header."""
+    """The header that names ignored fields."""
     return {"Warning": f'299 - "ignored: {", ".join(ignored)}"'} if ignored else {}
 
 

@@ -1,5 +1,4 @@
-"""Answers requests that generate text, whole or streamed, in whatever protocol they come. Those of OpenAI are
-`edgeinfer.openai`'s; each other protocol has a file that says what its requests mean."""
+"""Answers requests for text, whole or streamed, in every protocol; each protocol's own file reads its requests."""
 
 from __future__ import annotations
 
@@ -48,11 +47,10 @@ class CompletionKind:
     """A kind of request for text.
 
     Attributes:
-        make: reads and checks a request's object, for the model that answers.
-        framing: of streamed answers.
-        error: how an error is told inside of a stream, from its status and its body by OpenAI; None is as otherwise.
-        aside: does what a request asks for beside text; the answer where it asks for no text at all, else None.
-        is_brief: whether a request is read and checked in less time than handing it to another thread takes.
+        make: reads and checks a request.
+        error: writes an error inside a stream, from its status and OpenAI's body; None uses the format of the path.
+        aside: handles side effects of a request; returns the answer if it asks for no text.
+        is_brief: whether checking a request takes less time than handing it to another thread.
     """
 
     make: Callable[[Mapping[str, Any], Model], Completion]
@@ -72,7 +70,6 @@ OPENAI_KINDS: Mapping[str, CompletionKind] = {
 
 
 def completion_endpoint(service: Service, kind: CompletionKind) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the endpoint that answers requests of a kind."""
     return partial(_complete, service, kind)
 
 
@@ -99,9 +96,8 @@ async def _while_using(
 async def _read(
     service: Service, kind: CompletionKind, request: Request, using: contextlib.AsyncExitStack
 ) -> Completion | Response:
-    """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept. Gives the answer to one
-    that asks for no text.
-    """
+    """Read and check a request and tokenize its prompt; drop the rest of the body. Return the answer to one that asks
+    for no text."""
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = await using.enter_async_context(service.use(body.get("model"), request.receive))
         if body.get("model") is not None and body["model"] in model.adapters:
@@ -168,7 +164,7 @@ def _answer(service: Service, completion: Completion, emit: Emit, request: Reque
 
 
 async def _drop(events: list[dict[str, Any]]) -> None:
-    """Drops the events of an answer that is sent whole."""
+    """Ignore events of an answer that is sent whole."""
 
 
 async def _make_replies(
@@ -223,7 +219,7 @@ async def _follow(
 
 
 def _result(reply: HostReply) -> Result | None:
-    """Returns the result of a reply that is over; None if it was cancelled before it started."""
+    """The result of a finished reply; None if it was cancelled before it started."""
     try:
         return reply.result
     except UsageError:

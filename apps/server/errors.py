@@ -1,4 +1,4 @@
-"""Answers that errors become, and what is logged of them."""
+"""Errors as HTTP answers, and what is logged of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OUR_FAULT = 500
 
 
 class ClientGoneError(Exception):
-    """The client hung up, so no answer is wanted."""
+    """The client hung up, so no answer is needed."""
 
 
 def let_go(error: BaseException) -> None:
-    """Frees what an error's frames keep alive: traceback, frames and error refer to each other in circles, which would
-    keep a request until cycles are next collected. The traceback still tells the places."""
+    """Free what an error's frames keep alive: traceback, frames and error form reference cycles, which would keep a
+    request until the next garbage collection. Line numbers stay in the traceback."""
     known: set[int] = set()
     left = [error]
     while left:
@@ -44,9 +44,9 @@ def let_go(error: BaseException) -> None:
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Returns status and body for an error; if it is a fault of ours, the log says where it happened.
+    """Return status and body for an error; internal errors are logged with their place.
 
-    What an error says may quote a prompt. It is logged for those alone who ask for it.
+    Messages may quote a prompt, so they are logged at debug level only.
     """
     known = error if isinstance(error, EdgeInferError) else InternalError("Unexpected error.")
     status, body = error_body(known)
@@ -64,13 +64,13 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception, path: str) -> Response:
-    """Makes the answer to a request that failed, in the shape that clients of its path expect."""
+    """Make the answer to a failed request in the shape that clients of its path expect."""
     status, body = error_answer(error)
     return JSONResponse(shape_of(path)(status, body), status_code=status, headers=_HEADERS.get(status))
 
 
 def shape_of(path: str) -> Shape:
-    """How errors of a path are told; where no other protocol has it, as OpenAI's API does."""
+    """The error format of a path; OpenAI's unless another protocol owns it."""
     return next((shape for prefix, shape in _SHAPES.items() if path.startswith(prefix)), _as_openai)
 
 

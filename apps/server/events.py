@@ -1,5 +1,4 @@
-"""Answers that come in events: how an event is written, the stream of a request with comments while it is quiet and its
-end when the client hangs up, and a feed that many clients follow."""
+"""Streamed answers: events and their framing, the stream of a request, and a feed that many clients follow."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 @dataclass(frozen=True)
 class Event:
-    """One event: an object of JSON, and the name of its kind, which may be empty."""
+    """A JSON object with the name of its kind, which may be empty."""
 
     data: Mapping[str, Any]
     kind: str = ""
 
     def encoded(self) -> bytes:
-        """Returns the event as it is sent among server-sent ones."""
+        """The event in the format of server-sent events."""
         name = f"event: {self.kind}\n" if self.kind else ""
         return f"{name}data: {_written(self.data)}\n\n".encode()
 
@@ -47,10 +46,8 @@ class Framing:
     """How the objects of a streamed answer are written.
 
     Attributes:
-        media_type: of the answer.
-        encode: writes one object.
-        comment: sent while there is nothing to say; empty where clients could not skip it.
-        last: sent behind the last object.
+        comment: sent while there is nothing else to send; empty where clients could not skip it.
+        last: sent after the last object.
     """
 
     media_type: str
@@ -67,15 +64,12 @@ JSON_LINES = Framing("application/x-ndjson", lambda data: f"{_written(data)}\n".
 
 
 class EventStream:
-    """Writes events to a client. The head goes out with the first, so that what fails before can still be answered
-    with a status.
+    """Write events to a client. The head goes out with the first, so that earlier errors still become a status.
 
     Args:
-        send: of the request.
-        comment_seconds: without an event after which `comment` sends a comment.
+        comment_seconds: silence after which `comment` sends a comment.
         opening: objects that come first.
-        framing: how they are written.
-        headers: of the answer, beside those of every stream.
+        headers: of the answer, in addition to those of every stream.
 
     Attributes:
         started: whether the head was sent.
@@ -102,23 +96,21 @@ class EventStream:
         self.started = False
 
     async def start(self) -> None:
-        """Sends the head before there is an event."""
+        """Send the head before there is an event."""
         await self._write(b"")
 
     async def events(self, events: Iterable[Event]) -> None:
-        """Sends events."""
         await self._write_some(event.encoded() for event in events)
 
     async def objects(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        """Sends objects."""
         await self._write_some(map(self._framing.encode, objects))
 
     async def end(self, last: bytes = b"") -> None:
-        """Sends some bytes, and that nothing follows."""
+        """Send some bytes and end the answer."""
         await self._write(last, more=False)
 
     async def comment(self) -> None:
-        """Sends a comment whenever nothing else was sent for a while; goes on until it is cancelled."""
+        """Send a comment after each period of silence, until cancelled."""
         while True:
             rest = self._comment_seconds - (self._time() - self._written)
             if rest > 0:
@@ -147,7 +139,7 @@ class EventStream:
 
 
 class EventFeed:
-    """Passes events on to all who read. A slow reader gets the latest of each subject, and none that it replaced."""
+    """Pass events to all readers. A slow reader gets the latest event of each subject, and none that it replaced."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Event] = {}
@@ -155,20 +147,19 @@ class EventFeed:
         self._closed = False
 
     def publish(self, kind: str, data: Mapping[str, Any], subject: str = "") -> None:
-        """Tells all readers."""
         event = Event(data, kind)
         self._latest[f"{kind} {subject}"] = event
         for reader in self._readers:
             reader.tell(f"{kind} {subject}", event)
 
     def close(self) -> None:
-        """Ends all readers."""
+        """End all readers."""
         self._closed = True
         for reader in self._readers:
             reader.ready.set()
 
     async def read(self) -> AsyncGenerator[Event, None]:
-        """Yields the latest of every subject, and then what comes."""
+        """Yield the latest event of every subject, then new ones."""
         reader = _Reader(dict(self._latest))
         self._readers.append(reader)
         try:
@@ -198,23 +189,18 @@ class _Reader:
 
 
 class StreamedResponse(Response):
-    """An answer that is written while it is made.
-
-    Args:
-        write: writes it.
-    """
+    """An answer that writes itself as it is generated."""
 
     def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
         super().__init__()
         self._write = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes it."""
         await self._write(receive, send)
 
 
 async def while_connected(receive: Receive, work: Work, *beside: Work) -> None:
-    """Runs `work` to its end, or until the client hangs up."""
+    """Run `work` to its end, or until the client hangs up."""
     try:
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(other) for other in (_watch(receive), *beside)]
@@ -232,7 +218,7 @@ async def _watch(receive: Receive) -> None:
 
 
 def first_error(errors: ExceptionGroup[Exception]) -> Exception:
-    """Returns the error that came first; the rest followed from it."""
+    """Return the error that came first; the others followed from it."""
     error: Exception = errors
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

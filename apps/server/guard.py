@@ -1,5 +1,4 @@
-"""ASGI middleware around everything served: admits requests, limits bodies, answers what was not handled, and writes
-the access log."""
+"""ASGI middleware: admits requests, limits bodies, answers unhandled errors, and writes the access log."""
 
 from __future__ import annotations
 
@@ -29,16 +28,7 @@ _PUT_OFF = (408, 413)
 
 
 class Guard:
-    """Lets through what `security` allows.
-
-    Args:
-        app: what is behind it.
-        security: who may ask what.
-        metrics: counts requests and their outcomes.
-
-    Attributes:
-        uploads: bodies in hand.
-    """
+    """Let through what `security` allows, and count requests in `metrics`."""
 
     def __init__(self, app: ASGIApp, security: Security, metrics: Metrics) -> None:
         self._app = app
@@ -48,7 +38,6 @@ class Guard:
         self.uploads = Uploads(security)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the application behind the guard."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -70,13 +59,13 @@ class Guard:
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
 
     def begin(self) -> None:
-        """Gives a request whose body is complete a place."""
+        """Take one of the server's places for a request whose body is complete."""
         if self._open >= self.security.max_requests:
             raise RequestError("The server is busy.", "Try again in a moment.", status=503, code="server_busy")
         self._open += 1
 
     def end(self) -> None:
-        """Frees the place of a request that is over."""
+        """Free the place of a finished request."""
         self._open -= 1
 
     async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
@@ -118,14 +107,13 @@ KEY_USE = "edgeinfer.key_use"
 
 
 class KeyRequired:
-    """Lets only those pass who bear an API key, where there are any, within its limits."""
+    """Require an API key within its limits."""
 
     def __init__(self, app: ASGIApp, uses: Sequence[KeyUse]) -> None:
         self._app = app
         self._uses = uses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the application behind it."""
         headers = Headers(scope=scope)
         # Anthropic's clients send a bare key in a header of their own.
         own = headers.get("x-api-key")
@@ -142,7 +130,7 @@ class KeyRequired:
 
 
 class _Answer:
-    """Sends an answer on with the headers that all answers have, and remembers its status."""
+    """Send an answer with the headers that all answers have, and remember its status."""
 
     def __init__(self, send: Send, uploads: Uploads) -> None:
         self._send = send
@@ -161,16 +149,16 @@ class _Answer:
         await self._send(message)
 
     async def instead(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """Sends this answer unless another has started; a client sees that one break off."""
+        """Send this answer unless another has started; that one breaks off."""
         if not self.status:
             await response(scope, receive, self)
 
 
 class _Body:
-    """Receives a request's body and refuses what is too large or takes too long.
+    """Receive a request's body and refuse one that is too large or too slow.
 
-    A request takes one of the server's places once its body is there: those who never send theirs keep no one out.
-    Where a key is asked for, its body is not even waited for without.
+    A request takes one of the server's places once its body is complete: clients that never send one block no others.
+    Without the required key, the body is not even awaited.
     """
 
     def __init__(self, receive: Receive, scope: Scope, guard: Guard) -> None:
@@ -188,14 +176,13 @@ class _Body:
         scope[UPLOAD] = self.read
 
     def check_announced(self) -> None:
-        """Refuses a body by its announced size before any of it is read, and a request without a slot."""
+        """Refuse a body by its announced size before reading any of it, and a request for which there is no place."""
         if self._announced.isdecimal() and int(self._announced[:20]) > self._security.max_body:
             raise self._too_large()
         if self._complete:
             self._begin()
 
     async def receive(self) -> Message:
-        """Receives the next message of the request."""
         if self._complete:
             return await self._receive()
         if self._upload is None:
@@ -218,7 +205,7 @@ class _Body:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[None]:
-        """Open while the body is used; it is freed afterwards. Large ones take turns."""
+        """Hold the parser's turn while the body is used, then free it."""
         if self._upload is None:
             yield
             return
@@ -229,7 +216,7 @@ class _Body:
                 self._upload.end()
 
     def end(self) -> None:
-        """Frees what the request took."""
+        """Free everything the request took."""
         if self._upload is not None:
             self._upload.end()
         if self._started:
@@ -247,7 +234,7 @@ class _Body:
 
 
 def _preflight(headers: Headers) -> Response:
-    """Tells a browser what its page may send; `Guard` has said where."""
+    """Tell a browser what its page may send."""
     asked: dict[str, Any] = {
         "Access-Control-Allow-Methods": "GET, POST, DELETE, PATCH",
         "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "Authorization, Content-Type"),

@@ -1,4 +1,4 @@
-"""The model that is loaded, for programs with an event loop: loading, replies as async iterators, state to watch."""
+"""The loaded model for programs with an event loop: loading, replies as async iterators, state to watch."""
 
 from __future__ import annotations
 
@@ -31,17 +31,13 @@ _PROGRESS_S = 0.05
 
 
 class BusyError(UserError):
-    """More requests than the queue holds."""
+    """The queue is full."""
 
     status, code = 429, "queue_full"
 
 
 class NotReadyError(UserError):
-    """No model can answer now; `status` and `code` tell HTTP's clients so.
-
-    Args:
-        state: why.
-    """
+    """No model can answer now."""
 
     status = 503
 
@@ -59,13 +55,12 @@ Status = Literal["empty", "loading", "ready", "failed", "closed"]
 
 @dataclass(frozen=True)
 class HostState:
-    """What the host is doing: requests are taken while it is "ready", and refused by `NotReadyError` otherwise.
+    """What the host is doing: it takes requests while "ready", and refuses them with `NotReadyError` otherwise.
 
-    "ready" means that the model answers, whether it is in memory or was unloaded for being idle: the next request
-    brings it back, and others wait for that as for any reply. "closed" is the last.
+    A "ready" model may have been unloaded for being idle; the next request loads it again. "closed" is final.
 
     Attributes:
-        model: as it was asked for: a path or a hub id; None is the built-in one.
+        model: path or hub id as given; None is the built-in model.
         stage, done, total: progress of loading.
         error: why loading failed.
         number: grows with every change.
@@ -93,13 +88,11 @@ _TOGETHER = 16
 
 
 class HostReply:
-    """The chunks of a reply, as they come. Leaving its `async with` block cancels what is left of it.
+    """The chunks of a reply as they come. Leaving its `async with` block cancels the rest.
 
     Args:
-        worker: runs the model.
-        start: as `ModelHost.submit` takes it.
-        owner: who asks.
-        together: chunks that may be passed on at once.
+        owner: identifies the client for fair turns.
+        together: chunks passed on at once; each wakes the event loop, for which the model waits.
     """
 
     def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
@@ -127,7 +120,7 @@ class HostReply:
         return self._result
 
     def cancel(self) -> None:
-        """Ends it within the current pass; the iteration then ends."""
+        """Cancel the reply within the current pass."""
         self._worker.cancel(self._job)
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -156,11 +149,11 @@ class HostReply:
 
 
 class ModelHost:
-    """One model at a time, and the thread that runs it. All methods are the event loop's.
+    """One model at a time, and the thread that runs it. Methods belong to the event loop.
 
     Args:
-        parallel: replies side by side at most; of a model whose budget has memory for fewer there are fewer.
-        queue: replies that wait at most.
+        parallel: most replies at once; the plan of a model may allow fewer.
+        queue: most replies waiting.
     """
 
     def __init__(self, *, parallel: int = 8, queue: int = 64) -> None:
@@ -178,11 +171,10 @@ class ModelHost:
 
     @property
     def model(self) -> Model | None:
-        """The loaded model, for what is known of it; replies are run by `submit`, questions by `ask`."""
+        """The loaded model, for its facts; `submit` runs replies, `ask` anything else."""
         return self._worker.model
 
     def require_model(self) -> Model:
-        """The loaded model."""
         model = self._worker.model
         if self.state.status != "ready" or model is None:
             raise NotReadyError(self.state)
@@ -190,12 +182,12 @@ class ModelHost:
 
     @property
     def leaving(self) -> bool:
-        """Whether the model is to go, or has gone: nothing more is to be read for its replies. Safe from any thread."""
+        """Whether the model is being unloaded. Safe from any thread."""
         return self.state.status != "ready"
 
     @property
     def parallel(self) -> int:
-        """Replies side by side, for which the loaded model's plan has memory."""
+        """Most replies at once, as planned for the loaded model."""
         return self._most if self.model is None else min(self._most, self.model.plan.parallel)
 
     @property
@@ -209,13 +201,13 @@ class ModelHost:
         return self._worker.waiting
 
     async def changed(self, after: int) -> HostState:
-        """Waits until the state's number is larger than `after`, and returns the state."""
+        """Wait for a state numbered above `after`."""
         while self.state.number <= after:
             await self._changed.wait()
         return self.state
 
     async def load(self, model: str | None, options: Mapping[str, Any]) -> Model:
-        """Loads a model in place of the one that is loaded, whose replies are cancelled."""
+        """Load a model in place of the present one, whose replies are cancelled."""
         async with self._loading:
             if self.state.status == "closed":
                 raise NotReadyError(self.state)
@@ -239,7 +231,7 @@ class ModelHost:
             return loaded
 
     def _progress(self, model: str | None) -> Progress:
-        """What a load reports its progress to, which ends it where it was cancelled."""
+        """Make the callback for progress; it raises if loading was cancelled."""
         loop, shown = asyncio.get_running_loop(), 0.0
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -271,11 +263,11 @@ class ModelHost:
             raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
 
     def cancel_load(self) -> None:
-        """Ends loading at its next step, if a model is being loaded."""
+        """Cancel loading at its next step."""
         self._cancelled.set()
 
     async def unload(self) -> None:
-        """Frees the model and cancels its replies."""
+        """Free the model and cancel its replies."""
         async with self._loading:
             if self.state.status == "closed":
                 return
@@ -284,25 +276,25 @@ class ModelHost:
             await self._do(self._drop_model)
 
     def submit(self, start: Callable[[Model], TokenStream], owner: str, *, streams: bool = True) -> HostReply:
-        """Starts a reply that takes turns with the others."""
+        """Start a reply that takes turns with others."""
         self.require_model()
         if self.waiting >= self._queue:
             raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
         return HostReply(self._worker, start, owner, 1 if streams else _TOGETHER)
 
     async def ask(self, question: Callable[[Model], T]) -> T:
-        """Asks something of the model between two turns."""
+        """Run a function of the model between two turns."""
         self.require_model()
         # It may go while the question waits.
         return await self._do(lambda: question(self.require_model()))
 
     async def bring_back(self) -> None:
-        """Loads the model again, if it was unloaded for being idle: on its thread, as others must not wait for it."""
+        """Load the model again on its thread if it was unloaded for being idle."""
         if not self.require_model().in_memory:
             await self.ask(lambda model: model.reload())
 
     async def close(self) -> None:
-        """Frees the model, cancels its replies and ends the thread; once is enough."""
+        """Free the model, cancel its replies and end the thread; may be called repeatedly."""
         if self.state.status == "closed":
             return
         self._set(HostState("closed"))
@@ -325,7 +317,7 @@ class ModelHost:
         self._changed = asyncio.Event()
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """Runs `work` on the model's thread; returns or raises what it does."""
+        """Run `work` on the model's thread; return or raise its outcome."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -346,7 +338,7 @@ class ModelHost:
 
 
 def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: Any) -> None:
-    """Calls on the loop, unless the program is ending and it is closed."""
+    """Call on the loop, unless the program is ending and it is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *arguments)
 
@@ -361,13 +353,11 @@ _LEAST_SHARE, _LEAST_TOKENS = 0.25, 512
 def with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, alone: edgeinfer.MemoryPlan | None = None
 ) -> dict[str, Any]:
-    """Returns options by which up to `parallel` replies have room side by side.
-
-    Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
-    those given.
+    """Return load options with memory for up to `parallel` replies at once; half as many, and so on, if the budget is
+    short; the given options if it has none to spare.
 
     Args:
-        alone: the plan by these options, where it was made already.
+        alone: the plan for these options, if it was made already.
     """
     given = dict(options)
     alone = alone or edgeinfer.plan(model, **given)
@@ -379,7 +369,7 @@ def with_room(
     sized = given.get("prefix_cache") is None and given.get("overflow", "stop") == "stop"
     while parallel >= 1:
         roomy = fixed | {"parallel": parallel}
-        if parallel == 1 and sized:  # beside the reply that runs, the one before is kept
+        if parallel == 1 and sized:  # room for the previous reply next to the running one
             roomy["prefix_cache"] = alone.terms.get("kv", 0)
         plan = edgeinfer.plan(model, **roomy)
         share = min(_LEAST_SHARE, _LEAST_TOKENS / plan.context) if sized else 0
@@ -391,14 +381,13 @@ def with_room(
 
 
 def _follows_grammars() -> bool:
-    """Whether replies by a schema, an expression or a grammar can be made here."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 def load_with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, progress: Progress | None
 ) -> edgeinfer.Model:
-    """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one at a time."""
+    """Load a model with `with_room`; without it if its cache cannot be copied, so that replies run one at a time."""
     roomy = with_room(model, options, parallel)
     try:
         return edgeinfer.load(model, progress=progress, **roomy)

@@ -1,4 +1,4 @@
-"""Endpoints that tell of the models and the server: models, health, metrics, tokens, and what is served here."""
+"""Endpoints about the models and the server: models, health, metrics, tokens, contexts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,6 @@ _PAGE = (
 
 
 class InfoEndpoints:
-    """The endpoints.
-
-    Args:
-        service: what is told of.
-    """
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
@@ -64,13 +58,13 @@ class InfoEndpoints:
         }
 
     async def root(self, request: Request) -> Response:
-        """Tells people and programs what is served here."""
+        """List what is served here."""
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(_PAGE, headers={"Content-Security-Policy": "default-src 'none'"})
         return JSONResponse({"name": "edgeinfer", "version": edgeinfer.__version__, "endpoints": _SERVED})
 
     async def models(self, _: Request) -> Response:
-        """Lists the loaded model, or the one that is loading, under each of its names, and the others of requests."""
+        """List the loaded or loading model under each of its names, then the other models that requests may name."""
         service, listed = self._service, await self._service.models()
         told: list[dict[str, Any]] = []
         for place, local in enumerate(listed):
@@ -81,7 +75,6 @@ class InfoEndpoints:
         return JSONResponse({"object": "list", "data": told})
 
     async def model(self, request: Request) -> Response:
-        """Describes the model of one name."""
         service, name = self._service, request.path_params["name"]
         local = await service.find(name)
         loaded = await service.loaded()
@@ -89,7 +82,7 @@ class InfoEndpoints:
         return JSONResponse(self._listed(name, local, model))
 
     async def health(self, _: Request) -> Response:
-        """Tells whether requests will be answered, and how far loading is."""
+        """Report whether requests will be answered, or the progress of loading."""
         state = self._service.host.state
         told: dict[str, Any] = {"status": "ok" if state.status == "ready" else state.status}
         loads = state.status != "closed" and self._service.switch is not None and self._service.switch.opened
@@ -102,18 +95,17 @@ class InfoEndpoints:
         return JSONResponse(told, status_code=503, headers={"Retry-After": "1"})
 
     async def contexts(self, _: Request) -> Response:
-        """Lists the texts that requests may name."""
+        """List the texts that requests may name."""
         listed = [{"id": name, "object": "context"} for name in self._service.contexts]
         return JSONResponse({"object": "list", "data": listed})
 
     async def metrics(self, _: Request) -> Response:
-        """Writes the figures for Prometheus."""
         text = self._service.metrics.text(self._service.load())
         return PlainTextResponse(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokenizes a text as llama-server does: without the begin token unless `add_special` asks for it, and with
-        special tokens parsed unless `parse_special` is false; `with_pieces` tells what each token stands for."""
+        """Tokenize a text as llama-server does: without the begin token unless `add_special` is set, with special
+        tokens parsed unless `parse_special` is false; `with_pieces` adds the text of each token."""
         fields = Fields(await read_json(request, self._service.security, most=self._service.most_body()))
         content = fields.text("content")
         if content is None:
@@ -135,7 +127,7 @@ class InfoEndpoints:
         return JSONResponse({"tokens": tokens}, headers=ignored_header(fields.ignored))
 
     async def detokenize(self, request: Request) -> Response:
-        """Turns token ids into text, special tokens spelled out."""
+        """Turn token ids into text, special tokens spelled out."""
         fields = Fields(await read_json(request, self._service.security, most=self._service.most_body()))
         ids, named = fields.any("tokens"), fields.any("model")
         fields.end()
@@ -149,11 +141,6 @@ class InfoEndpoints:
         return JSONResponse({"content": text}, headers=ignored_header(fields.ignored))
 
     def _listed(self, name: str, local: NamedModel, model: Model | None) -> dict[str, Any]:
-        """A model as it is listed.
-
-        Args:
-            model: it, where it is loaded.
-        """
         facts = local.facts
         meta = {
             "n_ctx_train": facts.context,
@@ -180,7 +167,7 @@ def _ids(model: Model, text: str, special: bool, parse: bool) -> list[int]:
 
 
 def _piece(id_: int, piece: bytes) -> dict[str, Any]:
-    """A token as llama.cpp's server tells of it: bytes that are no text by themselves are a list of numbers."""
+    """A token as llama-server shows it: bytes that are not text become a list of numbers."""
     try:
         return {"id": id_, "piece": piece.decode("utf-8")}
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""/completion as llama.cpp's server has them: what their requests ask for, and their answers."""
+"""llama-server's /completion, /props, /slots and /apply-template."""
 
 from __future__ import annotations
 
@@ -37,15 +37,7 @@ _HINT = "Send a string, token ids, or a list of either; none may be empty."
 
 
 class LlamaCompletion:
-    """Implements `contract.Completion` for /completion.
-
-    Args:
-        body: of the request.
-        model: that answers.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """Implements `contract.Completion` for /completion."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
@@ -72,11 +64,10 @@ class LlamaCompletion:
         self._replies = [Reply() for _ in range(self.n)]
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Refuses a form of the reply that cannot be had."""
         self._prompts[0].check(model)
 
     def prepare(self, model: ChatModel[Any]) -> None:
-        """Makes tokens of the prompts."""
+        """Tokenize the prompts."""
         for place, prompt in enumerate(self._asked):
             known = prompt if isinstance(prompt, str) else _ids(prompt, model)
             self._shown.append(known if isinstance(known, str) else model.detokenize(known))
@@ -84,18 +75,15 @@ class LlamaCompletion:
         self._asked = []
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        """Begins a reply."""
         if self._asked:
             self.prepare(model)
         place, reply = divmod(index, self._each)
         return self._prompts[place].start(model, reply)[0]
 
     def opening(self) -> list[Event]:
-        """Nothing."""
         return []
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """Its text and tokens."""
         reply = self._replies[index]
         reply.push(chunk)
         if not (chunk.text and self._told):
@@ -105,17 +93,14 @@ class LlamaCompletion:
         return [event | self._probabilities(reply.tell())]
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """The figures, and why the reply ended."""
         reply = self._replies[index]
         reply.finish(result)
         return [self._last(index, "", [])]
 
     def closing(self) -> list[Event]:
-        """Nothing."""
         return []
 
     def whole(self) -> Any:
-        """The answer; a list where there were several prompts."""
         answers = []
         for index, reply in enumerate(self._replies):
             assert reply.result is not None, "the reply is not finished"
@@ -151,7 +136,7 @@ class LlamaCompletion:
         }
 
     def _stopped(self, result: Result) -> tuple[str, str]:
-        """Why a reply ended, and the word that ended it."""
+        """Why a reply ended, and the stop word if any."""
         if result.finish_reason != "stop" or not self._told:
             return "limit", ""
         return ("word", result.stop_string) if result.stop_string else ("eos", "")
@@ -175,7 +160,7 @@ LLAMA_KINDS: Mapping[str, CompletionKind] = {
 
 
 def default_settings(context: int) -> Event:
-    """Options of a completion that asks for none, in the words of llama.cpp's server."""
+    """The options of a completion that sets none, under llama-server's names."""
     return {"n_ctx": context} | _told({}) | {"seed": _ANY_SEED, "n_predict": -1, "max_tokens": -1}
 
 
@@ -196,8 +181,8 @@ def _told(options: Mapping[str, Any]) -> Event:
 
 
 def _options(fields: Fields) -> tuple[dict[str, Any], bool]:
-    """Options of GenerationConfig, and whether the reply is told: of 0 tokens it only fills the cache with the prompt,
-    which its first token does here."""
+    """Read generation options, and whether the reply is returned: 0 tokens only fill the cache, which takes one token
+    here."""
     options: dict[str, Any] = {}
     told = True
     for name in ("n_predict", "max_tokens"):
@@ -218,7 +203,7 @@ def _options(fields: Fields) -> tuple[dict[str, Any], bool]:
 
 
 def _bias(value: Any) -> Any:
-    """Pairs of a token id and a number, or false for a token that must not come, as GenerationConfig takes them."""
+    """Read pairs of a token id and a number, or false for a forbidden token."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         return value
@@ -235,7 +220,7 @@ _Prompt = str | list[int | str]
 
 
 def _prompts(fields: Fields, model: ChatModel[Any]) -> tuple[list[_Prompt], bool]:
-    """The prompts, and whether they were sent as a list of them."""
+    """Read the prompts, and whether they came as a list."""
     prompt = fields.any("prompt")
     if prompt is None:
         raise fields.missing("prompt", "Send text to continue.")
@@ -247,7 +232,7 @@ def _prompts(fields: Fields, model: ChatModel[Any]) -> tuple[list[_Prompt], bool
 
 
 def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> _Prompt:
-    """A text, or ids and texts in one another."""
+    """Read a text, or a list of ids and texts."""
     if isinstance(prompt, dict) and set(prompt) <= {"prompt_string", "multimodal_data"}:
         if prompt.get("multimodal_data"):
             message = "prompt has images or sound."
@@ -265,7 +250,7 @@ def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> _Prompt:
 
 
 def _ids(parts: Sequence[int | str], model: ChatModel[Any]) -> list[int]:
-    """The ids of a prompt of ids and texts; only the first text gets a begin token."""
+    """The ids of a mixed prompt; only the first text gets a begin token."""
     ids: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, str):
@@ -293,12 +278,6 @@ _OTHER = "Use another model."
 
 
 class LlamaEndpoints:
-    """The endpoints.
-
-    Args:
-        service: what is told of.
-    """
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._marks: weakref.WeakKeyDictionary[Model, list[str]] = weakref.WeakKeyDictionary()
@@ -309,7 +288,7 @@ class LlamaEndpoints:
         )
 
     async def props(self, _: Request) -> Response:
-        """Tells how the model runs."""
+        """Describe how the model runs."""
         service = self._service
         model = service.model()
         loaded = await service.loaded()
@@ -340,7 +319,7 @@ class LlamaEndpoints:
         return JSONResponse(data)
 
     async def slots(self, request: Request) -> Response:
-        """Tells which of the replies that can take turns are in progress; nothing of what they say."""
+        """List the slots and which are busy, without any text."""
         service = self._service
         model, running = service.model(), service.host.running
         slots = [_slot(place, model, processing=place < running) for place in range(service.host.parallel)]
@@ -348,7 +327,7 @@ class LlamaEndpoints:
         return JSONResponse(slots, status_code=503 if full else 200)
 
     async def apply_template(self, request: Request) -> Response:
-        """Gives the text that messages become in the model's chat template."""
+        """Render messages with the chat template."""
         service = self._service
         async with (
             json_body(request, service.security, most=service.most_body()) as body,
@@ -362,7 +341,7 @@ class LlamaEndpoints:
         return JSONResponse({"prompt": prompt}, headers=ignored_header(fields.ignored))
 
     async def refuse(self, request: Request) -> Response:
-        """Says what the model does not do."""
+        """Refuse what the model cannot do."""
         body = await read_json(request, self._service.security)
         async with self._service.use(body.get("model"), request.receive) as model:
             path = request.url.path.removeprefix("/v1")

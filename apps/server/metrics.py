@@ -1,7 +1,4 @@
-"""Counts what the server does and writes it in Prometheus' text format.
-
-Names after the colon are llama-server's wherever it has them.
-"""
+"""Counters of the server in Prometheus' text format. Names after the colon are llama-server's where it has them."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class Load:
     """What the server is doing now.
 
     Attributes:
-        running, waiting: replies that have started, and those in the queue.
-        context: tokens that the model holds; 0 without a model, whose plan is then None.
+        running, waiting: replies in progress and in the queue.
+        context: of the loaded model; 0 without one.
     """
 
     running: int
@@ -53,7 +50,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Sums since the server was started."""
+    """Sums since the server started."""
 
     def __init__(self) -> None:
         self._requests: Counter[int] = Counter()
@@ -64,19 +61,16 @@ class Metrics:
         self._used: dict[str, int] = {}
 
     def answered(self, status: int) -> None:
-        """Counts a request."""
         self._requests[status] += 1
 
     def failed(self) -> None:
-        """Counts a reply that an error ended."""
         self._sums["replies_failed_total"] += 1
 
     def disconnected(self) -> None:
-        """Counts a request whose client hung up before its end."""
         self._sums["disconnects_total"] += 1
 
     def finished(self, result: Result) -> None:
-        """Counts a reply."""
+        """Count a finished reply."""
         usage, timings, speculation = result.usage, result.timings, result.speculation
         self._replies[result.finish_reason] += 1
         for name, value in (
@@ -96,7 +90,7 @@ class Metrics:
         self._used = dict(result.memory.used)
 
     def text(self, load: Load) -> str:
-        """Writes all figures for Prometheus."""
+        """Write all figures for Prometheus."""
         lines = [*self._counters(), *self._gauges(load), *_memory(load.plan, self._used)]
         return "\n".join(lines) + "\n"
 

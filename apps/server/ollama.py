@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate as Ollama has them: what their requests ask for, and answers in lines of JSON."""
+"""Ollama's API: /api/chat and /api/generate in lines of JSON, and the models of this machine."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ _SEEDS = 2**64
 
 
 class OllamaReply(OneReply):
-    """A reply in lines.
+    """A reply in lines of JSON.
 
     Args:
-        fields: of the request, of which some are read here and none may be left.
-        prompt: of the options of the reply.
-        model: that answers.
+        fields: of the request; all that remain are read or refused here.
+        prompt: makes the prompt from the options.
     """
 
     def __init__(
@@ -66,30 +65,25 @@ class OllamaReply(OneReply):
         super().__init__(made, stream=stream is not False, ignored=fields.ignored)
 
     def opening(self) -> list[Event]:
-        """Nothing."""
         return []
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """A line with its text."""
         return self._lines(self._reply.push(chunk))
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """What was held back, the calls, and the last line, with the figures."""
         lines = self._lines(self._reply.finish(result))
         if self._reply.calls:
             lines.append(self._line("", self._calls()))
         return [*lines, self._last("")]
 
     def closing(self) -> list[Event]:
-        """Nothing."""
         return []
 
     def whole(self) -> Event:
-        """The answer as one line."""
         return self._last(self._reply.text, self._calls())
 
     def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
-        """The part of a line that holds text and calls."""
+        """Put text and calls into a line."""
         raise NotImplementedError
 
     def _lines(self, pieces: list[Piece]) -> list[Event]:
@@ -130,15 +124,7 @@ class OllamaReply(OneReply):
 
 
 class OllamaChat(OllamaReply):
-    """An answer to messages.
-
-    Args:
-        body: of the request.
-        model: that answers.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """A reply to /api/chat."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
@@ -155,13 +141,11 @@ class OllamaChat(OllamaReply):
         super().__init__(fields, prompt, model)
 
     def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
-        """The message."""
         return {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
 
 
 class OllamaText(OllamaReply):
-    """An answer to a prompt: what a user says, where the model has a chat template, else a text to go on with; errors
-    as `OllamaChat`."""
+    """A reply to /api/generate: an answer if the model has a chat template, else a continuation."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
@@ -184,7 +168,6 @@ class OllamaText(OllamaReply):
         super().__init__(fields, prompt, model)
 
     def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
-        """The text."""
         return {"response": text}
 
 
@@ -195,7 +178,7 @@ _BESIDE = {"model", "keep_alive", "stream", "options"}
 
 
 def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | None:
-    """Keeps the model for as long as a request says; answers one that asks for nothing else."""
+    """Set how long the model stays loaded; answer a request that asks for nothing else."""
     seconds = keep_seconds(body.get("keep_alive"))
     if seconds is not None and service.switch is not None:
         service.switch.keep(None if math.isinf(seconds) else seconds)
@@ -222,9 +205,7 @@ _LONGEST_S = 4_000_000.0
 
 
 def keep_seconds(value: Any) -> float | None:
-    """Seconds of a `keep_alive`: a number, or a text such as "5m"; infinity where it is negative, None where it is
-    left out.
-    """
+    """Seconds of a `keep_alive`, a number or a text such as "5m"; infinite if negative, None if absent."""
     if value is None:
         return None
     seconds: float | None = None
@@ -244,7 +225,7 @@ def keep_seconds(value: Any) -> float | None:
 
 
 def moment(seconds: float | None = None) -> str:
-    """A time as Ollama writes it, by the clock's seconds; None is now."""
+    """A time in Ollama's format, from seconds since 1970; None is now."""
     time_ = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return time_.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -254,7 +235,7 @@ def _nanoseconds(milliseconds: float) -> int:
 
 
 def _options(fields: Fields, model: ChatModel[Any]) -> dict[str, Any]:
-    """Generation options of the field `options`."""
+    """Read generation options from the field `options`."""
     inner = fields.inner("options")
     if inner is None:
         return {}
@@ -275,7 +256,7 @@ def _options(fields: Fields, model: ChatModel[Any]) -> dict[str, Any]:
 
 
 def _form(fields: Fields) -> dict[str, Any]:
-    """Options of the field `format`."""
+    """Read the field `format`."""
     value = fields.take("format", (str, dict), "json or a JSON Schema")
     if value in (None, ""):
         return {}
@@ -287,7 +268,7 @@ def _form(fields: Fields) -> dict[str, Any]:
 
 
 def _answered(messages: Any) -> Any:
-    """Ollama's messages as OpenAI's: calls have ids, and answers name the call that they are of."""
+    """Convert Ollama's messages to OpenAI's: calls get ids, and tool messages name theirs."""
     if not isinstance(messages, list):
         return messages
     open_calls: list[dict[str, Any]] = []
@@ -321,7 +302,7 @@ def _message(message: Mapping[str, Any], open_calls: list[dict[str, Any]]) -> Me
 
 
 def _call_of(name: Any, open_calls: list[dict[str, Any]]) -> str:
-    """The id of the first call of a function that has no answer yet, or of any function where none is named."""
+    """The id of the first unanswered call of a function, or of any function if none is named."""
     for place, call in enumerate(open_calls):
         function = call.get("function")
         if name is None or (isinstance(function, dict) and function.get("name") == name):
@@ -330,7 +311,7 @@ def _call_of(name: Any, open_calls: list[dict[str, Any]]) -> str:
 
 
 def _called(place: int, call: Call) -> dict[str, Any] | None:
-    """A call as it is told, its arguments an object; None where they were cut off."""
+    """A call with its arguments as an object; None if they were cut off."""
     try:
         arguments = json.loads(call.arguments)
     except ValueError:
@@ -356,12 +337,6 @@ _NEVER_S = 100 * 365 * 86400
 
 
 class OllamaEndpoints:
-    """The endpoints.
-
-    Args:
-        service: what is told of.
-    """
-
     def __init__(self, service: Service) -> None:
         self._service = service
         completions = {path: completion_endpoint(service, kind) for path, kind in OLLAMA_KINDS.items()}
@@ -375,15 +350,13 @@ class OllamaEndpoints:
         self.deleted: Mapping[str, Endpoint] = {"/api/delete": self.refuse}
 
     async def version(self, _: Request) -> Response:
-        """Tells which version of Ollama's API this is, and our own."""
         return JSONResponse({"version": _FOLLOWED, "edgeinfer": edgeinfer.__version__})
 
     async def tags(self, _: Request) -> Response:
-        """Lists the models that requests may name."""
         return JSONResponse({"models": [_listed(model) for model in await self._service.models()]})
 
     async def running(self, _: Request) -> Response:
-        """Tells which model is loaded, and until when."""
+        """Tell which model is loaded, and until when."""
         service = self._service
         loaded = await service.loaded()
         if loaded is None or not service.model().in_memory:
@@ -400,7 +373,7 @@ class OllamaEndpoints:
         return JSONResponse({"models": [told]})
 
     async def show(self, request: Request) -> Response:
-        """Describes a model of this machine without loading it."""
+        """Describe a model without loading it."""
         service = self._service
         body = await read_json(request, service.security)
         name = body.get("model") or body.get("name")
@@ -429,7 +402,7 @@ class OllamaEndpoints:
         return JSONResponse(described)
 
     async def refuse(self, request: Request) -> Response:
-        """Says what clients cannot do here."""
+        """Refuse what clients cannot do here."""
         message, hint = _REFUSED[request.url.path]
         raise CapabilityError(message, hint)
 
@@ -447,7 +420,7 @@ def _listed(model: NamedModel) -> dict[str, Any]:
 
 
 def _capabilities(facts: ModelFacts) -> list[str]:
-    # Functions are told to every model that takes messages, in its own way or in words.
+    # Every chat model is given tools, in its own format or in plain text.
     return ["completion", "tools"] if facts.chats else ["completion"]
 
 

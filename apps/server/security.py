@@ -1,4 +1,4 @@
-"""What the server lets in: hosts, origins, keys and limits."""
+"""Who may use the server: hosts, origins, API keys and their limits, sizes of requests."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _LIMITS = ("requests", "tokens")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that requests may bear.
+    """An API key.
 
     Attributes:
-        key: the secret.
-        requests: that it may ask in a minute; None is any number.
-        tokens: that may be evaluated and made for it in a minute; None is any number.
+        requests: allowed per minute; None is unlimited.
+        tokens: evaluated and generated per minute; None is unlimited.
 
     Raises:
-        UsageError: it is too short, cannot stand in a header, or has a limit of nothing.
+        UsageError: it is too short, cannot be in a header, or has a limit of zero.
     """
 
     key: str = field(repr=False)
@@ -47,14 +46,14 @@ class ApiKey:
             raise UsageError("A limit of an API key is not positive.", "Leave the key out, so that it is refused.")
 
     def is_given(self, authorization: str | None) -> bool:
-        """Whether a request bears it; takes as long for any key of the same length."""
+        """Whether a request bears it, in constant time for keys of the same length."""
         scheme, _, given = (authorization or "").partition(" ")
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.key.encode("ascii"))
         return same and scheme.lower() == "bearer"
 
 
 def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
-    """The keys of a file: one a line, behind each what it may ask for in a minute, such as requests=60 tokens=20000."""
+    """Parse a file of keys: one per line, followed by its limits per minute, such as requests=60 tokens=20000."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         key, *words = line.split() or [""]
@@ -75,13 +74,13 @@ def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
 
 
 class _Allowance:
-    """So much a minute, which comes back evenly; what is spent at once may be more, and is then waited for."""
+    """A budget per minute, refilled evenly. Spending may overdraw it; the next request then waits."""
 
     def __init__(self, limit: int | None, now: float) -> None:
         self._limit, self._left, self._since = limit, float(limit or 0), now
 
     def wait(self, now: float) -> float:
-        """Seconds until there is any."""
+        """Seconds until something is left."""
         if self._limit is None:
             return 0.0
         self._left = min(self._limit, self._left + (now - self._since) * self._limit / _MINUTE_S)
@@ -89,24 +88,18 @@ class _Allowance:
         return max(0.0, (1.0 - self._left) * _MINUTE_S / self._limit)
 
     def spend(self, count: int) -> None:
-        """Takes so much."""
         self._left -= count
 
 
 class KeyUse:
-    """What was asked for with one key.
-
-    Args:
-        key: it.
-        clock: tells seconds.
-    """
+    """The use of one key."""
 
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.key, self._clock = key, clock
         self._requests, self._tokens = (_Allowance(limit, clock()) for limit in (key.requests, key.tokens))
 
     def admit(self) -> None:
-        """Counts a request."""
+        """Count a request, or refuse it."""
         for name, allowance in (("requests", self._requests), ("tokens", self._tokens)):
             if (seconds := allowance.wait(self._clock())) > 0:
                 message = f"The API key has had its {name} of this minute."
@@ -115,7 +108,7 @@ class KeyUse:
         self._requests.spend(1)
 
     def add(self, result: Result) -> None:
-        """Counts the tokens that a reply took: of its prompt those that no cache held."""
+        """Count the tokens of a reply, without cached prompt tokens."""
         usage, cached = result.usage, result.timings.cached_prompt_tokens
         self._tokens.spend(max(0, usage.prompt_tokens - cached) + usage.completion_tokens)
 
@@ -136,27 +129,25 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Security:
-    """Who may ask what of the server.
+    """Who may use the server, and limits of requests.
 
     Attributes:
-        host: interface that the server is bound to, an address or a name.
-        allowed_hosts: names, beside `host` and those of the loopback interface, by which the server may be addressed.
-            A page of another name that was made to point here is refused (DNS rebinding).
-        allowed_origins: origins, beside the server's own, whose pages may use it, such as "https://example.com"; "*"
-            is all of them, which needs a key.
-        api_keys: of which requests must bear one; empty asks for none, which only the loopback interface may.
+        host: interface that the server is bound to.
+        allowed_hosts: further names of the server, besides loopback ones. Other names are refused (DNS rebinding).
+        allowed_origins: other origins whose pages may use the server, such as "https://example.com"; "*" is all of
+            them, which needs a key.
+        api_keys: of which requests must bear one; without any, only loopback interfaces are allowed.
         max_body: bytes of a request's body.
-        max_depth: of objects and arrays in one another in a body.
-        max_schema: characters of JSON of a schema, a grammar, or a list of tools.
-        max_requests: that are answered at once, those waiting included; one counts from when its body is there.
-        max_uploads, max_uploads_each: bodies that are being received at once, in all and of one address. Of more, those
-            that come on worst are given up.
-        max_bodies: bytes of all bodies that are being received, or read.
-        max_values: objects, arrays, and what is in them, of a body.
-        body_seconds: within which a body must arrive, and a second more for each `body_rate` bytes of it.
-        body_rate: bytes of a body in a second, at least.
-        refusal_seconds: for which a client waits, about, to hear that its body is too large, or too late.
-        comment_seconds: without an event after which a stream sends a comment, so that clients do not take it for dead.
+        max_depth: nesting of objects and arrays in a body.
+        max_schema: characters of a schema, a grammar, or a list of tools.
+        max_requests: with complete bodies, running or waiting.
+        max_uploads, max_uploads_each: bodies received at once, in all and per address; beyond, the slowest are dropped.
+        max_bodies: bytes of all bodies being received or parsed.
+        max_values: objects, arrays and their members in a body.
+        body_seconds: for a body to arrive, plus a second for every `body_rate` bytes of it.
+        body_rate: bytes per second, at least.
+        refusal_seconds: average delay of the refusal of a body that is too large or too late.
+        comment_seconds: silence after which a stream sends a comment.
 
     Raises:
         UsageError: another interface than loopback without a key, or a value out of range.
@@ -192,7 +183,7 @@ class Security:
             self._check_origin(origin)
 
     def within(self, budget: int | None) -> Self:
-        """The same where the whole process has a budget of so many bytes, of which bodies take a share."""
+        """Limit the memory for bodies to a share of a budget in bytes."""
         if budget is None:
             return self
         return dataclasses.replace(self, max_bodies=max(1, min(self.max_bodies, budget // _SHARE_OF_BODIES)))
@@ -215,7 +206,7 @@ class Security:
             )
 
     def knows_host(self, authority: str | None) -> bool:
-        """Whether a request that is addressed so is meant for this server."""
+        """Whether a Host header names this server."""
         match = _AUTHORITY.fullmatch(authority or "")
         if match is None:
             return False
@@ -225,7 +216,7 @@ class Security:
         return name in known.union(_LOOPBACK) or (not known.isdisjoint(_ALL_INTERFACES) and _is_address(_bare(name)))
 
     def is_same_origin(self, origin: str, authority: str) -> bool:
-        """Whether a page of an origin was served under the name that its request is addressed to."""
+        """Whether a page of an origin was served under the same authority."""
         return origin.lower() in (f"http://{authority.lower()}", f"https://{authority.lower()}")
 
     def allows_origin(self, origin: str) -> bool:
@@ -246,6 +237,6 @@ def _bare(host: str) -> str:
 
 
 def _written(host: str) -> str:
-    """As in a Host header: IPv6 addresses in brackets."""
+    """The form of a Host header: IPv6 addresses in brackets."""
     bare = _bare(host)
     return f"[{bare}]" if ":" in bare else bare

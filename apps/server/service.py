@@ -1,4 +1,4 @@
-"""What every endpoint is given, and the model it may use."""
+"""What every endpoint shares: the models that requests may name, and the one that answers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ _LATEST = ":latest"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that a request may name.
+    """A model that requests may name.
 
     Attributes:
-        names: by which it is listed, at least one.
-        source: as `edgeinfer.load` takes it, so that nothing is fetched; None is the built-in one.
-        path: of its files.
-        facts: what those say of it.
-        modified: when they came here, by the clock's seconds.
-        digest: tells it from others, 64 hexadecimal digits.
-        others: further names that mean it.
+        names: under which it is listed, at least one.
+        source: for `edgeinfer.load`; None is the built-in model.
+        modified: seconds since 1970.
+        digest: 64 hexadecimal digits that identify it.
+        others: names that are accepted but not listed.
     """
 
     names: tuple[str, ...]
@@ -55,16 +53,15 @@ class NamedModel:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
         return self.names[0]
 
 
 class NamedModels:
-    """The models of this machine. Safe from any thread; listing reads files.
+    """The models on this machine. Only listed models can be named, and nothing is downloaded. Safe from any thread.
 
     Args:
-        source: of the model that is served, which is listed wherever it lies, as `edgeinfer.load` takes it.
-        aliases: names of that one beside its own.
+        source: of the served model, which is always listed.
+        aliases: further names of that model.
     """
 
     def __init__(self, source: str | None = None, aliases: tuple[str, ...] = ()) -> None:
@@ -76,7 +73,7 @@ class NamedModels:
         self._until = 0.0
 
     def listed(self) -> list[NamedModel]:
-        """Returns all models that can be loaded, the served one first."""
+        """Return all models that can be loaded, the served one first."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._listed = list(self._found())
@@ -84,7 +81,7 @@ class NamedModels:
             return self._listed
 
     def of(self, source: str | None) -> NamedModel:
-        """Returns the model of a source, listed or not; of the one that was asked for last no file is read again."""
+        """Return the model of a source, listed or not; the latest one is remembered."""
         last = self._last
         if last is None or last.source != source:
             listed = (model for model in self._listed if model.source == source)
@@ -92,7 +89,7 @@ class NamedModels:
         return last
 
     def find(self, name: str) -> NamedModel | None:
-        """Returns the model of a name; None where there is none."""
+        """Return the model of a name, if there is one."""
         wanted = plain_name(name)
         if not wanted:
             return None
@@ -121,20 +118,20 @@ class NamedModels:
                 yield _model(source, [local.name] if named else [], others)
 
     def _served(self, source: str | None) -> NamedModel:
-        """A model that is loaded by its source, under its own name."""
+        """The model of a source under its own name."""
         aliases = self._aliases if source == self._source else ()
         return _model(source, [], () if source is None else (source,), aliases)
 
 
 def plain_name(name: str) -> str:
-    """A name as names are compared: Ollama's clients add a tag to those that have none, and take no notice of case."""
+    """Normalize a name for comparison: no case, and without the tag that Ollama's clients add."""
     return name.strip().removesuffix(_LATEST).casefold()
 
 
 def _model(
     source: str | None, names: Iterable[str], others: tuple[str, ...], aliases: tuple[str, ...] = ()
 ) -> NamedModel:
-    """A model under these names, or its own."""
+    """Describe a model under these names, or its own."""
     facts, path = edgeinfer.describe(source), hub.local(source)
     if path is None:
         raise HubError(f"{source} is not on this machine yet.", f"Fetch it first: edgeinfer pull {source}")
@@ -155,17 +152,13 @@ _BYTES_A_TOKEN = 512
 
 @dataclass(frozen=True)
 class Service:
-    """A model host as it is served.
+    """A model host and everything that endpoints need.
 
     Attributes:
-        host: runs the model.
-        security: limits of requests.
-        aliases: names, beside its own, by which requests may call the model.
-        switch: loads the models that requests name; None where only the loaded one is served.
-        local: the models that may be named.
-        metrics: what is counted.
-        contexts: texts that requests may have read before their messages, by name.
-        compiling: requests whose schemas and grammars are looked at, at once; the rest must not wait for them.
+        aliases: further names of the served model.
+        switch: loads models that requests name; None serves only the loaded one.
+        contexts: texts that requests may name.
+        compiling: limits requests whose schemas are being compiled, so that others need not wait.
     """
 
     host: ModelHost
@@ -178,11 +171,10 @@ class Service:
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     def model(self) -> Model:
-        """The loaded model."""
         return self.host.require_model()
 
     def most_body(self) -> int | None:
-        """Bytes of a request that a model served here could possibly answer; None where no context sets a limit."""
+        """Bytes of the largest request that a model here could answer; None if no context limits it."""
         model = self.host.model if self.host.state.status == "ready" else None
         if model is None or model.plan.overflow != "stop":
             return None
@@ -190,7 +182,7 @@ class Service:
         return _OTHER_FIELDS + _BYTES_A_TOKEN * context
 
     def name_contexts(self, body: MutableMapping[str, Any]) -> None:
-        """Puts the texts into a request that names them."""
+        """Replace the names of contexts in a request by the texts."""
         names = body.get("contexts")
         if not isinstance(names, list):  # nothing, or what is refused as every field of a wrong type
             return
@@ -202,11 +194,10 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def use(self, name: Any, receive: Receive) -> AsyncIterator[Model]:
-        """Gives the model that a request names, or the served one if it names none, in memory; it stays as long as the
-        block runs.
+        """Give the model that a request names, or the served one, in memory; it stays loaded for the block.
 
         Args:
-            receive: of the request, whose body has been read; who hangs up does not wait any longer.
+            receive: of the request, whose body has been read, to notice when the client hangs up.
         """
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a string.", "GET /v1/models lists what is served.", param="model")
@@ -240,19 +231,19 @@ class Service:
             raise load_refusal(error) from error
 
     def names(self, model: Model) -> list[str]:
-        """Returns the names of the loaded model, its own first."""
+        """The names of the loaded model, its own first."""
         served = self.switch is None or self.host.state.model == self.switch.source
         return list(dict.fromkeys([model.info.name, *(self.aliases if served else ())]))
 
     async def loaded(self) -> NamedModel | None:
-        """Returns what the files of the loaded model say; None where none is loaded."""
+        """Describe the loaded model."""
         if self.host.state.status != "ready":
             return None
         return await asyncio.to_thread(self.local.of, self.host.state.model)
 
     async def models(self) -> list[NamedModel]:
-        """Returns the models that requests may name, the loaded one first; while the first is loading too, as clients
-        remember what they were given."""
+        """List the models that requests may name, the loaded one first. The first is listed while it is still loading,
+        as clients remember the list."""
         first = [] if (known := await self.loaded() or await self._loading()) is None else [known]
         if self.switch is None or not (self.switch.opened or first):
             return first
@@ -260,7 +251,7 @@ class Service:
         return first + [model for model in listed if known is None or model.source != known.source]
 
     async def _loading(self) -> NamedModel | None:
-        """What the files of the model that is being loaded say; None where none is, or they are not here yet."""
+        """Describe the model that is being loaded, if its files are here."""
         if self.host.state.status != "loading":
             return None
         with contextlib.suppress(EdgeInferError):
@@ -268,7 +259,6 @@ class Service:
         return None
 
     async def find(self, name: str) -> NamedModel:
-        """Returns the model of a name."""
         if self.host.state.status == "loading" and not (self.switch is not None and self.switch.opened):
             listed = await self.models()
             meant = (model for model in listed if plain_name(name) in map(plain_name, [*model.names, *self.aliases]))
@@ -284,7 +274,7 @@ class Service:
         return await asyncio.to_thread(self.local.of, source)
 
     def _loaded(self, name: str | None) -> Model:
-        """The loaded model, if that is its name."""
+        """The loaded model, if it has this name."""
         model = self.model()
         # As it was asked for on the command line will do too, though a path is not listed.
         asked_for = [self.host.state.model] if self.host.state.model else []
@@ -293,7 +283,7 @@ class Service:
         return model
 
     async def _source(self, name: str) -> str | None:
-        """The model of a name, as `edgeinfer.load` takes it."""
+        """The source of the model with this name."""
         assert self.switch is not None, "who asks has looked"
         wanted, model = plain_name(name), self.host.model
         if not wanted or wanted in map(plain_name, self.aliases):
@@ -311,7 +301,6 @@ class Service:
         return found.source
 
     def load(self) -> Load:
-        """Returns what the server is doing now."""
         waiting = self.host.waiting + (0 if self.switch is None else self.switch.waiting)
         model = self.host.model if self.host.state.status == "ready" else None
         if model is None:

@@ -1,5 +1,5 @@
-"""Serves an application on a port with uvicorn until it is told to stop, with limits on how long clients may take to
-send and to receive, and refusals in OpenAI's shape."""
+"""Serves an application on a port with uvicorn, limits how slowly clients may send and receive, and refuses in OpenAI's
+format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if
 
 
 def serve(app: ASGIApp, host: str, port: int, *, ready: Callable[[str], None]) -> None:
-    """Serves until SIGINT, SIGTERM, SIGHUP, or a call of `Server.stop`; arguments and errors as of `Server`."""
+    """Serve until SIGINT, SIGTERM, SIGHUP or `Server.stop`."""
     Server(app, host, port, ready=ready).run()
 
 
@@ -38,12 +38,10 @@ class Server:
     """An application on a port.
 
     Args:
-        host: interface: an address or a name.
         port: 0 picks a free one.
         ready: called with the server's URL once it takes connections.
-        alongside: runs beside the server; if it fails, the server stops and `run` raises its error.
-        stopping: called when the server is told to stop, before it waits for open requests: what they wait for should
-            come to its end.
+        alongside: runs next to the server; if it fails, the server stops and `run` raises its error.
+        stopping: called before the server waits for open requests, to end what they wait for.
 
     Raises:
         UsageError: the port is in use, or the interface cannot be bound.
@@ -83,13 +81,13 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where the server is, as people on this machine address it."""
+        """The address for programs on this machine."""
         port = self._socket.getsockname()[1]
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
         return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{port}"
 
     def run(self) -> None:
-        """Serves until it is told to stop."""
+        """Serve until stopped."""
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
@@ -98,7 +96,7 @@ class Server:
             raise self._error
 
     def stop(self) -> None:
-        """Tells the server to stop; any thread may."""
+        """Stop the server; safe from any thread."""
         self._uvicorn.should_exit = True
 
     def _begin(self) -> None:
@@ -115,7 +113,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, which tells when it takes connections and when it stops, and takes signals for the normal way to end."""
+    """uvicorn with callbacks for start and stop, and with signals as a normal way to end."""
 
     def __init__(
         self, config: uvicorn.Config, begin: Callable[[], None], stopping: Callable[[], Awaitable[object]] | None
@@ -194,12 +192,12 @@ _INVALID = error_body(RequestError("This is not a valid HTTP request.", code="in
 
 
 class _Connection(h11.Connection):
-    """HTTP/1.1 by h11, which gives the head of an answer with what follows: sent apart, clients wake up twice."""
+    """HTTP/1.1 by h11, with the head of an answer sent together with its first body part: separately, clients wake up
+    twice."""
 
     _head = b""
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        """What is to be sent; nothing for the head of an answer, as its body follows at once."""
         data = super().send(event)
         if isinstance(event, h11.Response):
             self._head = data or b""
@@ -212,13 +210,12 @@ class ServerProtocol(H11Protocol):
     """One connection.
 
     Attributes:
-        head_seconds: within which the head of a request must be there, once it has started or the connection is new.
-        rest_seconds: for which what is left of a body is still taken, and dropped, after its request was answered; a
-            client that is cut off while it sends may never read the answer.
-        rest_pause: seconds between two parts of such a rest; taking it as fast as it comes would cost others.
-        take_seconds: for which a client may leave what it was sent, once that has filled the buffers, or the connection
-            is to be closed.
-        most_connections: that are open at once. Of more, the one is cut off that waited longest for a request.
+        head_seconds: for the head of a request, from its first byte or from connecting.
+        rest_seconds: for discarding the rest of a body after its request was answered; a client that is cut off while
+            it sends may never read the answer.
+        rest_pause: seconds between two reads of such a rest, so that it costs others little.
+        take_seconds: for a client to read once buffers are full, or before the connection closes.
+        most_connections: open at once; beyond, the one that has waited longest for a request is closed.
     """
 
     head_seconds: float = 10.0
@@ -244,7 +241,7 @@ class ServerProtocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether no request is being answered here."""
+        """Whether no request is being answered on this connection."""
         return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
 
     def data_received(self, data: bytes) -> None:
@@ -280,7 +277,7 @@ class ServerProtocol(H11Protocol):
             self._let_stall(True)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, where no answer has started."""
+        """Answer invalid HTTP, unless an answer has started."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -293,7 +290,7 @@ class ServerProtocol(H11Protocol):
 
     @property
     def _drops(self) -> bool:
-        """Whether what comes is the rest of a body whose request was answered."""
+        """Whether incoming data is the rest of a body whose request was answered."""
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _go_on(self) -> None:
@@ -301,7 +298,7 @@ class ServerProtocol(H11Protocol):
             self.transport.resume_reading()
 
     def _watch(self) -> None:
-        """Sets a limit where something has to come, unless there is one, and lifts it where nothing has."""
+        """Set a deadline if something has to come and none is set; clear it if nothing has to."""
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             limit = self.head_seconds
         elif self._drops:
@@ -332,7 +329,7 @@ class ServerProtocol(H11Protocol):
 
 
 def _most_files() -> int:
-    """Connections that leave the process half of the files that it may open."""
+    """Connections that leave the process half of its open files."""
     try:
         import resource  # absent on Windows, which sets no such limit
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which model is loaded: the one that requests name, one at a time, each after what was asked of the one before."""
+"""Loads the models that requests name, one at a time."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ class _Request:
 
 
 class ModelSwitch:
-    """Loads the model that a request names in place of another, once no request uses that one any more.
+    """Loads the model that a request names once no request uses the present one.
 
-    Requests for the loaded model are let in at once, unless one for another waits already: then they wait behind it, so
-    that everyone's turn comes. When a model is loaded, all who wait for it then are let in.
+    Requests for the loaded model are admitted at once, unless one for another model is waiting: then they queue behind
+    it, so that every model gets its turn. Loading a model admits all requests that wait for it.
 
     Args:
-        host: runs the model.
-        source: of the model that is served to those who name none, as `edgeinfer.load` takes it.
-        options: fields of LoadConfig that it is loaded with; others are loaded with those that fit any model.
-        queue: requests that wait at most.
+        source: of the served model, for requests that name none.
+        options: LoadConfig fields for the served model; other models get those that fit any model.
+        queue: most requests waiting.
 
     Attributes:
-        opened: whether requests may name models; not before the first is loaded.
-        most_context: tokens that a model may be loaded with.
+        opened: whether requests may name models; false until the first is loaded.
+        most_context: tokens of the largest context a model may be loaded with.
     """
 
     def __init__(self, host: ModelHost, source: str | None, options: Mapping[str, Any], *, queue: int = 64) -> None:
@@ -69,16 +68,14 @@ class ModelSwitch:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their model."""
         return len(self._waiting)
 
     def is_loaded(self, source: str | None) -> bool:
-        """Whether a model is the one that is loaded."""
         state = self._host.state
         return state.status == "ready" and state.model == source and self._host.model is not None
 
     async def enter(self, source: str | None) -> None:
-        """Waits until a model is loaded, which then stays until `leave`."""
+        """Wait until a model is loaded; it stays until `leave`."""
         if self._closed:
             raise _stopping()
         self._stop_timer()
@@ -102,12 +99,11 @@ class ModelSwitch:
             raise
 
     def leave(self) -> None:
-        """Ends what `enter` began."""
         self._users -= 1
         self._go_on()
 
     def _go_on(self) -> None:
-        """After a request is over: goes on, or waits for the model to be idle long enough."""
+        """Continue after a request, or start the idle timer."""
         self._advance()
         if self._closed or self._loading is not None:
             return
@@ -116,17 +112,17 @@ class ModelSwitch:
             self._idle = asyncio.get_running_loop().call_later(self._keep_s, self._unload_idle)
 
     def keep(self, seconds: float | None) -> None:
-        """Says how long the model shall stay in memory once it is unused; None sets no limit."""
+        """Set how long an unused model stays in memory; None sets no limit."""
         self._keep_s = seconds
 
     def expires_in(self) -> float | None:
-        """Seconds until the model leaves memory for being idle; None where that is not set."""
+        """Seconds until the model is unloaded for being idle; None without a limit."""
         if self._idle is None:
             return self._keep_s
         return max(0.0, self._idle.when() - asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        """Ends a load and the timer; who waits, or comes later, is refused."""
+        """Cancel loading and the timer, and refuse all waiting requests."""
         self._closed = True
         self._stop_timer()
         if self._loading is not None:
@@ -137,7 +133,7 @@ class ModelSwitch:
             self._refuse(self._waiting.popleft(), _stopping())
 
     def _advance(self) -> None:
-        """Lets in who may be let in, or begins to load the model that is wanted next."""
+        """Admit the next requests, or start to load their model."""
         while self._waiting and self._waiting[0].granted.done():  # its client has given up
             self._waiting.popleft()
         if self._loading is not None or self._closed or not self._waiting:
@@ -170,7 +166,7 @@ class ModelSwitch:
         self._advance()
 
     def _fitting(self, source: str | None) -> dict[str, Any]:
-        """Options for another model than the served one, whose context may be smaller."""
+        """Options for a model other than the served one, whose context may be smaller."""
         context = self._others.get("context")
         if context is None:
             return self._others
@@ -213,7 +209,7 @@ def _stopping() -> NotReadyError:
 
 
 def load_refusal(error: EdgeInferError) -> RequestError:
-    """Why a model could not be loaded, for those whose requests need it; the log says it too."""
+    """The error for requests whose model could not be loaded; also logged."""
     _log.warning("The model of a request could not be loaded. %s", error)
     code = "insufficient_memory" if isinstance(error, BudgetError) else "model_failed"
     return RequestError(f"The model could not be loaded: {error.message}", error.hint, status=503, code=code)

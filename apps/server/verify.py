@@ -1,8 +1,9 @@
-"""/v1/verify: rounds of replies that other devices draft and this server's model decides.
+"""/v1/verify: rounds of replies that other devices draft and this server's model verifies.
 
-The first request of a reply has its prompt and options; later ones have the session's name, how many tokens of the text
-they build on, and a draft. What is decided depends on these alone, so a request whose answer was lost is sent again.
-A device names its sessions, so that neither such a request nor one behind a stream that was left opens a second one."""
+The first request of a reply carries its prompt and options; later ones carry the session's name, the number of tokens
+they build on, and a draft. The outcome depends on these alone, so a request whose answer was lost can be sent again.
+Devices name their sessions, so that a repeated request does not open a second one.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +50,15 @@ class _Session:
     """A reply that a device drafts.
 
     Attributes:
-        model: digest of that which decides it.
+        model: digest of the verifying model.
         prompt: token ids.
-        reply: what was decided so far. Whatever was drafted, it is the beginning of the one reply that prompt and
-            options have, so rounds that overlap do no harm.
-        options: of the reply.
-        most: tokens of the reply at most; None where the device has not said so.
-        right, seen: drafted tokens that were right, of those that were compared; older ones count less.
-        heard: seconds of the clock when it last was asked for, or had an answer.
-        over: whether the reply has come to its end.
-        checked: whether its options are those of a reply that can be.
-        made: the latest round, while somebody else holds it: a stream holds its model.
+        reply: verified tokens. Prompt and options determine the reply, so overlapping rounds do no harm.
+        most: tokens of the reply; None if the device has not said.
+        right, seen: accepted and compared draft tokens; older ones count less.
+        heard: time of the last request or answer.
+        over: whether the reply has ended.
+        checked: whether its options were checked.
+        made: the latest round while it is in use: a stream holds its model.
     """
 
     model: str
@@ -76,36 +75,36 @@ class _Session:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that is expected to be right."""
+        """The expected share of accepted draft tokens."""
         return self.right / self.seen
 
     def judge(self, compared: int, right: int) -> None:
-        """Learns from a round, in which so many drafted tokens were compared and so many of these were right."""
+        """Update the acceptance after a round."""
         left = 1 - compared / _MEMORY
         self.right, self.seen = left * self.right + right, left * self.seen + compared
 
-    def reaches(self, begun: int, tokens: Sequence[int]) -> None:
-        """These tokens were decided behind the first so many of the reply."""
-        self.reply += tokens[len(self.reply) - begun :]
+    def reaches(self, verified: int, tokens: Sequence[int]) -> None:
+        """Append tokens verified after the first `verified` of the reply."""
+        self.reply += tokens[len(self.reply) - verified :]
 
     def go_on_from(self, former: _Session) -> None:
-        """Takes over what is known of the device, whose next reply this is, or the same reply sent again."""
+        """Take over the statistics of the device's previous session."""
         self.right, self.seen, self.made = former.right, former.seen, former.made
 
     def leave_round(self) -> None:
-        """Ends the round before: the device has left its stream, or lost the connection."""
+        """End the previous round: the device has left its stream."""
         if (made := self.made()) is not None:
             made.give_up()
 
 
 def _is_short(value: object) -> bool:
-    """Whether a value is no list and no object, and can be told in few words."""
+    """Whether a value is scalar and short."""
     return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _SHORT)
 
 
 class VerifySessions:
-    """The replies that devices draft, by their names. Of more than `most`, or `tokens` in all, those asked for longest
-    ago are forgotten, and the devices send them again."""
+    """The sessions by name. Beyond `most`, or `tokens` in all, the least recently used are forgotten; devices send them
+    again."""
 
     def __init__(self, most: int = _MOST_SESSIONS, tokens: int = _MOST_TOKENS) -> None:
         self._most, self._tokens = most, tokens
@@ -114,7 +113,7 @@ class VerifySessions:
         self._lock = threading.Lock()
 
     def open(self, session: _Session, name: str | None = None, former: str | None = None) -> str:
-        """Keeps a session, and gives its name, which cannot be guessed."""
+        """Keep a session and return its name, which cannot be guessed."""
         name = name or secrets.token_urlsafe(18)
         with self._lock:
             for known in (former, name):
@@ -126,13 +125,13 @@ class VerifySessions:
         return name
 
     def going_on(self) -> int:
-        """Counts the replies that are not over, but for those of devices that are gone."""
+        """Count the replies in progress, without devices that went silent."""
         since = time.perf_counter() - _SILENT_S
         with self._lock:
             return sum(not session.over and session.heard > since for session in self._sessions.values())
 
     def goes_on(self, body: Mapping[str, Any]) -> bool:
-        """Whether a request is for a further round of a reply whose options were checked, and has little to look at."""
+        """Whether a request continues a checked reply and is small."""
         name, draft = body.get("session"), body.get("draft") or []
         if len(body) > _FEW_FIELDS or not isinstance(draft, list) or len(draft) > _MOST_DRAFTED:
             return False
@@ -148,7 +147,6 @@ class VerifySessions:
         return len(self._sessions) > self._most or tokens > self._tokens
 
     def find(self, name: str, model: Model) -> _Session:
-        """The session of a name."""
         with self._lock:
             session = self._sessions.get(name)
             if session is not None and session.model == model.digest:
@@ -158,21 +156,11 @@ class VerifySessions:
 
 
 def verify_kinds(sessions: VerifySessions) -> Mapping[str, CompletionKind]:
-    """What answers requests for rounds, by its path."""
     return {"/verify": CompletionKind(partial(VerifyCompletion, sessions), is_brief=sessions.goes_on)}
 
 
 class VerifyCompletion:
-    """Implements `contract.Completion` for one round.
-
-    Args:
-        sessions: that the server keeps.
-        body: of the request.
-        model: that decides.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """Implements `contract.Completion` for one round."""
 
     n = 1
     ignored = ()
@@ -204,13 +192,12 @@ class VerifyCompletion:
         self._sent = 0
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Refuses options that no reply can have."""
         if not self._session.checked:
             model.check(**self._session.options)
             self._session.checked = True
 
     def prepare(self, model: ChatModel[Any]) -> None:
-        """Compares the vocabularies of both sides; prompts are tokens already."""
+        """Compare the vocabularies of both sides; prompts are tokens already."""
         if not self._facts:
             return
         assert isinstance(model, Model), "the server's"
@@ -221,7 +208,6 @@ class VerifyCompletion:
             raise RequestError(message, hint, param="vocabulary", code="vocabulary_differs", status=409)
 
     def start(self, model: Any, index: int, ended: Callable[[], bool] | None = None) -> Any:
-        """Begins the round."""
         if self._facts and "vocabulary" not in self._facts:
             self.prepare(model)
         session, draft = self._session, self._draft
@@ -231,11 +217,9 @@ class VerifyCompletion:
         return self._made
 
     def opening(self) -> list[Event]:
-        """Nothing."""
         return []
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """Its tokens, where they are streamed."""
         if not (self.stream and chunk.token_ids):
             return []
         facts = {} if self._sent else self._facts  # with the first, as the rest may not be waited for
@@ -245,7 +229,6 @@ class VerifyCompletion:
         return [{**facts, **self._company(), "tokens": list(chunk.token_ids)}]
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """How the round ended, and those of its tokens that no chunk had."""
         made, session = self._made, self._session
         assert made is not None, "the round is over"
         session.reaches(len(self._reply), made.tokens)
@@ -254,11 +237,9 @@ class VerifyCompletion:
         return [self._answer(made, made.tokens[self._sent :])] if self.stream else []
 
     def closing(self) -> list[Event]:
-        """Nothing."""
         return []
 
     def whole(self) -> Event:
-        """The round."""
         made = self._made
         assert made is not None, "the round is over"
         return self._answer(made, made.tokens)
@@ -276,14 +257,14 @@ class VerifyCompletion:
         }
 
     def _company(self) -> Event:
-        """What is best beside the other replies of now, if there are any."""
+        """What suits the device best, given the other replies in progress."""
         self._session.heard = time.perf_counter()
         company = None if self._made is None else self._made.company(self._sessions.going_on())
         return {} if company is None else {"stream_ms": company.stream_ms, "draft_tokens": company.draft_tokens}
 
 
 def _opened(fields: Fields, model: Model) -> _Session:
-    """A session for the prompt and the options of a request."""
+    """Make a session from the prompt and options of a request."""
     prompt = _ids(fields, "prompt", LARGEST_COUNT)
     if not prompt:
         raise fields.missing("prompt", "Send the token ids of the prompt, or the name of a session.")
@@ -302,14 +283,13 @@ def _opened(fields: Fields, model: Model) -> _Session:
 
 
 def _checked_name(fields: Fields, name: str | None) -> str | None:
-    """The name that a device gave its session."""
     if name is not None and not _NAME[0] <= len(name) <= _NAME[1]:
         raise fields.wrong("session", f"{len(name)} characters", f"Draw {_NAME[0]} to {_NAME[1]} at random.")
     return name
 
 
 def _cut(session: _Session, fields: Fields) -> tuple[int, ...]:
-    """As much of the session's reply as the device knows."""
+    """The part of the session's reply that the device has."""
     base = fields.whole("base", len(session.prompt), LARGEST_COUNT)
     if base is None:
         raise fields.missing("base", "Say how many tokens of prompt and reply the draft follows.")
@@ -320,14 +300,13 @@ def _cut(session: _Session, fields: Fields) -> tuple[int, ...]:
 
 
 def _bias(value: Any) -> Any:
-    """Values by token id, which JSON writes as texts; false is a token that must not come."""
+    """Read values by token id, which JSON writes as strings; false forbids a token."""
     if not isinstance(value, dict) or not all(isinstance(token, str) and token.isdecimal() for token in value):
         return value
     return {int(token[:20]): -math.inf if bias is False else bias for token, bias in value.items()}
 
 
 def _ids(fields: Fields, name: str, most: int) -> tuple[int, ...]:
-    """A field that is a list of token ids."""
     ids = fields.items(name)
     if not all(map(is_id, ids)):
         raise fields.wrong(name, "a list with something else", "Send token ids.")

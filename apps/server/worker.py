@@ -1,4 +1,4 @@
-"""The thread that runs a model: replies share passes or take turns, and other work is done in between."""
+"""The thread that runs a model: replies share passes or take turns, with other work in between."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ T = TypeVar("T")
 class ReplyQueue(Generic[T]):
     """Replies in the order of their turns.
 
-    Owners take turns, and of each owner its replies, so that one who asks for eight replies gets no more than one who
-    asks for one. At most `parallel` replies have started; of those that wait, the next to start belongs to the
-    owner with the fewest, and of these the one that came first.
+    Owners take turns, and so do the replies of each owner, so that asking for eight replies gives no advantage. The
+    next reply to start is the oldest of the owner with the fewest running.
 
     Args:
-        parallel: replies that have started, at most.
+        parallel: most replies running.
     """
 
     def __init__(self, parallel: int) -> None:
@@ -36,31 +35,28 @@ class ReplyQueue(Generic[T]):
 
     @property
     def running(self) -> int:
-        """Replies that have started."""
         return sum(map(len, self._started.values()))
 
     @property
     def waiting(self) -> int:
-        """Replies that have not."""
         return len(self._waiting)
 
     @property
     def started(self) -> list[T]:
-        """Replies that have started, in the order of their turns."""
+        """Running replies in the order of their turns."""
         return [reply for replies in self._started.values() for reply in replies]
 
     def limit(self, parallel: int) -> None:
-        """Lets so many replies start from now on."""
+        """Change how many replies may run."""
         self._parallel = parallel
         self._fill()
 
     def add(self, owner: str, reply: T) -> None:
-        """Adds a reply that was asked for."""
         self._waiting.append((owner, reply))
         self._fill()
 
     def next(self) -> T | None:
-        """Returns the reply whose turn it is and passes the turn on."""
+        """Return the reply whose turn it is and pass the turn on."""
         if not self._started:
             return None
         owner, replies = next(iter(self._started.items()))
@@ -69,7 +65,7 @@ class ReplyQueue(Generic[T]):
         return replies[-1]
 
     def remove(self, reply: T) -> None:
-        """Removes a reply that is over; one that waits may start."""
+        """Remove a finished reply; a waiting one may start."""
         self._waiting = [(owner, other) for owner, other in self._waiting if other != reply]
         for owner, replies in self._started.items():
             if reply in replies:
@@ -80,14 +76,14 @@ class ReplyQueue(Generic[T]):
         self._fill()
 
     def withdraw(self, reply: T) -> bool:
-        """Removes a reply that waits; returns whether it did wait."""
+        """Remove a waiting reply; return whether it was waiting."""
         left = [(owner, other) for owner, other in self._waiting if other != reply]
         waited = len(left) < len(self._waiting)
         self._waiting = left
         return waited
 
     def clear(self) -> list[T]:
-        """Removes and returns all replies."""
+        """Remove and return all replies."""
         every = self.started
         every += [reply for _, reply in self._waiting]
         self._started.clear()
@@ -114,23 +110,21 @@ _WEIGHT = 0.1
 
 @dataclass(frozen=True)
 class ReplyEnd:
-    """A reply is over; without a result where it never began."""
+    """The end of a reply; without a result if it never began."""
 
     result: Result | None
 
 
 @dataclass(eq=False)
 class Job:
-    """A reply that was asked for.
+    """A requested reply.
 
     Attributes:
-        start: makes its stream.
-        tell: takes its chunks, then ReplyEnd or the error that ended it.
+        tell: takes chunks, then ReplyEnd or the error that ended it.
         stream: once it has started.
         prepared: whether its prompt is evaluated.
-        cancelled: whether it is to end.
-        shares: it is one of the replies that share passes now.
-        alone: it needs what only one reply at a time can have of a model.
+        shares: whether it shares passes now.
+        alone: whether it needs the model for itself.
     """
 
     start: Callable[[Model], TokenStream]
@@ -143,13 +137,13 @@ class Job:
 
 
 class ModelThread(threading.Thread):
-    """Runs the replies of the model it is given.
+    """Runs the replies of a model.
 
-    A reply that is the only one has the model to itself, with drafts. Several share passes, where the model can, and
-    so does a search, which cannot be paused; those that cannot run before or after these, by turns.
+    A single reply has the model to itself, with drafts. Several share passes if the model can; so does a search, which
+    cannot be paused. Replies that cannot share take turns before or after.
 
     Args:
-        parallel: replies side by side at most; others wait.
+        parallel: most replies at once.
     """
 
     def __init__(self, parallel: int) -> None:
@@ -167,29 +161,26 @@ class ModelThread(threading.Thread):
 
     @property
     def running(self) -> int:
-        """Replies that have started."""
         return self._queue.running
 
     @property
     def waiting(self) -> int:
-        """Replies that wait for others to end."""
         return self._queue.waiting
 
     def take(self, model: Model) -> None:
-        """Runs a model from now on, as many replies side by side as its plan has memory for; on this thread only."""
+        """Run a model from now on, with as many replies at once as its plan allows; on this thread only."""
         with self._changed:
             self._parallel = min(self._most, model.plan.parallel)
             self._queue.limit(self._parallel)
             self.model = model
 
     def add(self, job: Job, owner: str) -> None:
-        """Adds a reply to run."""
         with self._changed:
             self._queue.add(owner, job)
             self._wake()
 
     def cancel(self, job: Job) -> None:
-        """Ends a reply within its current pass, or before it begins. Safe from any thread."""
+        """End a reply within its current pass, or before it begins. Safe from any thread."""
         with self._changed:
             job.cancelled = True
             if job.stream is not None:
@@ -200,13 +191,13 @@ class ModelThread(threading.Thread):
             job.tell(ReplyEnd(None))
 
     def do(self, task: Callable[[], None]) -> None:
-        """Runs a task between two turns."""
+        """Run a task between two turns."""
         with self._changed:
             self._tasks.append(task)
             self._wake()
 
     def end(self) -> None:
-        """Ends the thread after the tasks that were added before."""
+        """End the thread after the tasks added before."""
         with self._changed:
             self._ending = True
             self._wake()
@@ -217,7 +208,7 @@ class ModelThread(threading.Thread):
             self._batch.interrupt()
 
     def drop_replies(self) -> None:
-        """Ends all replies; on this thread only."""
+        """End all replies; on this thread only."""
         with self._changed:
             jobs: Sequence[Job] = self._queue.clear()
             self._unpausable = None
@@ -227,14 +218,14 @@ class ModelThread(threading.Thread):
                 job.stream.cancel()
         self._close_batch()
         for job in jobs:
-            if job.shares:  # it has ended, and told so
+            if job.shares:  # it has ended and reported its end
                 continue
             if job.stream is not None:
                 job.stream.close()
             job.tell(ReplyEnd(None if job.stream is None else job.stream.result))
 
     def run(self) -> None:
-        """Works until `end`."""
+        """Work until `end`."""
         while True:
             with self._changed:
                 while not (self._tasks or self._ending or self._runnable()):
@@ -253,7 +244,7 @@ class ModelThread(threading.Thread):
         return self.model is not None and self._queue.running > 0
 
     def _work_with(self, model: Model) -> None:
-        """Runs a pass that replies share, or a turn of one that has the model to itself."""
+        """Run a shared pass, or the turn of one reply."""
         with self._changed:
             started = self._queue.started
         for job in started:
@@ -277,7 +268,7 @@ class ModelThread(threading.Thread):
             self._close_batch()
 
     def _open_batch(self, model: Model) -> ReplyBatch | None:
-        """What replies share passes by; None where they cannot, or the model fails: each of its replies tells why."""
+        """A batch for shared passes; None if the model cannot share or fails: each reply then reports why."""
         try:
             return model.reply_batch(self._parallel) if model.can_batch else None
         except EdgeInferError:
@@ -290,7 +281,7 @@ class ModelThread(threading.Thread):
             batch.close()
 
     def _shared_reply(self, job: Job, model: Model) -> Callable[[Slot], None]:
-        """What makes a reply beside others, or goes on with it."""
+        """Make the function that runs or continues a reply in a batch."""
 
         def make(slot: Slot) -> None:
             try:
@@ -312,7 +303,7 @@ class ModelThread(threading.Thread):
         return make
 
     def _start(self, job: Job, model: Model) -> None:
-        """Makes the stream of a reply, unless it was cancelled."""
+        """Start the stream of a reply, unless it was cancelled."""
         if job.cancelled:
             return
         stream = job.start(model)
@@ -322,7 +313,7 @@ class ModelThread(threading.Thread):
                 stream.cancel()
 
     def _turn(self, job: Job, model: Model) -> None:
-        """Runs a reply until its turn or its text is over."""
+        """Run a reply until its turn or its text ends."""
         started = time.perf_counter()
         try:
             if job.stream is None:
@@ -339,7 +330,7 @@ class ModelThread(threading.Thread):
             self._failed(job, error)
 
     def _work(self, job: Job, stream: TokenStream, started: float) -> bool:
-        """Lets a reply run; returns whether there is more of it."""
+        """Advance a reply; return whether more is to come."""
         while not job.prepared:
             job.prepared = stream.prepare(_PROMPT_TOKENS)
             if self._is_over(started):
@@ -356,7 +347,7 @@ class ModelThread(threading.Thread):
         return False
 
     def _learn(self, seconds: float, first: bool) -> None:
-        """Learns what a step takes, and what taking turns adds to the first step of a turn."""
+        """Learn the time of a step, and the extra time of the first step of a turn."""
         if first:
             self._switch_s += _WEIGHT * (max(0.0, seconds - self._step_s) - self._switch_s)
         elif seconds > _SAME_PASS * self._step_s:

@@ -1,4 +1,4 @@
-"""The terminal chat: reads messages, streams replies, obeys /commands."""
+"""The chat in the terminal: reads messages, streams replies, obeys /commands."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PIECES = re.compile(r"\n|[^\S\n]+|[^\s]+")
 
 
 def keyboard() -> Callable[[str], str]:
-    """Reads what a person types, with line editing and history where the platform has readline.
+    """Return a function that reads a line, with editing and history where readline exists.
 
-    A paste of several lines is one message. GNU readline reads it so; elsewhere, lines that wait right behind the first
+    A paste of several lines is one message: GNU readline sees to it; elsewhere, lines that wait right behind the first
     belong to it.
     """
     try:
@@ -53,7 +53,7 @@ def _with_waiting_lines(prompt: str) -> str:
 
 
 def _is_waiting() -> bool:
-    """Whether there is input that nobody has had the time to type."""
+    """Whether input is waiting that was pasted, not typed."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -62,10 +62,9 @@ def _is_waiting() -> bool:
 
 
 class WrappedText:
-    """Writes a reply as it comes and breaks its lines between words.
+    """Writes a reply as it comes and breaks lines between words.
 
     Args:
-        out: the terminal.
         width: of a line, in cells.
     """
 
@@ -76,7 +75,7 @@ class WrappedText:
         self._blank = self._word = ""
 
     def write(self, text: str) -> None:
-        """Writes all but the last word, which may go on."""
+        """Write all but the last word, which may continue."""
         for piece in _PIECES.findall(text):
             if piece == "\n":
                 self._end_word()
@@ -90,7 +89,7 @@ class WrappedText:
         self._out.flush()
 
     def finish(self) -> None:
-        """Writes what was held back, and ends the line."""
+        """Write the rest and end the line."""
         self._end_word()
         if self._column or self._blank:
             self._put(f"{self._blank}\n")
@@ -120,11 +119,11 @@ _HINTS = EndingHints("/set max_tokens N for more", "/reset starts over; -c for m
 
 @dataclass(frozen=True)
 class Command:
-    """Something a line that begins with a slash asks for.
+    """A command of the chat.
 
     Attributes:
-        names: by which it is called, the first as help lists it.
-        argument: stands for what comes behind the name; empty where nothing does.
+        names: the first is the one that help shows.
+        argument: placeholder in help; empty without one.
     """
 
     names: tuple[str, ...]
@@ -134,27 +133,25 @@ class Command:
 
 
 class SwitchedModel(Protocol):
-    """A loaded model that another can take the place of."""
+    """A loaded model that can be replaced."""
 
     @property
     def model(self) -> Model:
         """The one that is loaded."""
 
     def switch(self, name: str) -> None:
-        """Loads another; if it cannot be loaded, the former one is loaded again and the error raised."""
+        """Load another model; if that fails, load the former one again and raise the error."""
 
 
 class TerminalChat:
-    """One conversation between a person, or a script, and a model.
+    """A conversation between a person, or a script, and a model.
 
     Args:
-        models: the loaded model, and how another takes its place; stays open.
-        system: system message, or None.
-        options: generation options of every reply, by their names in GenerationConfig.
-        read: shows a prompt, gives the next line without its end, and raises EOFError after the last; None reads stdin.
-        out: where replies go.
+        models: the loaded model; stays open.
+        options: generation options of every reply.
+        read: shows a prompt and returns the next line, or raises EOFError; None reads stdin.
         interactive: whether a person types: prompts are shown, and a mistake does not end the chat.
-        say: puts options that errors name into words.
+        say: words options in errors.
     """
 
     def __init__(
@@ -198,7 +195,7 @@ class TerminalChat:
         return self._models.model
 
     def run(self) -> None:
-        """Talks until the input ends or somebody leaves."""
+        """Talk until the input ends or the user leaves."""
         if self._interactive:
             name = self._model.info.name
             self._say(f"Talking to {name}. Type a message; /? lists commands, Ctrl-D leaves.")
@@ -218,7 +215,8 @@ class TerminalChat:
             self._say("")
 
     def _next(self) -> tuple[str, bool]:
-        """The next message, which may be pasted or stand between triple quotes; and whether it is a command."""
+        """Return the next message, pasted or between triple quotes if it has several lines, and whether it is a
+        command."""
         line = self._read(_FIRST).strip()
         if not line.startswith(_QUOTES):
             return line, line.startswith("/") and "\n" not in line
@@ -362,7 +360,7 @@ class TerminalChat:
 
 
 def _parsed(value: str) -> Any:
-    """A number, a truth value or a list as JSON writes it, else the text itself."""
+    """A JSON value, or the text itself."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value)
     return value

@@ -52,10 +52,8 @@ class Interrupt:
 
 @contextlib.contextmanager
 def cancel_on_interrupt(stream: TokenStream) -> Iterator[Interrupt]:
-    """While open, the first Ctrl-C cancels `stream`, which then ends in good order; the second raises as usual.
-
-    Only the main thread receives signals; in any other this does nothing.
-    """
+    """While open, the first Ctrl-C cancels `stream`, the second raises. Does nothing outside of the main thread, which
+    alone receives signals."""
     state = Interrupt()
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
