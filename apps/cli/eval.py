@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from edgeinfer.tools import Divergence, Evaluation
 
 
-_DESCRIPTION = (
-    "Measure how well a model predicts a text, and what quantization did to it.\n  ppl     "
-    "perplexity\n  kld     Kullback-Leibler divergence of its predictions from a reference's, in "
-    "nats\n  agree   how often it predicts the same next token as the reference\n\nThe reference is "
-    "usually the checkpoint that the model was made from, which is exported to a temporary 32-bit "
-    "bundle.\n\nexample:\n  edgeinfer eval kld -m my-bundle --reference my-checkpoint --text book.txt\n"
-)
+_DESCRIPTION = """\
+Measure how well a model predicts a text, and what quantization did to it.
+  ppl     perplexity
+  kld     Kullback-Leibler divergence of its predictions from a reference's, in nats
+  agree   how often it predicts the same next token as the reference
+
+The reference is usually the checkpoint that the model was made from, which is exported to a temporary 32-bit bundle.
+
+example:
+  edgeinfer eval kld -m my-bundle --reference my-checkpoint --text book.txt
+"""
 _WHAT = ("ppl", "kld", "agree")
 _OPTIONS = ("memory", "kv", "threads", "backend", "native", "device")
 

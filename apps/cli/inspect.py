@@ -85,11 +85,14 @@ def _cost(members: list[PlannedTensor]) -> str:
     return f"{sum(costs):.4g}" if costs else ""
 
 
-_DESCRIPTION = (
-    "Show what a model consists of: sizes, bits, memory per token, how it was made and how good it "
-    "is, or the metadata of a\nGGUF file.\n\nexamples:\n  edgeinfer inspect my-bundle --verify\n  "
-    "edgeinfer inspect model.gguf --tensors\n"
-)
+_DESCRIPTION = """\
+Show what a model consists of: sizes, bits, memory per token, how it was made and how good it is, or the metadata of a
+GGUF file.
+
+examples:
+  edgeinfer inspect my-bundle --verify
+  edgeinfer inspect model.gguf --tensors
+"""
 
 
 _ENGINES = {"onnx": "ONNX Runtime, with the native kernel", "llamacpp": "llama.cpp (extra gguf)"}
@@ -134,7 +137,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
-    _section("metadata", list(_metadata_rows(gguf)))
+    _section("metadata", [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()])
     _section("types", list(_type_rows(gguf)), header=_TYPE_HEADER)
     if with_tensors:
         _section("tensors", _tensor_rows(gguf), header=_TENSOR_HEADER)
@@ -224,10 +227,6 @@ _TYPE_HEADER = ("type", "tensors", "size", "bits per value")
 _EXAMPLE_TOKENS = 2048
 # What is shown of an array and of a text.
 _ITEMS, _CHARACTERS = 4, 80
-
-
-def _metadata_rows(gguf: GgufFile) -> list[tuple[str, str]]:
-    return [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()]
 
 
 def _type_rows(gguf: GgufFile) -> list[tuple[str, str, str, str]]:

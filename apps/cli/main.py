@@ -227,7 +227,8 @@ def _report(arguments: list[str], error: Exception) -> int:
         abandon_stdout()
         print_error(f"The output cannot be written: {error.strerror}. Free some space or send it to another place.")
         return StorageError.exit_code
-    _show_traceback(arguments)
+    if "--debug" in arguments:  # not a parsed option: parsing may be what failed
+        traceback.print_exc()
     if is_refused(error):
         error = refusal(address_limit())
     if isinstance(error, EdgeInferError):
@@ -244,12 +245,6 @@ def _flag(arguments: list[str], setting: Setting) -> str:
     told = as_flag(setting)
     known = told != str(setting) or arguments[0] not in COMMANDS
     return told if known else own_flag(build_parser(arguments[0]), arguments, setting) or told
-
-
-def _show_traceback(arguments: list[str]) -> None:
-    # Not a parsed option: parsing may be what failed.
-    if "--debug" in arguments:
-        traceback.print_exc()
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def _print_plan(plan: MemoryPlan) -> None:
     """Print the verdict, what was given up for it, and a table of needs and alternatives."""
     print(_verdict(plan))
     if plan.draft_max and plan.fits:
-        print(_expected(plan))
+        plain, drafted = _pace(plan.speed.plain_tokens_per_second), _pace(plan.speed.tokens_per_second)
+        print(f"A text it has never seen: {plain} tokens/s plain, {drafted} expected with drafts.", end=" ")
+        print("Text that repeats itself or its prompt comes faster.")
     if plan.fits and plan.given_up:
         print(f"Given up to fit: {'; '.join(plan.given_up)}.")
     if plan.hints:
@@ -111,15 +113,6 @@ def _verdict(plan: MemoryPlan) -> str:
         less = f" (runs in {least} or more)" if plan.minimum_bytes < plan.planned_bytes else ""
         return f"Needs {format_size(plan.planned_bytes, up=True)}{less}: {runs}."
     return f"Fits in {_budget(plan)}: needs {format_size(plan.planned_bytes, up=True)}, {runs}."
-
-
-def _expected(plan: MemoryPlan) -> str:
-    """The expected speedup by drafts."""
-    plain, drafted = _pace(plan.speed.plain_tokens_per_second), _pace(plan.speed.tokens_per_second)
-    return (
-        f"A text it has never seen: {plain} tokens/s plain, {drafted} expected with drafts. "
-        "Text that repeats itself or its prompt comes faster."
-    )
 
 
 def _budget(plan: MemoryPlan) -> str:
@@ -237,11 +230,13 @@ def _tuned(plan: MemoryPlan, name: str) -> str:
     return f"{getattr(plan, name)}{' (tuned)' if name in plan.tuned else ''}"
 
 
-_DEVICES_DESCRIPTION = (
-    "List the devices that models can run on, whether they are available here, and whether a small "
-    "model gives the same\nresults on them as on the CPU. `--device NAME` selects one; `auto`, the "
-    "default, uses the first in the list that runs the\nmodel.\n\nexample:\n  edgeinfer devices\n"
-)
+_DEVICES_DESCRIPTION = """\
+List the devices that models can run on, whether they are available here, and whether a small model gives the same
+results on them as on the CPU. `--device NAME` selects one; `auto`, the default, uses the first one that runs the model.
+
+example:
+  edgeinfer devices
+"""
 _WORDS = {
     "in_place_kv": "in-place KV cache",
     "quantized_kv": "int8 and int4 KV caches",
@@ -266,7 +261,10 @@ def _devices(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"devices": [dataclasses.asdict(device) for device in devices]})
         return 0
-    rows = [(d.name, _state(d), d.check, _RUNS[d.bundles], _traits(d), d.tried) for d in devices]
+    rows = []
+    for d in devices:
+        traits = ", ".join(_WORDS[name] for name, there in d.traits.items() if there) or "fixed shapes"
+        rows.append((d.name, _state(d), d.check, _RUNS[d.bundles], traits, d.tried))
     print_table(rows, header=("device", "here", "check", "runs", "with", "tried"))
     return 0
 
@@ -275,7 +273,3 @@ def _state(device: DeviceFacts) -> str:
     if device.installed:
         return (device.description or "yes") if device.hardware else "no hardware"
     return f"needs {device.package}" + ("" if device.beside else " in place of onnxruntime")
-
-
-def _traits(device: DeviceFacts) -> str:
-    return ", ".join(_WORDS[name] for name, there in device.traits.items() if there) or "fixed shapes"

@@ -87,7 +87,7 @@ def execute(args: argparse.Namespace) -> int:
         stream = source.stream(prompt, **options)
         end_start()
         # A form is read by programs, which want nothing before it.
-        before = "" if answers or _has_form(config) else prompt
+        before = "" if answers or config.follows_grammar or config.choices else prompt
         with stream, cancel_on_interrupt(stream) as interrupt:
             if args.json:
                 stream.complete()
@@ -100,7 +100,10 @@ def execute(args: argparse.Namespace) -> int:
         _write_others(result, after=before)
         instead = "--raw continues text" if answers else "without --raw it answers" if args.raw else ""
         note = ending(result, options["max_tokens"], EndingHints("-n for more", "-c for more", instead))
-        _tell(result, note, context, verbose=args.verbose)
+        if note:
+            print_note(note)
+        if args.verbose or sys.stderr.isatty():
+            print_note(_summary(result, context))
     return 130 if interrupt.pressed else 0
 
 
@@ -134,17 +137,14 @@ def _prompt(args: argparse.Namespace) -> str:
     given = bool(parts) or args.prompt is not None
     if args.file == "-" and reads_stdin(args):
         raise UsageError("stdin can be read only once.", "Put one of the two into a file.")
-    if args.file != "-" and not reads_stdin(args) and (is_piped() if given else _not_typed()):
+    piped = is_piped() if given else sys.stdin is not None and not sys.stdin.isatty()
+    if piped and args.file != "-" and not reads_stdin(args):
         parts.append(read_stdin(waiting="Reading more of the prompt from stdin; < /dev/null leaves it out."))
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt:
         message = "The prompt is empty." if given or args.file else "There is no prompt."
         raise PromptError(message, 'Write one: edgeinfer run "Once upon a time". To talk: edgeinfer chat')
     return prompt
-
-
-def _not_typed() -> bool:
-    return sys.stdin is not None and not sys.stdin.isatty()
 
 
 def _is_model(word: str) -> bool:
@@ -158,11 +158,6 @@ def _not_a_prompt(words: list[str]) -> UsageError:
     if "/" in words[0] or Path(words[0]).exists() or _is_model(words[0]):
         return UsageError("Models are named with -m.", f'Did you mean: edgeinfer run -m {words[0]} "{rest}"?')
     return UsageError("The prompt must be one argument.", f'Put it in quotes: edgeinfer run "{words[0]} {rest}"')
-
-
-def _has_form(config: GenerationConfig) -> bool:
-    """Whether the reply follows a list of choices, a schema, an expression or a grammar."""
-    return config.follows_grammar or bool(config.choices)
 
 
 def _answers(args: argparse.Namespace, model: Model) -> bool:
@@ -195,14 +190,6 @@ def _write_others(result: Result, after: str) -> None:
     samples = result.search.texts if result.search is not None and result.search.search == "samples" else ()
     for number, sample in enumerate(samples[1:], 2):
         print(f"\n[sample {number}]\n{after}{sample.text.rstrip()}")
-
-
-def _tell(result: Result, ending: str, context: int, *, verbose: bool) -> None:
-    """Write on stderr why the reply was cut off, and its figures if wanted."""
-    if ending:
-        print_note(ending)
-    if verbose or sys.stderr.isatty():
-        print_note(_summary(result, context))
 
 
 def _summary(result: Result, context: int) -> str:

@@ -108,14 +108,15 @@ def _row(loss: CacheLoss, found: CacheTuning) -> tuple[str, ...]:
     return name, str(loss.context), text, copying, shares[0], needles, shares[1]
 
 
-_DESCRIPTION = (
-    "Find the fastest settings for a model on this device and keep those that are clearly faster "
-    "than the defaults: number\nand placement of threads, prompt tokens per pass, where the weights "
-    "are kept, and layers to skip while drafting.\nOptions given here, such as -t, are "
-    "not tuned.\n\nexamples:\n  "
-    "edgeinfer tune -m my-bundle --drafters --text prompts.txt\n  edgeinfer tune -m my-bundle --draft-model "
-    "my-small-bundle --skip --entropy\n"
-)
+_DESCRIPTION = """\
+Find the fastest settings for a model on this device and keep those that are clearly faster than the defaults: number
+and placement of threads, prompt tokens per pass, where the weights are kept, and layers to skip while drafting.
+Options given here, such as -t, are not tuned.
+
+examples:
+  edgeinfer tune -m my-bundle --drafters --text prompts.txt
+  edgeinfer tune -m my-bundle --draft-model my-small-bundle --skip --entropy
+"""
 
 
 def add_tune(commands: Subparsers) -> None:

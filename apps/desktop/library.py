@@ -273,11 +273,8 @@ class Planner:
         """Bytes by which the process is larger than without a model, by term, and their counted part."""
         empty = self._empty or {}
         excess = {name: max(0, plan.terms.get(name, 0) - empty.get(name, plan.terms.get(name, 0))) for name in _PROCESS}
-        return excess, sum(size for name, size in excess.items() if name in _counted(plan.counted))
-
-
-def _counted(kind: str) -> tuple[str, ...]:
-    return _PROCESS if kind == "resident" else ("interpreter",)
+        counted = _PROCESS if plan.counted == "resident" else ("interpreter",)
+        return excess, sum(excess[name] for name in counted)
 
 
 def _corrected(data: dict[str, Any], excess: Mapping[str, int], counted: int, memory: int | None) -> dict[str, Any]:
@@ -395,7 +392,8 @@ def folder_view(path: str) -> dict[str, Any]:
     for entry in found:
         kind = None if entry.name.startswith(".") else _kind(entry)
         if kind is not None:
-            entries.append({"name": entry.name, "path": str(entry), "kind": kind, "bytes": _size(entry)})
+            size = entry.stat().st_size if entry.is_file() else None
+            entries.append({"name": entry.name, "path": str(entry), "kind": kind, "bytes": size})
     parent = None if folder.parent == folder else str(folder.parent)
     shown = {"path": str(folder), "name": folder.name or str(folder), "parent": parent, "model": _holds_model(folder)}
     return shown | {"entries": entries[:_MOST_ENTRIES], "more": max(0, len(entries) - _MOST_ENTRIES)}
@@ -412,10 +410,6 @@ def _kind(entry: Path) -> Literal["model", "folder"] | None:
 
 def _holds_model(folder: Path) -> bool:
     return hub.is_bundle(folder) or hub.is_checkpoint(folder)
-
-
-def _size(entry: Path) -> int | None:
-    return entry.stat().st_size if entry.is_file() else None
 
 
 def _entry(model: edgeinfer.CatalogModel, room: Room) -> dict[str, Any]:

@@ -209,18 +209,11 @@ async def _follow(
 ) -> None:
     async for chunk in reply:
         await emit(completion.chunk(index, chunk))
-    result = _result(reply)
-    if result is not None:
+    result = None
+    with contextlib.suppress(UsageError):  # cancelled before it started
+        result = reply.result
         finished(result)
     if result is None or result.finish_reason == "cancelled":
         message = "The reply was cut short: the server is stopping or changing its model."
         raise RequestError(message, "Ask again in a moment.", status=503, code="cancelled")
     await emit(completion.finished(index, result))
-
-
-def _result(reply: HostReply) -> Result | None:
-    """The result of a finished reply; None if it was cancelled before it started."""
-    try:
-        return reply.result
-    except UsageError:
-        return None

@@ -363,7 +363,7 @@ def with_room(
     alone = alone or edgeinfer.plan(model, **given)
     mine = alone.configuration
     fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
-    if alone.budget_bytes is not None and _follows_grammars():
+    if alone.budget_bytes is not None and importlib.util.find_spec("llguidance") is not None:
         # Once the cache has what is left, there is no room for them.
         fixed["structured"] = edgeinfer.plan(model, **(fixed | {"structured": True})).fits
     sized = given.get("prefix_cache") is None and given.get("overflow", "stop") == "stop"
@@ -378,10 +378,6 @@ def with_room(
             return roomy
         parallel //= 2
     return given
-
-
-def _follows_grammars() -> bool:
-    return importlib.util.find_spec("llguidance") is not None
 
 
 def load_with_room(

@@ -175,7 +175,9 @@ class Security:
             value = getattr(self, limit.name)
             if isinstance(value, int | float) and not 0 < value < math.inf:
                 raise UsageError(Setting(limit.name, value) + " is out of range.", "Give a positive number.")
-        self._check_key()
+        if not self.api_keys and not is_loopback(self.host):
+            message = f"On {self.host} others can reach the server, and it has no API key."
+            raise UsageError(message, "Give one with --api-key-file or EDGEINFER_API_KEY, or bind to 127.0.0.1.")
         for name in (self.host, *self.allowed_hosts):
             if not _is_address(_bare(name)) and not _AUTHORITY.fullmatch(name):
                 raise UsageError(f"{name!r} is not a host name.", "Give a name or an address, without scheme and port.")
@@ -187,11 +189,6 @@ class Security:
         if budget is None:
             return self
         return dataclasses.replace(self, max_bodies=max(1, min(self.max_bodies, budget // _SHARE_OF_BODIES)))
-
-    def _check_key(self) -> None:
-        if not self.api_keys and not is_loopback(self.host):
-            message = f"On {self.host} others can reach the server, and it has no API key."
-            raise UsageError(message, "Give one with --api-key-file or EDGEINFER_API_KEY, or bind to 127.0.0.1.")
 
     def _check_origin(self, origin: str) -> None:
         if origin == "*":

@@ -177,7 +177,9 @@ class VerifyCompletion:
         name = fields.text("session")
         if name is None or body.get("prompt") is not None:
             self._session = _opened(fields, model)
-            name, former = _checked_name(fields, name), fields.text("replaces")
+            if name is not None and not _NAME[0] <= len(name) <= _NAME[1]:
+                raise fields.wrong("session", f"{len(name)} characters", f"Draw {_NAME[0]} to {_NAME[1]} at random.")
+            former = fields.text("replaces")
             self._vocabulary = fields.text("vocabulary")
             fields.end(strict=True)  # before a session is lost to a request that is refused
             self._name, self._reply = sessions.open(self._session, name, former), tuple(self._session.reply)
@@ -280,12 +282,6 @@ def _opened(fields: Fields, model: Model) -> _Session:
         # All rounds draw by the same.
         options["seed"] = secrets.randbits(63)
     return _Session(model.digest, prompt, list(reply), options, fields.whole("max_tokens", 1, LARGEST_COUNT))
-
-
-def _checked_name(fields: Fields, name: str | None) -> str | None:
-    if name is not None and not _NAME[0] <= len(name) <= _NAME[1]:
-        raise fields.wrong("session", f"{len(name)} characters", f"Draw {_NAME[0]} to {_NAME[1]} at random.")
-    return name
 
 
 def _cut(session: _Session, fields: Fields) -> tuple[int, ...]:

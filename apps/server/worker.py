@@ -228,7 +228,7 @@ class ModelThread(threading.Thread):
         """Work until `end`."""
         while True:
             with self._changed:
-                while not (self._tasks or self._ending or self._runnable()):
+                while not (self._tasks or self._ending or (self.model is not None and self._queue.running)):
                     self._changed.wait()
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and self._ending:
@@ -239,9 +239,6 @@ class ModelThread(threading.Thread):
                 self._work_with(self.model)
             # Nothing of what was done is kept while this thread waits.
             task = None
-
-    def _runnable(self) -> bool:
-        return self.model is not None and self._queue.running > 0
 
     def _work_with(self, model: Model) -> None:
         """Run a shared pass, or the turn of one reply."""
