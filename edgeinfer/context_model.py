@@ -23,11 +23,19 @@ from edgeinfer.option_types import GenerationOptions
 from edgeinfer.options import require
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.results import ModelInfo, Result
-from edgeinfer.runtime.backends.adapting import adapters_of
-from edgeinfer.runtime.backends.contract import PreemptedError
+from edgeinfer.runtime.backends.contract import PreemptedError, adapters_of
 from edgeinfer.runtime.decoding.contexts import ContextMaker
-from edgeinfer.runtime.kv_cache.contexts.files import KeptRows, Making, keep_rows, kept_place, read_rows
-from edgeinfer.runtime.kv_cache.contexts.joined import PLACEMENTS, ContextRows, JoinedContexts, RowsInMemory
+from edgeinfer.runtime.kv_cache.contexts import (
+    PLACEMENTS,
+    ContextRows,
+    JoinedContexts,
+    KeptRows,
+    Making,
+    RowsInMemory,
+    keep_rows,
+    kept_place,
+    read_rows,
+)
 from edgeinfer.runtime.kv_cache.session_file import SessionFile
 
 _log = logging.getLogger("edgeinfer")

@@ -15,8 +15,7 @@ from edgeinfer.hub import local, resolve
 from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import Bundles
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.weights.verification import Outcome, accept_file, check_file, files_of
-from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+from edgeinfer.runtime.weights.verification import Outcome, VerifiedFiles, accept_file, check_file, files_of
 from edgeinfer.tokenizing import recommended_sampling
 
 

@@ -27,7 +27,7 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, EdgeInferError, StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.backends.adapting import adapters_of
+from edgeinfer.runtime.backends.contract import adapters_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.scheduler import SequenceBackend

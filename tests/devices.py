@@ -13,8 +13,8 @@ import edgeinfer.device_options
 import edgeinfer.tools.devices
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.devices import registry, selection
-from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
+from edgeinfer.runtime.devices import registry
+from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
 
 TOKENS = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
 
@@ -34,7 +34,7 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
     """Puts devices first in the registry, before the CPU and no others."""
     cpu = DeviceEntry((CPU,), "onnxruntime", True, "")
     found = (*(DeviceEntry((device,), f"{device.name}-package", False, "", **entry) for device in devices), cpu)
-    for module in (registry, selection, edgeinfer.tools.devices):
+    for module in (registry, edgeinfer.tools.devices):
         patch.setattr(module, "ENTRIES", found)
     patch.setattr(edgeinfer.device_options, "DEVICES", tuple(device.name for each in found for device in each.devices))
 

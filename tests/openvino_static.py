@@ -19,7 +19,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.static.backend import StaticBackend
-from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.devices.providers import CPU, Device
 from edgeinfer.runtime.devices.registry import find_device
 
 _TEXT = [0, 17, 30, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 10, 2, 146, 90]

@@ -25,8 +25,7 @@ from edgeinfer.runtime.backends.llamacpp.graphics import (
 )
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.devices.contract import Device, DeviceEntry
-from edgeinfer.runtime.devices.providers import is_installed
+from edgeinfer.runtime.devices.providers import Device, DeviceEntry, is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
 from edgeinfer.runtime.native.binding import Binding

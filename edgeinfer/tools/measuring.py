@@ -10,7 +10,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.option_types import GenerationOptions
 from edgeinfer.results import PassWork
-from edgeinfer.runtime.experts.statistics import ExpertCounts
+from edgeinfer.runtime.backends.wrapped import ExpertCounts
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure
 from edgeinfer.runtime.tuning.measure import WorkTimes

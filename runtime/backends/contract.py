@@ -1,4 +1,4 @@
-"""What a backend promises to the engine: passes over new tokens of one sequence, and what it can do.
+"""What a backend promises to the engine: passes over new tokens of one sequence, and optional abilities.
 
 A pass appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of
 them. Arrays returned by a pass are views that the next pass overwrites.
@@ -6,7 +6,7 @@ them. Arrays returned by a pass are views that the next pass overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.manifest import Capabilities, Manifest
+from edgeinfer.errors import BackendError, CapabilityError, Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import ForkableCache, KVCache, SharingCache
@@ -283,3 +284,73 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
     bias = None if experts is None else experts.bias
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
+
+
+# The adapter of rows that have none.
+NO_ADAPTER = -1
+
+
+@runtime_checkable
+class AdaptingBackend(Protocol):
+    """What a backend can do besides whose rows may have adapters, each sequence one of them or none."""
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """A digest of each, by its name."""
+
+    def use_adapter(self, name: str | None) -> None:
+        """Evaluates the next rows of the sequence with one of them, or with none; its cache must hold no others."""
+
+
+def adapters_of(backend: Backend) -> Mapping[str, str]:
+    """A digest of each adapter that rows of a backend may have, by its name."""
+    return backend.adapters if isinstance(backend, AdaptingBackend) else {}
+
+
+def adapter_place(adapters: Mapping[str, str], name: str | None) -> int:
+    """The number of an adapter in passes."""
+    return NO_ADAPTER if name is None else [*adapters].index(name)
+
+
+def choose_adapter(backend: Backend, name: str | None) -> None:
+    """Evaluates the next rows of a backend's sequence with an adapter, or with none."""
+    known = adapters_of(backend)
+    if name is not None and name not in known:
+        hint = f"Choose one of {', '.join(known)}." if known else "Load the model with it, by " + Setting("adapters")
+        raise UsageError(f"There is no adapter {name!r}.", hint)
+    if isinstance(backend, AdaptingBackend):
+        backend.use_adapter(name)
+
+
+# Rows that are asked for at once: as many as the native kernel multiplies by one reading of the weights. Where all rows
+# of a long draft are read after all, several such passes may take longer than one over all of them: 52.0 ms instead of
+# 49.7 for 16 rows of a 0.5B (docs/log/2026-11-27.md).
+HEAD_ROWS = 4
+
+
+@runtime_checkable
+class HeadBackend(Protocol):
+    """What a backend can do besides that computes the logits of a pass's rows later, a few at a time.
+
+    Attributes:
+        head_apart: whether it can for its model.
+    """
+
+    head_apart: bool
+
+    def head(self, hidden: Floats) -> Floats:  # (R, D) -> (R, V)
+        """The logits of rows by their states after the last layer: the bits that the rows' own pass would give.
+
+        A view that the next pass overwrites, as this overwrites what the pass before gave; the cache stays as it is.
+        """
+
+
+def runs_apart(manifest: Manifest, layout: Layout) -> bool:
+    """Whether the head of a model can run without its layers.
+
+    A pass of the head alone overwrites which experts the pass before used, and what a draft module reads of it.
+    """
+    decoder = manifest.decoder
+    if decoder is None or decoder.moe is not None or manifest.taps or manifest.module is not None:
+        return False
+    return manifest.capabilities_in(layout).paged

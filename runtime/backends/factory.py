@@ -15,8 +15,8 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
-from edgeinfer.runtime.devices.selection import choose_device
+from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
+from edgeinfer.runtime.devices.registry import choose_device
 from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings

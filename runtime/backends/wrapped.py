@@ -1,26 +1,177 @@
-"""Backends around another one: what they leave to it, and the one that counts the experts that its passes use."""
+"""Backends around another one, and the one that counts which experts tokens use.
+
+BlockFFN's measures (arXiv:2507.08771): token-level sparsity is 1 less the mean share of a layer's experts that a token
+uses, chunk-level sparsity is 1 less the mean share that a run of consecutive tokens uses. Only tokens that stayed in
+the text are counted: a pass is counted when the next one has shown which of its rows were kept.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.records import dataclass
 from edgeinfer.results import ExpertUse
-from edgeinfer.runtime.backends.adapting import adapters_of, choose_adapter
+from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
     ForwardInput,
     ForwardOutput,
+    adapters_of,
+    choose_adapter,
 )
-from edgeinfer.runtime.experts.expert_cache import ExpertCache
-from edgeinfer.runtime.experts.statistics import ExpertCounter, ExpertCounts
+from edgeinfer.runtime.weights.experts import ExpertCache
+
+# Lengths of the runs of tokens whose union is counted.
+CHUNKS = (2, 4, 8)
+# Rows that are counted together: one by one would take as long as a small model's layer.
+_TOGETHER = 64
+_LONGEST = max(CHUNKS)
+
+
+def active_experts(ids: Ints, experts: int) -> NDArray[np.bool_]:  # (L, S, k) -> (S, L, E)
+    """Which experts each token uses; ids of -1 are none."""
+    layers, size, _ = ids.shape
+    active = np.zeros((size, layers, experts + 1), np.bool_)
+    # What is no expert lands in a column that is cut off.
+    active[np.arange(size)[None, :, None], np.arange(layers)[:, None, None], ids] = True
+    return active[:, :, :experts]
+
+
+@dataclass(frozen=True)
+class ExpertCounts:
+    """What was counted; counts of different times can be added and taken off.
+
+    Attributes:
+        layers: which have experts, ascending.
+        top_k: experts of a token at most.
+        tokens: that were counted.
+        usage: tokens that used each expert. (L', E)
+        runs: of each length of CHUNKS. (3,)
+        unions: experts in the unions over them, of all layers together. (3,)
+    """
+
+    layers: tuple[int, ...]
+    top_k: int
+    tokens: int
+    usage: Ints
+    runs: Ints
+    unions: Ints
+
+    def __add__(self, other: ExpertCounts) -> ExpertCounts:
+        return self._with(other, 1)
+
+    def __sub__(self, other: ExpertCounts) -> ExpertCounts:
+        return self._with(other, -1)
+
+    def _with(self, other: ExpertCounts, sign: int) -> ExpertCounts:
+        return ExpertCounts(
+            self.layers,
+            self.top_k,
+            self.tokens + sign * other.tokens,
+            self.usage + sign * other.usage,
+            self.runs + sign * other.runs,
+            self.unions + sign * other.unions,
+        )
+
+    @property
+    def token_sparsity(self) -> float:
+        """1 less the mean share of a layer's experts that a token uses; 0 without tokens."""
+        return 1 - float(self.usage.sum()) / (self.tokens * self.usage.size) if self.tokens else 0.0
+
+    @property
+    def chunk_sparsity(self) -> dict[int, float]:
+        """The same of the union over runs of tokens, by their length; without those that there were none of."""
+        counted = zip(CHUNKS, self.runs.tolist(), self.unions.tolist(), strict=True)
+        return {chunk: 1 - union / (runs * self.usage.size) for chunk, runs, union in counted if runs}
+
+    def summary(self) -> ExpertUse:
+        """For people."""
+        experts = self.usage.shape[1]
+        return ExpertUse(experts, self.top_k, self.tokens, self.token_sparsity, self.chunk_sparsity)
+
+
+class ExpertCounter:
+    """Counts what passes over one cache used.
+
+    Args:
+        decoder: with experts.
+    """
+
+    def __init__(self, decoder: DecoderSpec) -> None:
+        assert decoder.moe is not None, "only models with experts have any to count"
+        self._experts = decoder.moe.experts
+        with_experts = [decoder.experts_of(layer) is not None for layer in range(decoder.num_layers)]
+        self._layers = np.flatnonzero(with_experts)
+        shape = len(self._layers), self._experts
+        nothing = np.zeros(len(CHUNKS), np.int64)
+        layers = tuple(self._layers.tolist())
+        self._counts = ExpertCounts(layers, decoder.moe.top_k, 0, np.zeros(shape, np.int64), nothing, nothing)
+        self._kept: list[Ints] = []  # (L, n, k) each, consecutive rows
+        self._last: Ints | None = None  # (L, S, k)
+        self._start = 0
+        self._before = np.zeros((0, len(self._layers), self._experts), np.bool_)  # rows before the kept ones
+
+    def passed(self, start: int, ids: Ints) -> None:  # (L, S, k)
+        """A pass of the whole model over new tokens used these, at rows start.. of the cache."""
+        follows = self._keep_last_pass(start)
+        if not follows:
+            self._count()
+            self._before = self._before[:0]
+        elif sum(each.shape[1] for each in self._kept) >= _TOGETHER:
+            self._count()
+        self._last, self._start = ids.copy(), start
+
+    def kept(self, start: int, rows: Sequence[int]) -> None:
+        """Of the pass at `start` only these rows stay, in this order."""
+        if self._last is not None and start == self._start:
+            self._last = self._last[:, list(rows)]
+
+    def counts(self, length: int) -> ExpertCounts:
+        """All that was counted so far, with the cache at this length."""
+        self._keep_last_pass(length)
+        self._count()
+        return self._counts
+
+    def _keep_last_pass(self, length: int) -> bool:
+        """Takes over the rows of the last pass that the cache still holds; whether `length` follows them."""
+        if self._last is None:
+            return False
+        cached = length - self._start
+        # A shorter cache is another text's: what the last pass was of is not known to have stayed.
+        if cached > 0:
+            self._kept.append(self._last[:, :cached])
+        follows = bool(0 <= cached <= self._last.shape[1])
+        self._last, self._start = (None, 0) if not follows else (self._last[:, :0], length)
+        return follows
+
+    def _count(self) -> None:
+        if not self._kept:
+            return
+        ids = np.concatenate(self._kept, axis=1)[self._layers]  # (L', n, k)
+        self._kept.clear()
+        active = active_experts(ids, self._experts)  # (n, L', E)
+        text, new = np.concatenate([self._before, active]), len(active)
+        runs, unions = np.zeros(len(CHUNKS), np.int64), np.zeros(len(CHUNKS), np.int64)
+        for place, chunk in enumerate(CHUNKS):
+            # Every run of so many tokens that ends in a new one.
+            ends = min(new, max(0, len(text) - chunk + 1))
+            union = np.zeros((ends, *text.shape[1:]), np.bool_)
+            for back in range(chunk):
+                union |= text[len(text) - back - ends : len(text) - back]
+            runs[place], unions[place] = ends, union.sum()
+        self._before = text[-(_LONGEST - 1) :]
+        used = active.sum(axis=0, dtype=np.int64)  # (L', E)
+        self._counts += ExpertCounts(self._counts.layers, self._counts.top_k, new, used, runs, unions)
+
 
 B = TypeVar("B", bound=Backend)
 _NO_ROWS = np.zeros(0, np.int64)

@@ -12,8 +12,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
-from edgeinfer.runtime.kv_cache.contexts.joined import ContextRows, turn
+from edgeinfer.runtime.kv_cache.contexts import ContextRows, EditPart, parts_of_edit, turn
 
 # Parts of decoders whose keys cannot be turned, or are none of the layer's own.
 _UNKNOWN = ("norm_after_rope", "full_heads", "kv_sources")

@@ -10,13 +10,18 @@ import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.adapting import choose_adapter
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
+from edgeinfer.runtime.backends.contract import (
+    Backend,
+    ForwardInput,
+    PassCancelledError,
+    RotatingBackend,
+    choose_adapter,
+)
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Run, Step, until_stop
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
-from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
+from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, shared_length
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.system.memory import keeping_freed

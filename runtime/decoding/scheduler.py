@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from edgeinfer.runtime.backends.adapting import adapter_place
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
@@ -24,6 +23,7 @@ from edgeinfer.runtime.backends.contract import (
     PreemptedError,
     RotatingBackend,
     TogetherBackend,
+    adapter_place,
     check_pass,
 )
 from edgeinfer.runtime.backends.wrapped import WrappedBackend, uncounted

@@ -16,8 +16,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.config import format_size
-from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device
-from edgeinfer.runtime.devices.providers import device_error, require
+from edgeinfer.runtime.devices.providers import CPU_MEMORY, Device, device_error, require
 from edgeinfer.runtime.system.allocation import is_refusal
 
 Zeros = Callable[[tuple[int, ...], Any], Any]

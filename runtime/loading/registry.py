@@ -43,7 +43,7 @@ def _llamacpp() -> BackendFactory:
 
 
 def _reference() -> BackendFactory:
-    from edgeinfer.runtime.backends.reference.factory import ReferenceFactory
+    from edgeinfer.runtime.backends.reference.backend import ReferenceFactory
 
     return ReferenceFactory()
 

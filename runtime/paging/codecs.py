@@ -1,7 +1,7 @@
 """How a key or a value of one token and head is stored: four types, each row with scales of its own.
 
 This is the definition; the attention kernel stores the same bits. Stored rows are what snapshots and session files
-carry: the numbers, then what scales them. Where they lie in a page is `edgeinfer.runtime.paging.page_rows`'s matter.
+carry: the numbers, then what scales them. Where they lie in a page is `edgeinfer.runtime.paging.layout`'s matter.
 
 Integers lose least where a row's channels are alike in size, so rows are turned by a Hadamard matrix first, which
 spreads outliers over all channels (QuaRot, Ashkboos et al. 2024). It is its own inverse. Queries are turned as keys

@@ -1,13 +1,17 @@
-"""Where keys and values lie in a page: the sizes and places that graph, kernel and numpy share.
+"""Where keys and values lie in a page, which graph, kernel and numpy share, and rows in and out of pages.
 
 A page holds 64 positions of one sequence over all layers: the layers one behind the other, those with heads of one size
 together, in each its heads, in each the keys and then the values. Keys lie in tiles of 16 positions, channel by
 channel, so that one channel of a query meets 16 keys at once; values lie row by row, padded to 16
 channels, those of int8 in fours of rows, channel by channel. Where positions are weighed, a head's weights follow.
+Rows are read and written as they are stored, wherever in the pool their slots lie: a number of rows of layers with
+heads of one size is one indexed read or write each for keys, values and their scales.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,10 +21,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
 from edgeinfer.bundle.graph import PAGE_SLOTS
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 
 PAGE = PAGE_SLOTS
+# Rows of a sequence beyond its capacity, for a copy of a pass's last row.
+SPARE_ROWS = 1
 TILE = 16
 _VALUE_CHANNELS = 16  # values are padded to a multiple of this
 _ALIGNED = 64  # bytes: keys and values begin at multiples of it
@@ -33,6 +39,11 @@ PAGE_UNIT = 4096  # bytes: a page takes a multiple of it, so that the system get
 def pages_for(rows: int) -> int:
     """Pages that so many rows of one sequence take."""
     return -(-rows // PAGE)
+
+
+def pages_of(capacity: int) -> int:
+    """Pages of a sequence of so many tokens: those of its rows, and one for a copy of a last page that is shared."""
+    return pages_for(capacity + SPARE_ROWS) + 1
 
 
 class StoredRows(NamedTuple):
@@ -201,3 +212,251 @@ def _scale_bytes(codec: RowCodec, size: int) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+_ALL = slice(None)
+# Channels of a value whose first half lies in the lower bits of its bytes; the last ones may be half as many.
+_RUN = 32
+
+# Rows as they lie in a page, (n, L, H, ...): numbers, and what scales them.
+_Lying = tuple[NDArray[Any], NDArray[Any] | None]
+
+
+class PageRows:
+    """Reads and writes the rows of pages, each named by the number of its page times 64 plus its position there.
+
+    Args:
+        layout: of the pages.
+        memory: that they lie in, one behind the other.
+    """
+
+    def __init__(self, layout: PageLayout, memory: NDArray[np.uint8]) -> None:
+        self._layout = layout
+        self._keys: list[_Part] = []  # of each group of layers
+        self._values: list[_Part] = []
+        self._weights: list[NDArray[np.float32]] = []  # (pages, L, H, 64) each
+        self._found: dict[int, tuple[int, int]] = {}  # group of a layer that keeps rows, and place in it
+        for index, group in enumerate(layout.groups):
+            pages = memory.reshape(-1, layout.page_bytes)
+            keys, values = group.head_parts(pages)
+            if layout.weighed:
+                self._weights.append(group.weights(pages))
+            self._keys.append(_Keys(group.keys, group.kept.key_size, group.key_shape, keys))
+            self._values.append(_Values(group.values, group.kept.value_size, group.value_shape, values))
+            self._found |= {layer: (index, place) for place, layer in enumerate(group.layers)}
+
+    def copy(self, sources: Ints, targets: Ints) -> None:  # (n,) each
+        """Copies rows of all layers as they are stored; all are read before the first is written."""
+        for part in (*self._keys, *self._values):
+            part.put(targets, part.get(sources))
+        for weights in self._weights:
+            weights[targets // PAGE, :, :, targets % PAGE] = weights[sources // PAGE, :, :, sources % PAGE]
+
+    def stored_keys(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
+        """Keys of all layers as snapshots carry them."""
+        return self._stored(self._keys, places, self._layout.keys)
+
+    def stored_values(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
+        """Values of all layers as snapshots carry them."""
+        return self._stored(self._values, places, self._layout.values)
+
+    def _stored(self, parts: list[_Part], places: Ints, codec: RowCodec) -> tuple[NDArray[Any], ...]:
+        groups = [part.joined(part.get(places)).transpose(1, 2, 0, 3) for part in parts]  # (layers, H, n, width) each
+        nothing = np.zeros((0, len(places), 0), codec.dtype)
+        found = [self._found.get(layer) for layer in range(len(self._layout.layers))]
+        return tuple(nothing if at is None else groups[at[0]][at[1]] for at in found)
+
+    def put_stored(
+        self, places: Ints, keys: Sequence[NDArray[Any]], values: Sequence[NDArray[Any]]
+    ) -> None:  # (n,), L of (H, n, width) each
+        """Writes rows of all layers as snapshots carry them: without weights."""
+        for weights in self._weights:
+            weights[places // PAGE, :, :, places % PAGE] = 0
+        for parts, rows in ((self._keys, keys), (self._values, values)):
+            for part, group in zip(parts, self._layout.groups, strict=True):
+                stored = np.stack([rows[layer] for layer in group.layers])  # (layers, H, n, width)
+                part.put(places, part.split(stored.transpose(2, 0, 1, 3)))
+
+    def read(self, layer: int, places: Ints) -> tuple[Floats, Floats]:  # (n,) -> (H, n, h), (H, n, v)
+        """What rows of one layer stand for; nothing where it keeps none."""
+        if layer not in self._found:
+            nothing = np.zeros((0, len(places), 0), np.float32)
+            return nothing, nothing
+        group, place = self._found[layer]
+        return self._keys[group].read(place, places), self._values[group].read(place, places)
+
+    def write(self, layer: int, places: Ints, keys: Floats, values: Floats) -> None:  # (n,), (H, n, h), (H, n, v)
+        """Stores rows of one layer, without weights; nothing where it keeps none."""
+        if layer in self._found:
+            group, place = self._found[layer]
+            self._keys[group].write(place, places, keys)
+            self._values[group].write(place, places, values)
+            if self._layout.weighed:
+                self._weights[group][places // PAGE, place, :, places % PAGE] = 0
+
+    def read_keys(self, layer: int, places: Ints) -> Floats:  # (n,) -> (H, n, h)
+        """The keys of `read` alone."""
+        if layer not in self._found:
+            return np.zeros((0, len(places), 0), np.float32)
+        group, place = self._found[layer]
+        return self._keys[group].read(place, places)
+
+    def write_keys(self, layer: int, places: Ints, keys: Floats) -> None:  # (n,), (H, n, h)
+        """Stores keys in place of those of rows of one layer; nothing where it keeps none."""
+        if layer in self._found:
+            group, place = self._found[layer]
+            self._keys[group].write(place, places, keys)
+
+    def weigh(self, layer: int, places: Ints, weights: Floats) -> None:  # (n,), (H, n)
+        """Says what is added to the scores of rows of one layer, in a pool whose positions are weighed."""
+        group, place = self._found[layer]
+        self._weights[group][places // PAGE, place, :, places % PAGE] = weights.T
+
+
+class _Part(ABC):
+    """The keys or the values of a group of layers in all pages.
+
+    Args:
+        codec: how they are stored.
+        size: channels of a head.
+        shape: of a head's numbers in a page.
+        memory: the bytes of every head. (pages, L, H, bytes)
+    """
+
+    def __init__(self, codec: RowCodec, size: int, shape: tuple[int, ...], memory: NDArray[Any]) -> None:
+        self._codec = codec
+        self._size = size
+        self._shape = shape
+        end = int(np.prod(shape)) * np.dtype(codec.level_dtype).itemsize
+        self._numbers = memory[..., :end].view(codec.level_dtype).reshape(*memory.shape[:3], *shape)
+        self._scales: NDArray[Any] | None = None  # (pages, L, H, 64, ...)
+        if codec.scale_dtype:
+            form = (PAGE, *codec.scale_shape(size))
+            stop = end + int(np.prod(form)) * np.dtype(codec.scale_dtype).itemsize
+            self._scales = memory[..., end:stop].view(codec.scale_dtype).reshape(*memory.shape[:3], *form)
+
+    def get(self, places: Ints, layers: slice = _ALL) -> _Lying:  # (n,)
+        """Rows as they lie."""
+        pages, at = places // PAGE, places % PAGE
+        scales = None if self._scales is None else self._scales[:, layers][pages, :, :, at]
+        return self._get(self._numbers[:, layers], pages, at), scales
+
+    def put(self, places: Ints, lying: _Lying, layers: slice = _ALL) -> None:
+        """Writes what `get` gives."""
+        pages, at = places // PAGE, places % PAGE
+        numbers, scales = lying
+        self._put(self._numbers[:, layers], pages, at, numbers)
+        if self._scales is not None:
+            self._scales[:, layers][pages, :, :, at] = scales
+
+    def joined(self, lying: _Lying) -> NDArray[Any]:  # (n, L, H, width)
+        """Stored rows of rows as they lie."""
+        numbers, scales = lying
+        return self._codec.join(self._unpadded(numbers), scales)
+
+    def split(self, stored: NDArray[Any]) -> _Lying:  # (n, L, H, width)
+        """Rows as they lie of stored rows."""
+        levels, scales = self._codec.split(stored, self._size)
+        return self._padded(levels), scales
+
+    def read(self, layer: int, places: Ints) -> Floats:  # (n,) -> (H, n, size)
+        """What rows of one layer stand for."""
+        stored = self.joined(self.get(places, slice(layer, layer + 1)))
+        return self._codec.decode(stored[:, 0], self._size).swapaxes(0, 1)
+
+    def write(self, layer: int, places: Ints, rows: Floats) -> None:  # (n,), (H, n, size)
+        """Stores rows of one layer."""
+        lying = self.split(self._codec.encode(rows.swapaxes(0, 1)[:, None]))
+        self.put(places, lying, slice(layer, layer + 1))
+
+    @abstractmethod
+    def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
+        """The numbers of some rows."""
+
+    @abstractmethod
+    def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
+        """Writes what `_get` gives."""
+
+    @abstractmethod
+    def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:  # (..., size)
+        """Items in which the levels of a row lie."""
+
+    @abstractmethod
+    def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:  # -> (..., size)
+        """The levels of a row."""
+
+    def _with_zeros(self, levels: NDArray[Any], channels: int) -> NDArray[Any]:  # (..., size) -> (..., channels)
+        padded = np.zeros((*levels.shape[:-1], channels), levels.dtype)
+        padded[..., : self._size] = levels
+        return padded
+
+
+class _Keys(_Part):
+    """(pages, L, H, tile, group of channels, position, channel of the group)"""
+
+    def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
+        return numbers[pages, :, :, at // TILE, :, at % TILE]
+
+    def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
+        numbers[pages, :, :, at // TILE, :, at % TILE] = rows
+
+    def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:
+        _, groups, _, lanes = self._shape
+        packed = self._codec.packed
+        pieces = self._with_zeros(levels, groups * packed * lanes).reshape(*levels.shape[:-1], groups, packed, lanes)
+        low: NDArray[Any] = pieces[..., 0, :]
+        if packed == 1:
+            return low
+        both: NDArray[Any] = low | pieces[..., 1, :] << np.uint8(4)
+        return both
+
+    def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:
+        *start, groups, lanes = items.shape
+        if self._codec.packed == 2:
+            items = np.stack([items & np.uint8(15), items >> np.uint8(4)], axis=-2)
+        levels: NDArray[Any] = items.reshape(*start, groups * self._codec.packed * lanes)[..., : self._size]
+        return levels
+
+
+class _Values(_Part):
+    """(pages, L, H, run of positions, item, position): of packed ones, 32 channels have their first half in the lower
+    bits."""
+
+    def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
+        run, lane = self._place(at)
+        return numbers[pages, :, :, run, :, lane]
+
+    def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
+        run, lane = self._place(at)
+        numbers[pages, :, :, run, :, lane] = rows
+
+    def _place(self, at: Ints) -> tuple[Ints, Ints]:
+        """The run of positions, and where in it they lie."""
+        order = np.array(self._codec.order)
+        return at // order.size, order[at % order.size]
+
+    def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:
+        channels = self._shape[1] * self._codec.packed
+        padded = self._with_zeros(levels, channels)
+        if self._codec.packed == 1:
+            return padded
+        low, high = _halves(channels)
+        items: NDArray[Any] = padded[..., low] | padded[..., high] << np.uint8(4)
+        return items
+
+    def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:
+        if self._codec.packed == 1:
+            return items[..., : self._size]
+        channels = self._shape[1] * 2
+        low, high = _halves(channels)
+        levels = np.empty((*items.shape[:-1], channels), np.uint8)
+        levels[..., low], levels[..., high] = items & np.uint8(15), items >> np.uint8(4)
+        return levels[..., : self._size]
+
+
+def _halves(channels: int) -> tuple[Ints, Ints]:  # (channels / 2,) each
+    """The channels in the lower and in the higher half of each byte of a value, in runs of 32 and a last one of 16."""
+    whole = channels // _RUN * _RUN
+    runs = np.arange(whole).reshape(-1, 2, _RUN // 2)
+    last = np.arange(whole, channels).reshape(2, -1)
+    return np.concatenate([runs[:, 0].ravel(), last[0]]), np.concatenate([runs[:, 1].ravel(), last[1]])

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.paging.layout import PageLayout
-from edgeinfer.runtime.paging.page_rows import PageRows
+from edgeinfer.runtime.paging.layout import PageLayout, PageRows
 from edgeinfer.runtime.system.allocation import refused
 
 # Bytes of pages that stay in memory when they are free, but one page at least: one that is given back costs its

@@ -15,8 +15,8 @@ from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import ContextLengthError, Setting, UsageError
 from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
-from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
+from edgeinfer.runtime.weights.experts import ExpertBytes
+from edgeinfer.runtime.weights.streaming import layer_runs, window_bytes
 
 # Tokens of a context that was not asked for: as many as files, tools and long chats need, where memory has room; those
 # that no other concession is made for, and down to which it is halved before anything else is; and the fewest.

@@ -16,7 +16,7 @@ from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
+from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, GrammarMode, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting

@@ -43,9 +43,8 @@ from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_r
 from edgeinfer.runtime.system.machine import free_memory, machine_memory
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.weights.disk_rate import kept_rate
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
-from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms
-from edgeinfer.runtime.weights.windows import Run, layer_runs, window_bytes
+from edgeinfer.runtime.weights.experts import ExpertBytes
+from edgeinfer.runtime.weights.streaming import Run, layer_runs, pass_bytes, reread_ms, window_bytes
 
 
 class Replan(Protocol):

@@ -10,8 +10,8 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
-from edgeinfer.runtime.weights.windows import Run, dropped_windows, window_bytes
+from edgeinfer.runtime.weights.experts import ExpertBytes
+from edgeinfer.runtime.weights.streaming import Run, dropped_windows, window_bytes
 
 # A turn of a chat, by which configurations are compared: so many new tokens of prompt, so many of reply.
 TURN_TOKENS, REPLY_TOKENS = 64, 128

@@ -12,8 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.head import HEAD_ROWS
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.sampler import Sampler

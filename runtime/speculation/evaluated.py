@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.head import HEAD_ROWS, HeadBackend
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, HeadBackend
 from edgeinfer.runtime.backends.wrapped import uncounted
 
 

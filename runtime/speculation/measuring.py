@@ -13,8 +13,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.head import HEAD_ROWS
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter
 from edgeinfer.runtime.speculation.evaluated import head_of

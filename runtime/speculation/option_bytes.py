@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from edgeinfer.bundle.additions import MOST_HEADS, heads_bytes
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.runtime.backends.head import HEAD_ROWS
+from edgeinfer.runtime.backends.contract import HEAD_ROWS
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.planning.configuration import Configuration

@@ -15,8 +15,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, require
-from edgeinfer.runtime.backends.head import HEAD_ROWS
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.sampler import Sampler

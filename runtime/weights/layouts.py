@@ -31,8 +31,7 @@ from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.system.forks import finalize_here
-from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
-from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+from edgeinfer.runtime.weights.verification import FileCheck, VerifiedFiles, accept_file, check_file
 from edgeinfer.user_files import user_cache
 
 Progress = Callable[[str, int, int], None]

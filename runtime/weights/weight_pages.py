@@ -18,7 +18,7 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.system.memory import MappedFile
-from edgeinfer.runtime.weights.windows import LayerWindow, Run, streamed_runs
+from edgeinfer.runtime.weights.streaming import LayerWindow, Run, streamed_runs
 
 # Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them stay in memory.
 _LOOKUPS = 64

@@ -17,7 +17,7 @@ from edgeinfer.contexts import Placement
 from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
+from edgeinfer.runtime.kv_cache.contexts import EditPart, parts_of_edit
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from tests.edgeinfer.conftest import TEMPLATE
 from tests.speculation import load_eager, random_bundle

@@ -17,8 +17,8 @@ from edgeinfer.errors import BackendError, DeviceError, UsageError
 from edgeinfer.loading import Bundles, profiles_of
 from edgeinfer.results import ModelInfo
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.devices.contract import Device, Graphs
-from edgeinfer.runtime.devices.selection import choose_device
+from edgeinfer.runtime.devices.providers import Device, Graphs
+from edgeinfer.runtime.devices.registry import choose_device
 from tests.devices import STANDIN, install, lacking
 from tests.tables import each_row
 

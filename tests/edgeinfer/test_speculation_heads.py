@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.runtime.backends.head import runs_apart
+from edgeinfer.runtime.backends.contract import runs_apart
 from edgeinfer.runtime.speculation.option_bytes import drafting_bytes, heads_taken
 from tests.heads import DRAFTING, random_heads, with_heads
 from tests.speculation import BUILTIN, load_eager, needs_builtin, same

@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BudgetError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.head import HEAD_ROWS, runs_apart
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, runs_apart
 from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, DENSE, load_eager, needs_builtin, same

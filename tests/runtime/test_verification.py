@@ -13,9 +13,8 @@ import pytest
 from edgeinfer.bundle import writing
 from edgeinfer.bundle.writing import FileIdentity, hash_file
 from edgeinfer.errors import BundleError
-from edgeinfer.runtime.weights import verification, verified_files
-from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
-from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+from edgeinfer.runtime.weights import verification
+from edgeinfer.runtime.weights.verification import FileCheck, VerifiedFiles, accept_file, check_file
 from edgeinfer.user_files import written
 
 SIZE = 3 * 2**20 + 17
@@ -27,7 +26,7 @@ def notes_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, in which files count as large and settled however new they are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(verification, "SMALL_BYTES", 0)
-    monkeypatch.setattr(verified_files, "_COARSE_NS", -(10**18))
+    monkeypatch.setattr(verification, "_COARSE_NS", -(10**18))
     return tmp_path / "cache" / "edgeinfer" / "verified"
 
 
@@ -108,7 +107,7 @@ def test_what_was_written_a_moment_ago_is_read_again(
     check: FileCheck, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another change might leave the same time behind."""
-    monkeypatch.setattr(verified_files, "_COARSE_NS", 10**18)
+    monkeypatch.setattr(verification, "_COARSE_NS", 10**18)
     check_file(check, VerifiedFiles())
     assert reads(lambda: check_file(check, VerifiedFiles())) == SIZE
 
@@ -144,7 +143,7 @@ def test_a_folder_that_cannot_be_written(check: FileCheck, reads: Reads, notes_f
 
 def test_notes_take_little_room(notes_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest go, with what killed processes left."""
-    monkeypatch.setattr(verified_files, "_MOST_NOTES", 5)
+    monkeypatch.setattr(verification, "_MOST_NOTES", 5)
     (tmp_path / "file").write_bytes(b"x")
     identity = FileIdentity.of(tmp_path / "file")
     for index in range(12):

@@ -18,16 +18,14 @@ from edgeinfer.errors import StorageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
-from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
 from edgeinfer.runtime.planning import planner
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.speed_model import DiskReads
 from edgeinfer.runtime.system.memory import releases_pages
-from edgeinfer.runtime.weights import windows
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
-from edgeinfer.runtime.weights.read_ahead import ReadAhead
-from edgeinfer.runtime.weights.weight_pages import WeightPart
-from edgeinfer.runtime.weights.windows import (
+from edgeinfer.runtime.weights import streaming
+from edgeinfer.runtime.weights.experts import ExpertBytes
+from edgeinfer.runtime.weights.streaming import (
     PIECE_BYTES,
     dropped_windows,
     layer_runs,
@@ -35,6 +33,7 @@ from edgeinfer.runtime.weights.windows import (
     streamed_runs,
     window_bytes,
 )
+from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 
@@ -112,7 +111,7 @@ def test_plans_expect_what_is_dropped() -> None:
 def small_pieces() -> Iterator[None]:
     """Pieces of a page: the layers of a small model are less than one of those that are usual."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "PIECE_BYTES", mmap.PAGESIZE)
+        patch.setattr(streaming, "PIECE_BYTES", mmap.PAGESIZE)
         window_bytes.cache_clear()
         yield
     window_bytes.cache_clear()

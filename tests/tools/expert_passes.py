@@ -28,10 +28,10 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
-from edgeinfer.runtime.experts.statistics import active_experts
+from edgeinfer.runtime.backends.wrapped import active_experts
 from edgeinfer.runtime.planning.speed_model import guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes, expected_experts
+from edgeinfer.runtime.weights.experts import ExpertBytes, expected_experts
 from tests.tools.shape_speed import write_checkpoint
 
 ROWS = (1, 2, 4, 8, 16, 32)

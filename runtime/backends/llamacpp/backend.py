@@ -6,8 +6,11 @@ pass.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from edgeinfer.bundle.geometry import FLOAT16, LLAMA_KV
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import AdapterError, BackendError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
@@ -23,15 +27,56 @@ from edgeinfer.runtime.backends.contract import (
     PassCancelledError,
     check_pass,
 )
-from edgeinfer.runtime.backends.llamacpp.adapters import LlamaAdapters
-from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
-from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, TreePaths
-from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext
+from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths
+from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext, RowSteps
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
 from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, cell_rows, drafted_at_once
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
-from edgeinfer.runtime.backends.llamacpp.recurrent_cache import RecurrentCache
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec
+
+
+class LlamaAdapters:
+    """Adapters that are loaded beside a model of llama.cpp, which frees them with itself.
+
+    Args:
+        lib: llama.cpp.
+        model: pointer of the model.
+        paths: GGUF files, by name.
+
+    Attributes:
+        digests: of the files, by name.
+
+    Raises:
+        AdapterError: a file is missing, or llama.cpp does not take it for this model.
+    """
+
+    def __init__(self, lib: Any, model: Any, paths: Mapping[str, str]) -> None:
+        self._lib = lib
+        self._pointers: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}
+        for name, path in paths.items():
+            self.digests[name] = _digest(Path(path))
+            pointer = lib.llama_adapter_lora_init(model, str(path).encode())
+            if not pointer:
+                message = f"llama.cpp does not take {path} as an adapter of this model: {logged_error()}."
+                raise AdapterError(message, "Load the model that it was trained on, and convert it with llama.cpp.")
+            self._pointers[name] = pointer
+
+    def choose(self, context: Any, name: str | None) -> None:
+        """Has the next passes of a context use one of them alone, or none."""
+        chosen = [] if name is None else [self._pointers[name]]
+        pointers = (self._lib.llama_adapter_lora_p_ctypes * max(1, len(chosen)))(*chosen)
+        scales = (ctypes.c_float * 1)(1.0)
+        if self._lib.llama_set_adapters_lora(context, pointers, len(chosen), scales) != 0:
+            raise BackendError(f"llama.cpp does not use the adapter {name!r}: {logged_error()}.")
+
+
+def _digest(path: Path) -> str:
+    if path.suffix != ".gguf" or not path.is_file():
+        message = f"{path} is no GGUF file, which adapters of GGUF models are."
+        raise AdapterError(message, "Convert it with llama.cpp's convert_lora_to_gguf.py.")
+    return digest_of(path)
+
 
 _BLOCK = 32
 

@@ -1,4 +1,4 @@
-"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache.
+"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache, threads.
 
 Sequences share the cells of one cache ("unified"), so that copying one into another copies no keys.
 """
@@ -6,22 +6,202 @@ Sequences share the cells of one cache ("unified"), so that copying one into ano
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.bundle.gguf.library import listening, logged_error
+from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.backends.llamacpp.batch import Batch
-from edgeinfer.runtime.backends.llamacpp.threads import SpareThreads
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.llamacpp.memory import EXPERTS, is_head_packed, looks_up, packed_bytes
+from edgeinfer.runtime.system.machine import usable_processors
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
+# Seconds between looks: the system counts in hundredths.
+_INTERVAL = 0.1
+_STAT = Path("/proc/stat")
+
+
+class ProcessorTimes(NamedTuple):
+    """Seconds.
+
+    Attributes:
+        wall: since some moment.
+        busy: in which processors that this process may use worked, for any program, all of them together.
+        own: in which they worked for this process.
+        processors: that this process may use.
+    """
+
+    wall: float
+    busy: float
+    own: float
+    processors: int
+
+
+class SpareThreads:
+    """As many threads as other programs leave processors for, at least one.
+
+    llama.cpp's threads wait for each other at hundreds of barriers in a pass. Where there is no processor for one of
+    them, the others wait until the system lets it run, so that two threads take many times as long as one on two busy
+    processors.
+
+    Args:
+        most: threads when no other program works.
+        look: tells the time that processors worked.
+    """
+
+    def __init__(self, most: int, look: Callable[[], ProcessorTimes] | None = None) -> None:
+        self._most = self._count = most
+        self._look = look or processor_times
+        self._last = self._look()
+        self._due = time.monotonic() + _INTERVAL
+
+    def count(self) -> int:
+        """For the next pass; costs next to nothing."""
+        if self._most > 1 and time.monotonic() >= self._due:
+            before, self._last = self._last, self._look()
+            wall = self._last.wall - before.wall
+            if wall > 0:
+                others = (self._last.busy - before.busy - (self._last.own - before.own)) / wall
+                spare = int(self._last.processors - others + 0.5)
+                self._count = max(1, min(self._most, spare))
+            self._due = time.monotonic() + _INTERVAL
+        return self._count
+
+
+def processor_times() -> ProcessorTimes:
+    """As the system counts them now."""
+    if sys.platform == "linux":
+        # user nice system idle iowait irq softirq steal: what another machine on the same hardware took counts as busy.
+        usable = [f"cpu{number}" for number in usable_processors()]
+        lines = dict(line.split(" ", 1) for line in _STAT.read_text("ascii").splitlines() if line.startswith("cpu"))
+        times = [[int(part) for part in lines[name].split()[:8]] for name in usable if name in lines]
+        busy = sum(sum(each) - each[3] - each[4] for each in times) / os.sysconf("SC_CLK_TCK")
+        processors = len(times)
+    else:
+        import psutil  # a megabyte of modules that Linux mostly does without
+
+        each = psutil.cpu_times(percpu=True)
+        busy = sum(sum(one) - one.idle for one in each)
+        processors = len(each)
+    return ProcessorTimes(time.monotonic(), busy, time.process_time(), processors)
+
+
+_TOGETHER, _MOST_TOGETHER = 4, 16
+# Rows left over, and the share of repacked weights from which on filling them up to four pays.
+_PAYS = {3: 0.25, 2: 0.75}
+
+
+@dataclass(frozen=True)
+class RowSteps:
+    """Which kernels of a model multiply rows in fours, and how many rows are added to a pass for them.
+
+    A kernel of repacked weights multiplies four rows for about the price of one, and each row that is left over for the
+    price of one: c(2) and c(3) exceed c(4), c(6) and c(7) exceed c(8). Sixteen are cheaper still, by the row, so that
+    c(13) exceeds c(16) too. Other kernels cost more with every row.
+
+    Attributes:
+        layers: share of repacked bytes in what a pass reads.
+        head: the same of the head alone, which computes the rows that logits are wanted of: 1 or 0.
+    """
+
+    layers: float
+    head: float
+
+    @classmethod
+    def of(cls, gguf: GgufFile, weights: str) -> RowSteps:
+        """Of a file whose weights are kept this way; of mixtures nothing, as padding fetches experts of its own."""
+        if any(EXPERTS.fullmatch(tensor.name) for tensor in gguf.tensors):
+            return cls(0.0, 0.0)
+        read = gguf.tensor_bytes
+        if "output.weight" in gguf.by_name and looks_up(gguf, weights):
+            read -= gguf.by_name["token_embd.weight"].nbytes
+        return cls(packed_bytes(gguf, weights) / max(read, 1), float(is_head_packed(gguf, weights)))
+
+    def padding(self, size: int, outputs: int) -> tuple[int, int]:
+        """Rows to add to a pass over so many tokens, and of how many of these logits had best be computed too."""
+        rows = _missing(size, self.layers)
+        return rows, min(rows, _missing(outputs, self.head))
+
+
+def _missing(rows: int, share: float) -> int:
+    left = rows % _TOGETHER
+    if left == 1 and rows % _MOST_TOGETHER == _MOST_TOGETHER - 3 and share >= _PAYS[2]:
+        return 3
+    return _TOGETHER - left if share >= _PAYS.get(left, 2.0) else 0
+
+
+class Batch:
+    """The arrays of a llama_batch, as numpy's: filled without a step of Python for each token."""
+
+    def __init__(self, lib: Any, size: int, sequences: int) -> None:
+        self._spare = sequences
+        self._tokens = np.zeros(size, np.int32)
+        self._positions = np.zeros(size, np.int32)
+        self._counts = np.ones(size, np.int32)
+        self._sequences = np.zeros((size, max(1, sequences)), np.int32)
+        rows = self._sequences.ctypes.data + np.arange(size, dtype=np.uintp) * self._sequences.strides[0]
+        self._rows = np.ascontiguousarray(rows, np.uintp)
+        self._wanted = np.zeros(size, np.int8)
+        self._branched = 0  # rows that belong to others than sequence 0
+        fields = dict(lib.llama_batch._fields_)
+        arrays: dict[str, NDArray[Any]] = {
+            "token": self._tokens,
+            "pos": self._positions,
+            "n_seq_id": self._counts,
+            "seq_id": self._rows,
+            "logits": self._wanted,
+        }
+        self.struct = lib.llama_batch(
+            **{name: ctypes.cast(array.ctypes.data, fields[name]) for name, array in arrays.items()}
+        )
+
+    def fill(self, tokens: Ints, start: int, rows: Ints) -> None:
+        """A chain of sequence 0 from this position on, with logits of these rows."""
+        size = len(tokens)
+        self._tokens[:size] = tokens
+        self._positions[:size] = np.arange(start, start + size)
+        self._want(size, rows)
+        if self._branched:
+            self._counts[: self._branched] = 1
+            self._sequences[: self._branched, 0] = 0
+            self._branched = 0
+
+    def fill_tree(self, tokens: Ints, positions: Ints, rows: Ints, branches: Sequence[Sequence[int]]) -> None:
+        """Rows that each belong to the sequences named for it, ascending."""
+        size = len(tokens)
+        self._tokens[:size] = tokens
+        self._positions[:size] = positions
+        self._want(size, rows)
+        for row, sequences in enumerate(branches):
+            self._counts[row] = len(sequences)
+            self._sequences[row, : len(sequences)] = sequences
+        self._branched = max(self._branched, size)
+
+    def pad(self, size: int, padding: int, outputs: int) -> None:
+        """Adds padding rows, in a sequence of their own."""
+        if padding:
+            rows = slice(size, size + padding)
+            self._tokens[rows] = self._tokens[size - 1]
+            self._positions[rows] = np.arange(padding)
+            self._counts[rows] = 1
+            self._sequences[rows, 0] = self._spare
+            self._wanted[rows] = np.arange(padding) < outputs
+            self._branched = max(self._branched, size + padding)
+
+    def _want(self, size: int, rows: Ints) -> None:
+        self._wanted[:size] = 0
+        self._wanted[rows] = 1
+
 
 ABORTED = 2  # llama_decode's answer where the abort callback ended it
 # ggml_type of the KV types.

@@ -15,8 +15,7 @@ from edgeinfer.bundle.gguf.library import llama_library, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
-from edgeinfer.runtime.backends.llamacpp.memory import looks_up
-from edgeinfer.runtime.backends.llamacpp.placement import packed_overrides
+from edgeinfer.runtime.backends.llamacpp.memory import looks_up, packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed
 from edgeinfer.runtime.weights.weight_pages import LookedUp
 

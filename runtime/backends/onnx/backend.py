@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.passes import AttentionBias, Pass, bind_cache
 from edgeinfer.runtime.devices.arrays import device_zeros
-from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
+from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.weights.layouts import Progress
 
 

@@ -13,12 +13,11 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import MERGING, LoadConfig
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, runs_apart
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
-from edgeinfer.runtime.backends.head import runs_apart
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
+from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
@@ -97,8 +96,8 @@ class OnnxFactory(BackendFactory):
         decoder = bundle.manifest.decoder
         meter = None if backend.pages is None else DiskMeter(backend.pages.path, keeps=order.config.remember)
         if decoder is not None and plan.expert_bytes:
-            from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
-            from edgeinfer.runtime.experts.router_guess import RouterGuess
+            from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend
+            from edgeinfer.runtime.weights.experts import RouterGuess
 
             assert backend.pages is not None and decoder.moe is not None, "experts are left in a file that is mapped"
             guess = RouterGuess.of(backend.pages, tensors_in(bundle.manifest, order.layout), decoder.moe.top_k)

@@ -30,7 +30,7 @@ from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_gra
 from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
-from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.devices.providers import CPU, Device
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.layouts import Progress, kernel_of, prepare

@@ -18,8 +18,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
 from edgeinfer.bundle.tokenizer_table import TABLE
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.backends.onnx.paths import pages_of
-from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout, pages_of
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.mapped import mapped_tokenizer_bytes

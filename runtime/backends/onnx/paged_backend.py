@@ -25,16 +25,21 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.adapting import NO_ADAPTER, adapter_place
 from edgeinfer.runtime.backends.cache import SharingCache
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassObserver, check_pass
-from edgeinfer.runtime.backends.head import runs_apart
+from edgeinfer.runtime.backends.contract import (
+    NO_ADAPTER,
+    ForwardInput,
+    ForwardOutput,
+    PassObserver,
+    adapter_place,
+    check_pass,
+    runs_apart,
+)
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
-from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
-from edgeinfer.runtime.backends.onnx.paths import SPARE_ROWS, Path, PathTables, pages_of, paths_of, repeated
+from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass, Path, PathTables, paths_of, repeated
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.paging.layout import PageLayout
+from edgeinfer.runtime.paging.layout import SPARE_ROWS, PageLayout, pages_of
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.paging.states import StatePool
 from edgeinfer.runtime.weights.layouts import Progress

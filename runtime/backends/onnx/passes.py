@@ -1,8 +1,9 @@
-"""What one pass of the ONNX backend is bound to: its memory, its padding, the attention bias, the choice of experts."""
+"""What one pass of the ONNX backends is bound to: its buffers, its padding, what its rows attend to, its experts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
-from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.session import Binding
-from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.arrays import DeviceArray
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
@@ -194,3 +194,85 @@ def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue
         return array.value, array.written
     value = ort.OrtValue.ortvalue_from_numpy(array)
     return value, value
+
+
+# Columns of the number of first slots, and of a row's own where it names that.
+_PREFIX, _OWN = 1, 2
+_NAMES_ITS_SLOT = -1
+
+# Slots of a row: how many of the first, and the further ones.
+Path = tuple[int, Sequence[int]]
+
+
+class PathTables:
+    """Memory for the paths of passes of up to `size` rows, which paged attention reads.
+
+    A path is the first slots of its sequence and then some further ones, the last of all the row's own
+    (edgeinfer.bundle.graph).
+
+    Args:
+        capacity: rows of a sequence, padding included.
+        slots: further slots there is room for.
+
+    Attributes:
+        rows: of each row its sequence, how many first slots it sees, where its further ones begin in `slots`, and how
+            many they are. (S, 4)
+        slots: further slots. (X,)
+    """
+
+    def __init__(self, size: int, capacity: int, slots: int = 1) -> None:
+        self.rows: NDArray[np.int32] = np.zeros((size, 4), np.int32)
+        self.slots: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self._counting: NDArray[np.int32] = np.arange(capacity + 1, dtype=np.int32)
+        self._plain = True  # nothing but the second column is in use
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.rows.nbytes + self.slots.nbytes + self._counting.nbytes
+
+    def tell_chain(self, start: int, size: int) -> None:
+        """Tells of rows that follow `start` ones of the first sequence, each seeing all before it."""
+        if not self._plain:
+            self.rows[:] = 0
+            self._plain = True
+        self.rows[:size, _PREFIX] = self._counting[start + 1 : start + 1 + size]
+
+    def tell_block(self, start: int, size: int, block: int) -> None:
+        """Tells of rows that follow `start` ones of the first sequence, of which the last see all, the others nothing.
+
+        A row sees something, be it the first slot. Who reads keys and values alone does not mind.
+        """
+        rows = self.rows[:size]
+        rows[:] = 0, 1, 0, _NAMES_ITS_SLOT
+        rows[:, _OWN] = self._counting[start : start + size]
+        rows[size - block :, _PREFIX] = start + size
+        self._plain = False
+
+    def tell(self, sequences: Sequence[Sequence[Path]]) -> None:
+        """Tells of the rows of each sequence, for whose further slots there must be room."""
+        row = first = 0
+        for sequence, paths in enumerate(sequences):
+            for prefix, further in paths:
+                self.rows[row] = sequence, prefix, first, len(further)
+                self.slots[first : first + len(further)] = further
+                first += len(further)
+                row += 1
+        self._plain = False
+
+
+def paths_of(start: int, size: int, tree: Ints | None) -> list[Path]:
+    """The paths of `size` rows behind `start` ones: of a chain, where there is no tree."""
+    if tree is None:
+        return [(start + row + 1, ()) for row in range(size)]
+    paths: list[Path] = []
+    for slot, parent in enumerate(tree.tolist(), start):
+        prefix, further = paths[parent] if parent >= 0 else (start, ())
+        paths.append((slot + 1, ()) if prefix == slot else (prefix, (*further, slot)))
+    return paths
+
+
+def repeated(path: Path, slot: int) -> Path:
+    """The path of a row that is another one again, in a slot behind all others."""
+    prefix, further = path
+    return (prefix, (*further[:-1], slot)) if further else (prefix - 1, (slot,))

@@ -2,24 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.protobuf import length_delimited, number
 from edgeinfer.errors import BackendError, DeviceError, EdgeInferError
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.check_models import (
-    HEAD_SIZE,
-    HEADS,
-    ROOM,
-    WIDTH,
-    ordinary_model,
-    static_model,
-)
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession
 from edgeinfer.runtime.devices.arrays import DeviceArray
-from edgeinfer.runtime.devices.contract import CPU, Device
-from edgeinfer.runtime.devices.providers import device_error
+from edgeinfer.runtime.devices.providers import CPU, Device, device_error
+
+# Of the ordinary model: heads and their size, rows of the cache; and the width of both.
+HEADS, HEAD_SIZE, ROOM = 2, 16, 8
+WIDTH = HEADS * HEAD_SIZE
+
+_IR_VERSION, _OPSET = 10, 21
+_MICROSOFT = "com.microsoft"
+_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6}
+_INTEGER_ATTRIBUTE = 2
+_BLOCK = 32
+
+
+def static_model() -> bytes:
+    """Standard operators and fixed shapes: y = softmax(x w), (2, W) -> (2, W), w of 8 bits."""
+    weights = _numbers((WIDTH, WIDTH), np.int8, 127)
+    nodes = [
+        _node("DequantizeLinear", ["w", "scale"], ["floats"]),
+        _node("MatMul", ["x", "floats"], ["scores"]),
+        _node("Softmax", ["scores"], ["y"]),
+    ]
+    constants = [_tensor("w", weights), _tensor("scale", np.array(0.01, np.float32))]
+    return _model(nodes, constants, [_value("x", (2, WIDTH))], [_value("y", (2, WIDTH))])
+
+
+def ordinary_model() -> bytes:
+    """Attention over a cache that may be updated in place, of a product with weights of 4 bits; one new row a run."""
+    packed = _numbers((WIDTH, 1, _BLOCK // 2), np.uint8, 255)
+    scales = np.full(WIDTH, 0.02, np.float32)
+    cache = (1, HEADS, ROOM, HEAD_SIZE)
+    sizes = {"K": WIDTH, "N": WIDTH, "bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
+    attention = ["q", "x", "x", "past_key", "past_value", "seqlens_k", "total"]
+    nodes = [
+        _node("MatMulNBits", ["x", "w", "scales"], ["q"], _MICROSOFT, sizes),
+        _node(
+            "GroupQueryAttention",
+            attention,
+            ["y", "present_key", "present_value"],
+            _MICROSOFT,
+            {"num_heads": HEADS, "kv_num_heads": HEADS},
+        ),
+    ]
+    row = (1, 1, WIDTH)
+    inputs = [_value("x", row), _value("past_key", cache), _value("past_value", cache)]
+    inputs += [_value("seqlens_k", (1,), "int32"), _value("total", (), "int32")]
+    outputs = [_value("y", row), _value("present_key", cache), _value("present_value", cache)]
+    return _model(nodes, [_tensor("w", packed), _tensor("scales", scales)], inputs, outputs)
+
+
+def _numbers(shape: tuple[int, ...], kind: type, most: int) -> NDArray[Any]:
+    return np.random.default_rng(0).integers(-most if kind is np.int8 else 0, most, shape).astype(kind)
+
+
+def _model(
+    nodes: Sequence[bytes], constants: Sequence[bytes], inputs: Sequence[bytes], outputs: Sequence[bytes]
+) -> bytes:
+    graph = b"".join(length_delimited(1, node) for node in nodes) + _text(2, "check")
+    graph += b"".join(length_delimited(5, constant) for constant in constants)
+    graph += b"".join(length_delimited(11, value) for value in inputs)
+    graph += b"".join(length_delimited(12, value) for value in outputs)
+    opsets = (("", _OPSET), (_MICROSOFT, 1))
+    imports = b"".join(length_delimited(8, _text(1, domain) + number(2, version)) for domain, version in opsets)
+    return number(1, _IR_VERSION) + length_delimited(7, graph) + imports
+
+
+def _node(
+    operator: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    domain: str = "",
+    numbers: dict[str, int] | None = None,
+) -> bytes:
+    names = b"".join(_text(1, name) for name in inputs) + b"".join(_text(2, name) for name in outputs)
+    attributes = b"".join(
+        length_delimited(5, _text(1, name) + number(3, value) + number(20, _INTEGER_ATTRIBUTE))
+        for name, value in (numbers or {}).items()
+    )
+    return names + _text(3, outputs[0]) + _text(4, operator) + attributes + _text(7, domain)
+
+
+def _tensor(name: str, array: NDArray[Any]) -> bytes:
+    dims = b"".join(number(1, size) for size in array.shape)
+    kind = number(2, _TYPES[array.dtype.name])
+    return dims + kind + _text(8, name) + length_delimited(9, array.tobytes())
+
+
+def _value(name: str, shape: tuple[int, ...], kind: str = "float32") -> bytes:
+    dims = b"".join(length_delimited(1, number(1, size)) for size in shape)
+    tensor = number(1, _TYPES[kind]) + length_delimited(2, dims)
+    return _text(1, name) + length_delimited(2, length_delimited(1, tensor))
+
+
+def _text(field: int, text: str) -> bytes:
+    return length_delimited(field, text.encode())
+
 
 # Devices may compute in half precision, and the CPU rounds what it multiplies 4-bit weights with to 8 bits.
 _TOLERANCE = 0.02

@@ -12,8 +12,7 @@ import onnxruntime as ort
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
-from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
-from edgeinfer.runtime.devices.providers import add_provider, device_error
+from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device, add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
 from edgeinfer.runtime.system.forks import keep_for_good, renewed_in_children

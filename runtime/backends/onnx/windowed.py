@@ -1,16 +1,23 @@
-"""Backends whose passes are cut into windows of layers, and the one that drops its weights behind every window.
+"""Backends whose passes are cut into windows of layers: streamed weights, and experts that are loaded on demand.
 
 So a model larger than the memory runs, slowly: the hidden states of one window enter the next, and the pages of its
 weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
 drop while they run. Where all layers are in memory together only those two are streamed, in a pass that is not cut;
-where they stay, some of the layers do, too, and windows are streamed between those. What the system's cache of the file
-has no room for goes from there as well, always the same. Every row of the result is the same bits as without.
+where they stay, some of the layers do, too, and windows are streamed between those. Data that the system's file cache
+has no room for is dropped from there as well, always the same. Every row of the result has the same bits as without.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,18 +26,106 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CapabilityError, StorageError
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.errors import CapabilityError, Setting, StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.native.library import dropping_behind
+from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
-from edgeinfer.runtime.weights.read_ahead import ReadAhead
-from edgeinfer.runtime.weights.streaming import WORTH_DROPPING
+from edgeinfer.runtime.weights.experts import ExpertCache, RouterGuess
+from edgeinfer.runtime.weights.streaming import (
+    PIECE_BYTES,
+    WORTH_DROPPING,
+    LayerWindow,
+    Run,
+    dropped_windows,
+    layer_windows,
+)
 from edgeinfer.runtime.weights.weight_pages import WeightPart
-from edgeinfer.runtime.weights.windows import LayerWindow, dropped_windows, layer_windows
+
+_LIBC = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")  # Windows never comes here
+_MADV_POPULATE_READ = 22  # since Linux 5.14
+
+_log = logging.getLogger("edgeinfer")
+
+
+class ReadAhead:
+    """Reads runs of a file into the system's cache, one after the other, on a thread of its own.
+
+    It touches them in a mapping of its own, a piece at a time, which it drops at once. So they come in large pages
+    where the system has these for files, unlike what it reads on advice: 1.8 GB/s instead of 1.0, for 0.4 of the
+    processor's time (docs/log/2026-11-27.md).
+
+    Raises:
+        StorageError: the file cannot be mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+                self._file = os.dup(file.fileno())
+        except (OSError, ValueError) as error:  # ValueError: it is empty
+            raise StorageError(f"{path} cannot be mapped: {error}.", "Load the model again.") from error
+        with contextlib.suppress(OSError, AttributeError):  # a system without large pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._start = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgeinfer-read-ahead")
+        self._wanted: tuple[tuple[Run, ...], ...] = ()
+        self._failed = False
+
+    def ask(self, runs: Iterable[Run], running: Iterable[Run] = ()) -> None:
+        """Asks for the runs of a window; returns at once."""
+        asked = tuple(runs)
+        self._wanted = (tuple(running), asked)
+        self._thread.submit(self._read_asked, asked)
+
+    def used(self, runs: Iterable[Run]) -> None:
+        """Gives up what is not read yet of a window that has run, as it would only come back to be dropped again."""
+        done = tuple(runs)
+        self._wanted = tuple(each for each in self._wanted if each != done)
+
+    def close(self) -> None:
+        """Ends thread and mapping."""
+        self._wanted = ()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._map.close()
+        os.close(self._file)
+        # Others find every mapping of a file, and drop its pages.
+        MappedFile.forget(self._path)
+
+    def _read_asked(self, asked: tuple[Run, ...]) -> None:
+        try:
+            self.read(asked, lambda: asked in self._wanted)
+        except OSError as error:
+            # Passes then read what they need themselves, slowly.
+            if not self._failed:
+                _log.warning("%s cannot be read ahead: %s. Replies may be slower.", self._path, error.strerror)
+            self._failed = True
+
+    def read(self, runs: Sequence[Run], wanted: Callable[[], bool] = lambda: True) -> None:
+        """Reads them on the thread that asks, for as long as they are wanted."""
+        for offset, length in runs:
+            for begin in range(offset // PIECE_BYTES * PIECE_BYTES, offset + length, PIECE_BYTES):
+                if not wanted():
+                    return
+                first = max(begin, offset) // mmap.PAGESIZE * mmap.PAGESIZE
+                size = min(begin + PIECE_BYTES, offset + length) - first
+                if self._advise(first, size, _MADV_POPULATE_READ):
+                    os.posix_fadvise(self._file, first, size, os.POSIX_FADV_WILLNEED)
+                # The system maps what lies around a page as well, where it has that.
+                self._advise(begin, min(PIECE_BYTES, len(self._map) - begin), mmap.MADV_DONTNEED)
+
+    def _advise(self, offset: int, length: int, advice: int) -> int:
+        """Zero where the system takes the advice."""
+        # Unlike mmap.madvise, ctypes lets other threads run meanwhile.
+        return int(_LIBC.madvise(ctypes.c_void_p(self._start + offset), ctypes.c_size_t(length), advice))
+
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -241,3 +336,97 @@ class StreamedBackend(WindowedBackend):
         if self._reading is not None:
             self._reading.close()
         super().close()
+
+
+# Share of the limit that a window may fetch where its pass needs several: what is made room for is lost to experts that
+# could have stayed, but every further window costs a run of the graph.
+_WINDOW_SHARE = 0.25
+
+
+class CachedExpertsBackend(WindowedBackend):
+    """Implements `contract.Backend` with only some of a model's experts in memory; others are read when chosen.
+
+    What belongs to no expert stays in memory. A pass that could fetch more than there is room for is cut into windows
+    of layers, and room is made before each of them, so that never more than the limit is in memory.
+
+    Args:
+        inner: whose passes can skip layers and resume from hidden states; this closes it.
+        decoder: of the model.
+        limit: bytes of experts that may be in memory at once.
+        meter: as of `WindowedBackend`.
+        guess: what the layers of the next window will choose, so that it is read while they begin.
+
+    Attributes:
+        expert_cache: of the experts.
+
+    Raises:
+        CapabilityError: its experts do not lie on pages of their own, it cannot skip layers or resume, or the limit is
+            less than the experts that one layer may need.
+    """
+
+    def __init__(
+        self,
+        inner: GraphBackend,
+        decoder: DecoderSpec,
+        limit: int,
+        meter: DiskMeter | None = None,
+        guess: RouterGuess | None = None,
+    ) -> None:
+        can = inner.capabilities
+        parts = None if inner.pages is None else inner.pages.experts()
+        if not parts or not (can.layer_skip and can.hidden):
+            hint = "Export it in the native layout with quantized experts, or load it with other weights."
+            raise CapabilityError("The experts of this model cannot be loaded on demand.", hint)
+        super().__init__(inner, meter)
+        assert decoder.moe is not None and inner.pages is not None, "there are experts"
+        self._pages = inner.pages
+        sizes = np.zeros((decoder.num_layers, decoder.moe.experts), np.int64)
+        for (layer, expert), part in parts.items():
+            sizes[layer, expert] = part.nbytes
+        self.expert_cache = ExpertCache(parts, sizes, limit)
+        self._moe, self._guess = decoder.moe, guess
+        least = max(self.expert_cache.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
+        if limit < least:
+            message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
+            raise CapabilityError(
+                message, "Stream the weights with " + Setting("weights", "streamed") + ", or use more memory."
+            )
+        self._pages.small_pages()
+        self._pages.release()
+
+    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+        """As many layers at a time as surely fit."""
+        layers = self.geometry.num_layers
+        count = self._moe.top_k if batch.experts is None else batch.experts.count
+        # Padding is a copy of a real row, and chooses the same but for rounding.
+        most = len(batch.tokens) * count
+        runs = np.ones(2 * layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
+        needs = [self.expert_cache.need(layer, most) if runs[2 * layer + 1] else 0 for layer in range(layers)]
+        starts, size = [0], 0
+        for layer, need in enumerate(needs):
+            if layer > starts[-1] and size + need > _WINDOW_SHARE * self.expert_cache.limit:
+                starts.append(layer)
+                size = 0
+            size += need
+        bounds = [*starts, layers, layers]
+        # A prompt's tokens need nearly all experts; those of a few tokens can be guessed from what enters their layers.
+        ahead = most >= self._moe.experts
+        found = []
+        for first, stop, after in zip(bounds, bounds[1:], bounds[2:], strict=False):
+            mask = np.zeros(2 * layers, np.bool_)  # (2 L,)
+            mask[2 * first : 2 * stop] = True
+            prepare = partial(self._prepare, range(first, stop), most, range(stop, after) if ahead else ())
+            found.append(Window(mask, prepare, partial(self._ran, () if ahead else range(stop, after))))
+        return found
+
+    def _prepare(self, layers: range, most: int, ahead: Iterable[int]) -> None:
+        self.expert_cache.make_room(layers, most)
+        for layer in ahead:
+            self.expert_cache.fetch(layer)
+
+    def _ran(self, following: Iterable[int], output: ForwardOutput) -> None:
+        assert output.experts is not None, "a model with experts tells which it used"
+        self.expert_cache.used(output.experts)
+        if self._guess is not None and output.hidden is not None:
+            for layer in following:
+                self.expert_cache.fetch(layer, self._guess.experts(layer, output.hidden))

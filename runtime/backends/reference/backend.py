@@ -1,11 +1,11 @@
-"""The reference backend: a decoder in plain numpy, slow and obvious, the oracle of the tests.
-
-Reads weights through the bundle's tensor table.
-"""
+"""The reference backend: a decoder in plain numpy, slow and obvious, the oracle of the tests, and its factory."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,24 +25,219 @@ from edgeinfer.bundle.arithmetic import (
     rope_tables,
     rotate,
     rotation_border,
+    route,
     softcapped,
 )
 from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
-from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.bundle.parts import LatentSpec, Mixer, with_sources
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.manifest import Capabilities, TensorEntry
+from edgeinfer.bundle.packing import dequantize, expert_biases, expert_tensor
+from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
+from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
-from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
+from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.backends.reference.layer_ends import ReferenceEnds
-from edgeinfer.runtime.backends.reference.mixture import ReferenceMixture
-from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
-from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
+from edgeinfer.runtime.planning.configuration import ModelMemory
+from edgeinfer.runtime.planning.plan_input import BackendChoice
+
+# Source: transformers' Gemma3nTextModel: the least mean square that a stream is divided by the root of.
+_LEAST_SQUARE = np.float32(1e-5)
+
+
+@dataclass(frozen=True)
+class ReferenceEnds:
+    """The ends of a decoder's layers.
+
+    Attributes:
+        linear, norm: product and norm by the names of their weights.
+        weight: a tensor by its name.
+    """
+
+    spec: DecoderSpec
+    linear: Callable[[str, Floats], Floats]
+    norm: Callable[[str, Floats], Floats]
+    weight: Callable[[str], Floats]
+
+    def vectors(self, tokens: Ints, embedded: Floats) -> Floats | None:  # (S,), (S, D) -> (S, L, P)
+        """The vectors of per-layer embeddings, where the decoder has any."""
+        spec = self.spec
+        if spec.per_layer is None:
+            return None
+        known = np.where(tokens < spec.per_layer.vocab_size, tokens, 0)
+        rows = known[:, None] * spec.num_layers + np.arange(spec.num_layers)
+        product = self.linear("per_layer.projection", embedded).reshape(*rows.shape, spec.per_layer.size)
+        vectors: Floats = self.norm("per_layer.norm", product) + self.weight(PER_LAYER_TABLE)[rows]
+        return vectors
+
+    def _given(self, layer: int, x: Floats, vectors: Floats) -> Floats:  # (S, D), (S, L, P) -> (S, D)
+        """What a layer's per-layer embedding makes of hidden states."""
+        prefix = f"layers.{layer}.per_layer"
+        gate = inner_values(self.spec.activation, self.linear(f"{prefix}.gate", x))
+        return self.norm(f"{prefix}.norm", self.linear(f"{prefix}.out", gate * vectors[:, layer]))
+
+    def ended(self, layer: int, x: Floats, vectors: Floats | None) -> Floats:  # (S, D), (S, L, P) -> (S, D)
+        """The hidden states after a layer: with its per-layer embedding, and scaled, where the decoder has that."""
+        if vectors is not None:
+            x = x + self._given(layer, x, vectors)
+        return x * self.weight("layer_scales")[layer] if self.spec.layer_scales else x
+
+    def entered(self, x: Floats) -> Floats:  # (S, D) -> (S, A D)
+        """Embeddings in all streams, where the decoder has more than one."""
+        if self.spec.streams is None:
+            return x
+        return np.concatenate([x[:, None], self._alike(x, self.linear("streams.enter", x))], axis=1).reshape(len(x), -1)
+
+    def left(self, x: Floats) -> Floats:  # (R, A D) -> (R, D)
+        """What the head reads of all streams."""
+        if self.spec.streams is None:
+            return x
+        apart, weights = self._apart(x), self.weight("streams.leave")
+        matrices = weights.reshape(-1, self.spec.hidden_size, self.spec.hidden_size)
+        others = np.einsum("rad,aed->rae", apart[:, 1:], matrices).reshape(len(x), -1)
+        mean: Floats = np.concatenate([apart[:, :1], self._alike(apart[:, 0], others)], axis=1).mean(axis=1)
+        return mean
+
+    def _apart(self, x: Floats) -> Floats:  # (S, A D) -> (S, A, D)
+        return x.reshape(len(x), -1, self.spec.hidden_size)
+
+    def _alike(self, first: Floats, others: Floats) -> Floats:  # (S, D), (S, (A - 1) D) -> (S, A - 1, D)
+        """The other streams with the magnitude of the first."""
+        apart = self._apart(others)
+        wanted = np.square(first).mean(axis=1, keepdims=True)[:, None]
+        own = np.maximum(np.square(apart).mean(axis=2, keepdims=True), _LEAST_SQUARE)
+        alike: Floats = apart * np.sqrt(wanted / own)
+        return alike
+
+    def _routed(self, layer: int, x: Floats, runs: bool) -> Floats:  # (S, D) -> (S, A)
+        """What a layer's router says of hidden states."""
+        prefix = f"layers.{layer}.streams"
+        routed: Floats = np.tanh(self.linear(f"{prefix}.router", self.norm(f"{prefix}.router_norm", x)))
+        return routed * np.float32(runs)
+
+    def predicted(self, layer: int, x: Floats, runs: bool) -> Floats:  # (S, A D) -> (S, A, D)
+        """The streams that a layer begins with."""
+        apart = self._apart(x)
+        weights = self.linear(f"layers.{layer}.streams.predict", self._routed(layer, apart[:, 0], runs))
+        changed: Floats = apart + weights.reshape(len(x), apart.shape[1], -1) @ apart
+        return changed
+
+    def augmented(self, layer: int, normed: Floats, x: Floats) -> Floats:  # (S, D), (S, D) -> (S, D)
+        """Hidden states after attention, with the augmented residual of what that read."""
+        prefix = f"layers.{layer}.laurel"
+        given = self.linear(f"{prefix}.up", self.linear(f"{prefix}.down", normed))
+        return (x + normed + self.norm(f"{prefix}.norm", given)) * np.float32(math.sqrt(0.5))
+
+    def corrected(
+        self, layer: int, start: Floats, x: Floats, vectors: Floats | None, runs: bool
+    ) -> Floats:  # (S, A, D), (S, D), (S, L, P) -> (S, A D)
+        """The streams after a layer."""
+        prefix = f"layers.{layer}.streams"
+        shares = 1 + self.linear(f"{prefix}.correct", self._routed(layer, x, runs))  # (S, A)
+        streams = start + shares[:, :, None] * (x - start[:, 0])[:, None]
+        if runs and vectors is not None:
+            first = streams[:, 0]
+            assert self.spec.streams is not None, "only such decoders have streams"
+            if self.spec.streams.scaled:
+                first = first * self.weight(f"{prefix}.scale")
+            streams[:, 1:] += self._given(layer, first, vectors)[:, None]
+        whole: Floats = streams.reshape(len(x), -1)
+        return whole
+
+
+@dataclass(frozen=True)
+class ReferenceMixture:
+    """The mixture of a layer.
+
+    Attributes:
+        weights: all tensors by name.
+        linear, norm: product and norm by the names of their weights.
+        mlp: an MLP by the prefix of its weights, gated or not.
+    """
+
+    spec: DecoderSpec
+    layer: int
+    moe: MoESpec
+    weights: Mapping[str, Floats]
+    linear: Callable[[str, Floats], Floats]
+    norm: Callable[[str, Floats], Floats]
+    mlp: Callable[[str, Floats, bool], Floats]
+
+    @property
+    def _prefix(self) -> str:
+        return f"layers.{self.layer}.mlp"
+
+    def of(self, x: Floats, choice: ExpertChoice | None) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
+        """What it gives, and which experts were used."""
+        if not self.moe.with_mlp:
+            return self._mixed(x, x, choice)
+        prefix = self._prefix
+        routed, entering = (self.norm(f"{prefix}.{name}", x) for name in ("router_input_norm", "experts_norm"))
+        mixed, used = self._mixed(routed, entering, choice)
+        dense = self.mlp(prefix, self.norm(f"layers.{self.layer}.mlp_norm", x), True)
+        normed = self.norm(f"{prefix}.experts_post_norm", mixed) + self.norm(f"{prefix}.dense_post_norm", dense)
+        return normed, used
+
+    def _mixed(
+        self, routed: Floats, x: Floats, choice: ExpertChoice | None
+    ) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
+        """What the chosen experts of every token and the shared one make of it, and which were used."""
+        moe, prefix = self.moe, self._prefix
+        bias = None if choice is None or choice.bias is None else choice.bias[self.layer]
+        scores, norm = self.linear(f"{prefix}.router", routed), self.weights.get(f"{prefix}.router_norm")
+        count = None if choice is None else choice.count
+        judging = self.weights.get(f"{prefix}.choice_bias")
+        chosen, weights = route(
+            scores, moe, count=count, bias=bias, choice_bias=judging, norm=norm, eps=self.spec.norm_eps
+        )
+        if moe.with_mlp:
+            weights = weights * self.weights[f"{prefix}.expert_scale"][chosen]
+        used = np.where(weights != 0, chosen, -1)
+        mixed = np.zeros_like(x)
+        for expert in np.unique(used[used >= 0]).tolist():
+            tokens, slots = np.nonzero(used == expert)
+            given = self.mlp(f"{prefix}.experts.{expert}", x[tokens], moe.gated)
+            mixed[tokens] += weights[tokens, slots, None] * given
+        if moe.shared_size:
+            shared = self.mlp(f"{prefix}.shared", x, moe.gated)
+            mixed += shared * logistic(self.linear(f"{prefix}.shared.gate", x)) if moe.shared_gate else shared
+        return mixed, used
+
+
+def expert_bias_weights(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """Of every expert that has some, by the names of its matrices."""
+    found: dict[str, Floats] = {}
+    for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
+        joined = weights.get(expert_biases(layer, part))
+        if joined is not None and spec.moe is not None:
+            each = enumerate(np.split(joined, spec.moe.experts))
+            found |= {f"{expert_tensor(layer, expert, part)}_bias": bias for expert, bias in each}
+    return found
+
+
+def two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
+    """Weights that have two planes to choose from."""
+    return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
+
+
+def high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
+    """An 8-bit matrix whose lower four bits are taken as their middle, 7.5."""
+    n, k = entry.shape
+    rows = bundle.rows(entry, 0, n)
+    below, above = (
+        dequantize(data, rows.scales, rows.zero_points, bits=8, block_size=entry.block_size, k=k)
+        for data in ((rows.data & np.uint8(0xF0)) | low for low in (np.uint8(7), np.uint8(8)))
+    )
+    middle: Floats = (below + above) / np.float32(2)
+    return middle
 
 
 @dataclass(frozen=True)
@@ -365,3 +560,31 @@ class ReferenceBackend:
         """Drops the weights and the cache."""
         self._whole.clear()
         del self.cache
+
+
+class ReferenceFactory(BackendFactory):
+    """Slow and obvious, on bundles of our own graphs."""
+
+    def engine(self) -> str:
+        """numpy."""
+        return f"numpy {np.__version__}"
+
+    def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+        """Those of the graphs."""
+        return bundle.kv_types(layout)
+
+    def kernel(self, bundle: Bundle, layout: Layout) -> str:
+        """The library."""
+        return "numpy"
+
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
+        """With every weight multiplied out."""
+        return memory_of(choice.bundle, choice.layout, floats=True)
+
+    def make(self, order: BackendOrder) -> Backend:
+        """The arrays and a cache."""
+        from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+
+        bundle, plan = order.bundle, order.configuration
+        backend = ReferenceBackend(bundle, plan.context, kv=plan.kv)
+        return counting_experts(bundle, backend, backend.cache)

@@ -11,8 +11,7 @@ from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.backends.paged_snapshot import PageSnapshot
+from edgeinfer.runtime.backends.paged_cache import PagedCache, PageSnapshot
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool

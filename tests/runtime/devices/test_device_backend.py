@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.onnx import graph_backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.devices import arrays as device_arrays
-from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.devices.providers import CPU, Device
 from tests.devices import STANDIN, TOKENS, feed, lacking, talk
 from tests.speculation import random_bundle
 

@@ -14,11 +14,10 @@ import pytest
 
 from edgeinfer.errors import BundleError, DeviceError
 from edgeinfer.runtime.backends.onnx import selfcheck
-from edgeinfer.runtime.backends.onnx.check_models import WIDTH, ordinary_model, static_model
-from edgeinfer.runtime.backends.onnx.selfcheck import check_device
+from edgeinfer.runtime.backends.onnx.selfcheck import WIDTH, check_device, ordinary_model, static_model
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.devices import providers
-from edgeinfer.runtime.devices.contract import CPU, STATIC_ONLY, Device
+from edgeinfer.runtime.devices.providers import CPU, STATIC_ONLY, Device
 from tests.devices import STANDIN, lacking
 from tests.tables import each_row
 

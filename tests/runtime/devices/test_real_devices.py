@@ -16,8 +16,7 @@ from edgeinfer.errors import DeviceError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device, check_first_pass
-from edgeinfer.runtime.devices.contract import CPU, Device
-from edgeinfer.runtime.devices.providers import is_installed
+from edgeinfer.runtime.devices.providers import CPU, Device, is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from tests.devices import talk
 from tests.tables import each_row

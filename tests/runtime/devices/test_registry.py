@@ -9,7 +9,7 @@ import pytest
 from edgeinfer.config import LoadConfig
 from edgeinfer.device_options import DEVICES
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.devices.contract import CPU, STATIC_ONLY
+from edgeinfer.runtime.devices.providers import CPU, STATIC_ONLY
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from tests.tables import each_row
 

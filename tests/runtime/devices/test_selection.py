@@ -10,8 +10,8 @@ import pytest
 
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import DeviceError, UsageError
-from edgeinfer.runtime.devices.contract import CPU_MEMORY, STATIC_ONLY, Device, Graphs
-from edgeinfer.runtime.devices.selection import choose_device, runs
+from edgeinfer.runtime.devices.providers import CPU_MEMORY, STATIC_ONLY, Device, Graphs
+from edgeinfer.runtime.devices.registry import choose_device, runs
 from tests.cli import TIME_LIMIT
 from tests.devices import STANDIN, install, lacking
 from tests.tables import each_row
@@ -74,8 +74,8 @@ def test_fixed_shapes_are_asked_for_where_nothing_else_runs() -> None:
 def test_engines_of_their_own_do_without_onnxruntime() -> None:
     """It takes 50 MB that they have no use for."""
     code = (
-        "import sys; from edgeinfer.config import LoadConfig; from edgeinfer.runtime.devices import selection\n"
-        "for name in ('auto', 'cpu'): selection.choose_device(LoadConfig(device=name), 'none')\n"
+        "import sys; from edgeinfer.config import LoadConfig; from edgeinfer.runtime.devices import registry\n"
+        "for name in ('auto', 'cpu'): registry.choose_device(LoadConfig(device=name), 'none')\n"
         "print('onnxruntime' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)

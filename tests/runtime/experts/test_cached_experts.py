@@ -19,14 +19,11 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
-from edgeinfer.runtime.experts.expert_cache import ExpertCache
-from edgeinfer.runtime.experts.router_guess import RouterGuess
+from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

@@ -8,7 +8,7 @@ import pytest
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.planning.speed_model import guessed_passes
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes, expected_experts
+from edgeinfer.runtime.weights.experts import ExpertBytes, expected_experts
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (32, 4), (60, 4)])

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.experts.expert_cache import ExpertCache
-from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
+from edgeinfer.runtime.weights.experts import AROUND_BYTES, ExpertCache
 
 SIZE = 1 << 20
 

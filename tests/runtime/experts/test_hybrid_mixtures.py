@@ -13,11 +13,10 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
-from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
 from edgeinfer.runtime.system.memory import releases_pages
-from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+from edgeinfer.runtime.weights.experts import ExpertBytes
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 from tests.speculation import load_eager

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.runtime.experts.statistics import CHUNKS, ExpertCounter, ExpertCounts, active_experts
+from edgeinfer.runtime.backends.wrapped import CHUNKS, ExpertCounter, ExpertCounts, active_experts
 
 EXPERTS, TOP_K, LAYERS, DENSE = 6, 2, 3, 1
 

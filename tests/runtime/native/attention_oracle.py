@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
-from edgeinfer.runtime.paging.layout import PAGE, PageLayout
-from edgeinfer.runtime.paging.page_rows import PageRows
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout, PageRows
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

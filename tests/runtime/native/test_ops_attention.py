@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.codecs import ROW_CODECS
-from edgeinfer.runtime.paging.layout import PAGE
-from edgeinfer.runtime.paging.page_rows import PageRows
+from edgeinfer.runtime.paging.layout import PAGE, PageRows
 from tests.runtime.native.attention_oracle import Doubles, Floats, Shape, Weights, attend, make_layout, prepared
 from tests.runtime.native.attention_runs import PLAIN, Node, Runner, Store, make_weights, small
 from tests.runtime.native.graphs import run

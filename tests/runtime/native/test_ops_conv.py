@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.codecs import find_row_codec
-from edgeinfer.runtime.paging.layout import PageLayout
-from edgeinfer.runtime.paging.page_rows import PageRows
+from edgeinfer.runtime.paging.layout import PageLayout, PageRows
 from tests.runtime.native.graphs import make_model, open_session, run_in_place
 from tests.tables import each_row
 

@@ -12,7 +12,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.head import HEAD_ROWS
+from edgeinfer.runtime.backends.contract import HEAD_ROWS
 from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan

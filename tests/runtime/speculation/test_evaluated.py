@@ -11,8 +11,7 @@ import pytest
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.head import HEAD_ROWS
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics

@@ -19,9 +19,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.llamacpp import memory
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
-from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
-from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
-from edgeinfer.runtime.backends.llamacpp.footprint import GgufMemory
+from edgeinfer.runtime.backends.llamacpp.context import RowSteps
+from edgeinfer.runtime.backends.llamacpp.factory import GgufMemory, LlamaCppFactory
 from edgeinfer.runtime.planning.configuration import Configuration
 from tests.runtime.backends.llamacpp.conftest import Q4_0, Q8_0
 from tests.runtime.backends.llamacpp.models import Shape, quantized, realigned, write_gguf

@@ -73,7 +73,7 @@ def test_bundles_are_not_divided() -> None:
 @pytest.mark.gguf
 def test_servers_are_asked_before_llama_cpp_would_end_the_process() -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from edgeinfer.runtime.backends.llamacpp.rpc import _check
+    from edgeinfer.runtime.backends.llamacpp.graphics import _check
 
     size = (28).to_bytes(8, "little")
     with answering(size + VERSION + bytes(24)) as server:
@@ -96,7 +96,7 @@ def test_servers_are_asked_before_llama_cpp_would_end_the_process() -> None:
 def test_a_build_without_rpc_says_how_to_build_one_with_it() -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     from edgeinfer.bundle.gguf.library import llama_library
-    from edgeinfer.runtime.backends.llamacpp.rpc import rpc_processor
+    from edgeinfer.runtime.backends.llamacpp.graphics import rpc_processor
 
     if llama_library().llama_supports_rpc():
         pytest.skip("this one has it")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.backends.llamacpp import threads
-from edgeinfer.runtime.backends.llamacpp.threads import ProcessorTimes, SpareThreads, processor_times
+from edgeinfer.runtime.backends.llamacpp import context
+from edgeinfer.runtime.backends.llamacpp.context import ProcessorTimes, SpareThreads, processor_times
 
 
 class Machine:
@@ -25,7 +25,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_INTERVAL", 0.0)
+    monkeypatch.setattr(context, "_INTERVAL", 0.0)
 
 
 @given(processors=st.integers(1, 64), most=st.integers(1, 64), others=st.floats(0, 64), ours=st.floats(0, 64))

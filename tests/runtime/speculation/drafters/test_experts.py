@@ -11,8 +11,8 @@ import pytest
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
-from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
+from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     BitsAndExpertsDrafter,
     CachedExpertsDrafter,

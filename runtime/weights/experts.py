@@ -1,19 +1,68 @@
-"""Which experts' weights are in memory: a budget of bytes, and who goes when another comes.
-
-Least frequently used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE` tokens.
-The pages of experts that go are dropped; they come back when a router chooses them again.
-"""
+"""Experts of a mixture: the bytes that passes need, which of them are in memory, which the next layers will choose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import mmap
+from collections.abc import Iterable, Mapping
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.packing import find_expert
+from edgeinfer.bundle.parts import MoESpec
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
+from edgeinfer.runtime.weights.weight_pages import WeightPages
+
+# What the system may map around an expert that is touched: of pieces of 64 KB in which it lies, those that begin before
+# it and end after it.
+AROUND_BYTES = 2 * (64 - 4) * 1024
+
+
+# MoESD (arXiv:2505.19645): tokens that choose K of E experts independently need N(t) = E (1 - (1 - K/E)^t) of them in a
+# pass over t tokens. Real texts need fewer, as neighbours choose alike.
+def expected_experts(experts: int, top_k: float, tokens: int) -> float:
+    """Different experts of a layer that so many tokens need, each choosing `top_k` of them at random."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """What the quantized experts of a model take.
+
+    Attributes:
+        moe: None where there are none; the others are 0 then.
+        total: bytes of all of them, on pages of their own.
+        least: that must fit into memory for the largest layer to run, whatever its tokens choose.
+    """
+
+    moe: MoESpec | None
+    total: int
+    least: int
+
+    @classmethod
+    def of(cls, decoder: DecoderSpec | None, tensors: Iterable[TensorEntry]) -> ExpertBytes:
+        """By the table of the layout that runs."""
+        layers: dict[int, int] = {}
+        for tensor in tensors:
+            expert = find_expert(tensor.name)
+            if expert is not None and tensor.bits < 32:
+                pages = sum(-(-blob.nbytes // mmap.PAGESIZE) + 1 for blob in tensor.blobs)
+                layers[expert.layer] = layers.get(expert.layer, 0) + pages * mmap.PAGESIZE
+        if decoder is None or decoder.moe is None or not layers:
+            return cls(None, 0, 0)
+        around = decoder.moe.experts * AROUND_BYTES
+        return cls(decoder.moe, sum(layers.values()), max(layers.values()) + around)
+
+    def needed(self, tokens: int) -> float:
+        """Bytes of experts that a pass over so many tokens is expected to read."""
+        if self.moe is None:
+            return 0.0
+        return self.total * expected_experts(self.moe.experts, self.moe.top_k, tokens) / self.moe.experts
+
 
 # Tokens after which a use counts half.
 _HALF_LIFE = 64.0
@@ -32,7 +81,10 @@ class Pages(Protocol):
 
 
 class ExpertCache:
-    """The experts of one model.
+    """Which experts of one model are in memory: a budget of bytes, and who goes when another comes.
+
+    Least frequently used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE`
+    tokens. The pages of experts that go are dropped; they come back when a router chooses them again.
 
     Args:
         parts: weights of each expert by layer and expert, in the order of the file.
@@ -135,3 +187,45 @@ class ExpertCache:
         some = self.cached.any(axis=1, keepdims=True)
         bias: Floats = np.where(some & ~self.cached, np.float32(-1e9), np.float32(0))
         return bias
+
+
+_NORM, _ROUTER = "layers.{}.mlp_norm", "layers.{}.mlp.router"
+
+
+class RouterGuess:
+    """Which experts the layers to come will choose, as their own routers say of the hidden states before them.
+
+    As "Fast Inference of Mixture-of-Experts Language Models with Offloading" (arXiv:2312.17238) does: hidden states
+    change little from layer to layer. A guess decides what is read early, never what is computed, so biases, groups and
+    other rules of routers are left out of it.
+
+    Args:
+        routers: of layers that have one, what they multiply hidden states by. (D, E)
+        top_k: experts that each token chooses.
+    """
+
+    def __init__(self, routers: Mapping[int, Floats], top_k: int) -> None:
+        self._routers = routers
+        self._top_k = top_k
+
+    @classmethod
+    def of(cls, pages: WeightPages, tensors: Iterable[TensorEntry], top_k: int) -> Self:
+        """Reads them from the file; layers whose router or norm is stored in another way have none."""
+        known = {tensor.name: tensor for tensor in tensors if tensor.bits == 32}
+        routers = {}
+        for layer in range(len(known)):
+            norm, router = known.get(_NORM.format(layer)), known.get(_ROUTER.format(layer))
+            if norm is not None and router is not None and router.shape[1:] == norm.shape:
+                weights = pages.floats(router.name).reshape(router.data.shape)
+                weights = weights if router.transposed else weights.T
+                # The norm's divisor is left out: it changes no order.
+                routers[layer] = np.ascontiguousarray(pages.floats(norm.name)[:, None] * weights)
+        return cls(routers, top_k)
+
+    def experts(self, layer: int, hidden: Floats) -> Ints:  # (S, D) -> (n,)
+        """Those that the tokens will choose in a layer; none where nothing is known."""
+        router = self._routers.get(layer)
+        if router is None:
+            return np.zeros(0, np.int64)
+        best = np.argpartition(hidden @ router, -self._top_k, axis=1)[:, -self._top_k :]  # (S, k)
+        return np.unique(best)
