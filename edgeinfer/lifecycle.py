@@ -40,7 +40,7 @@ from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.forks import finalize_here, keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.text.contract import TokenizerLike, longest_token, vocabulary_digest
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.user_files import user_cache

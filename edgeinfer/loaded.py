@@ -19,7 +19,7 @@ from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import known_ids, require_fitting_messages, require_fitting_text
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+    from edgeinfer.runtime.text.special_tokens import GuardedTemplate
     from edgeinfer.runtime.tuning.measure import TokenScores
 
 
@@ -290,17 +290,17 @@ class LoadedModel:
             if parse_special:
                 text = template.render(messages, add_generation_prompt=True, tools=tools, variables=variables) + prefill
             else:
-                from edgeinfer.runtime.text.guarded_template import GuardedTemplate  # with jinja2, which chats need
+                from edgeinfer.runtime.text.special_tokens import GuardedTemplate  # with jinja2, which chats need
 
                 # One is kept for its analysis of the template; what it depends on stays when the model is loaded again.
-                self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
+                self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.special_tokens)
                 pieces = self._guarded.parts(messages, tools, variables, prefill)
                 text = "".join(pieces)
             if fitting:
                 require_fitting_text(parts, text)
             if parse_special:
                 return parts.tokenizer.encode(text, add_special_tokens=False)
-            return parts.literal_encoder.marked(pieces)
+            return parts.literal_encoder.encode_parts(pieces)
 
     def split_chat(self, messages: Sequence[Mapping[str, Any]], prefill: str = "") -> tuple[list[int], list[int]]:
         """Token ids of messages, and of the reply that was begun, before and behind where the first user message's text
@@ -321,9 +321,9 @@ class LoadedModel:
             marked[place]["content"] = "".join([mark, *texts])
         with self._lifecycle.acquire(verified=False) as parts:
             require_fitting_messages(parts, messages)
-            from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+            from edgeinfer.runtime.text.special_tokens import GuardedTemplate
 
-            self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
+            self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.special_tokens)
             pieces = self._guarded.parts(marked, None, None, prefill)
             require_fitting_text(parts, "".join(pieces))
             here = [place for place, piece in enumerate(pieces) if mark in piece]
@@ -332,7 +332,9 @@ class LoadedModel:
                 raise TemplateError(message, "Use generate() with plain text.")
             before, behind = pieces[here[0]].split(mark, 1)
             encoder = parts.literal_encoder
-            return encoder.marked([*pieces[: here[0]], before]), encoder.marked([behind, *pieces[here[0] + 1 :]])
+            return encoder.encode_parts([*pieces[: here[0]], before]), encoder.encode_parts(
+                [behind, *pieces[here[0] + 1 :]]
+            )
 
     def render_chat(
         self,

@@ -17,7 +17,7 @@ from edgeinfer.openai.replies import CallReader, Dialect, PlainReader, ReplyRead
 from edgeinfer.openai.schemas import ArgumentRules, argument_rules, closed
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
-from edgeinfer.runtime.text.fitting import told
+from edgeinfer.runtime.text.fitting import calls_in_text
 from edgeinfer.runtime.text.stopping import CallMark
 
 # OpenAI's names, and those of other makers: dots of modules, slashes and colons of servers.
@@ -229,7 +229,7 @@ def conversation(messages: Sequence[Message], dialect: Dialect, functions: Seque
     """The messages for the template; where that knows no functions, they tell of `functions` and of earlier calls."""
     if dialect.native:
         return [_fitted(message, dialect.format) for message in messages]
-    return _with_system(told(messages), _described(functions)) if functions else told(messages)
+    return _with_system(calls_in_text(messages), _described(functions)) if functions else calls_in_text(messages)
 
 
 def _fitted(message: Message, form: ToolFormat) -> Message:

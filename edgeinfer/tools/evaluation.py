@@ -20,7 +20,7 @@ from edgeinfer.option_types import LoadOptionsButContext
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 from edgeinfer.tokenizing import boundary_ids

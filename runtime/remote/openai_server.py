@@ -9,7 +9,7 @@ from edgeinfer.runtime.remote.contract import Decided
 from edgeinfer.runtime.remote.http import RemoteRefusalError
 from edgeinfer.runtime.remote.other_engines import OtherEngine, OtherEngineReply
 from edgeinfer.runtime.text.contract import BYTE_LEVEL
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
 _PATH = "/v1/completions"
 # Vocabularies of pieces put a blank before a text; not before what follows this.

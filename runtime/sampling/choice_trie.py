@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.text.contract import TokenizerLike
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
 _Ints = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from edgeinfer.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
 # As the authors ran it (github.com/alphadl/CodeGen-USCD at c4bf692). Tokens below this share of the mean probability
 # stay out.

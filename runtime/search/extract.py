@@ -18,7 +18,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
 # Spans that a result tells of.
 _TOLD = 8

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Protocol
 
-# Stands for a special token that was told of apart from the text; no token has this id.
-MARK = -1
+# In the place of a special token among the ids of a text in parts; no token has this id.
+SPECIAL = -1
 # Decoding steps of byte-level tokenizers, and how others spell a byte.
 BYTE_LEVEL = ("ByteLevel",)
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -53,7 +53,7 @@ class TokenizerLike(Protocol):
         """
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens, of which it is known where they are."""
+        """Token ids of a text in parts, every second of which is a special token and gives SPECIAL."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""

@@ -1,8 +1,8 @@
-"""Puts conversations into a form that a chat template takes whole: which one is found by rendering marks.
+"""Puts conversations into a form that a chat template renders whole, which is found by rendering probes.
 
 Templates differ in the roles they know, in the order of roles they insist on, and in whether content is text or a list
-of parts. What they do not know they refuse, or leave out without a word. So a conversation of the same shape, in which
-every text is a mark, is rendered in one form after the other, as it was given first, until no mark is missing.
+of parts. What they do not know they refuse, or leave out silently. So a probe, a conversation of the same shape whose
+texts are easy to find, is rendered in one form after the other, as it was given first, until no text is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgeinfer.records import dataclass
 
 Message = dict[str, Any]
 
-# Hermes' and Qwen's notation, which any model is told of calls in where its template does not know them.
+# Hermes' and Qwen's notation, in which calls are written as text where the template does not know them.
 _CALL = "<tool_call>\n{call}\n</tool_call>"
 _ANSWER = "<tool_response>\n{content}\n</tool_response>"
 _BETWEEN = "\n\n"  # texts that become one message
@@ -25,14 +25,14 @@ _SYSTEM = ("system", "developer")
 _COSTS: Mapping[str, Mapping[Any, float]] = {
     "content": {"as given": 0, "text": 0.5, "parts": 0.6, "parts but system": 0.7, "parts of users": 0.8},
     "system": {"as given": 0, "renamed": 1, "first": 1.1, "none": 1.2},
-    "calls": {"as given": 0, "other arguments": 1, "one by one": 1.6, "told": 2.2},
+    "calls": {"as given": 0, "other arguments": 1, "one by one": 1.6, "in text": 2.2},
     "empty": {"as given": 0, "text": 0.4, "null": 0.8, "left out": 0.9},
     "merged": {False: 0, True: 1},
     "led": {False: 0, True: 1.1},
     "listed": {False: 0, True: 1.3},
 }
 _MOST_FORMS, _MOST_MESSAGES = 96, 4000  # that are tried, and of all those together
-_SHORT = 64  # characters of what stays as it is in a marked conversation
+_SHORT = 64  # characters of what stays as it is in a probe
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Form:
         system: which system messages are left: all, also those of developers by that name, the first, or none. The
             text of others goes before that of the user message behind them.
         calls: calls as they were given, their arguments as text instead of an object or the other way round, each in a
-            message of its own with its answer behind it, or told in text, with answers as messages of the user's.
-        empty: a content that is empty beside calls is as it was given, "", or None; or a reply that says nothing at all
-            is left out.
+            message of its own with its answer behind it, or written as text, with answers as messages of the user's.
+        empty: an empty content of a message with calls is as it was given, "", or None; or a reply that says nothing at
+            all is left out.
         merged: messages of one role in a row become one.
         led: an empty user message stands before an assistant's that begins the conversation.
         listed: where there are no tools, the template is given an empty list of them.
@@ -54,7 +54,7 @@ class Form:
 
     content: Literal["as given", "text", "parts", "parts but system", "parts of users"] = "as given"
     system: Literal["as given", "renamed", "first", "none"] = "as given"
-    calls: Literal["as given", "other arguments", "one by one", "told"] = "as given"
+    calls: Literal["as given", "other arguments", "one by one", "in text"] = "as given"
     empty: Literal["as given", "text", "null", "left out"] = "as given"
     merged: bool = False
     led: bool = False
@@ -68,8 +68,8 @@ class Form:
     def of(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation in this form; messages that stay as they are may be the same objects."""
         made = [message for message in messages if self.empty != "left out" or not _says_nothing(message)]
-        if self.calls == "told":
-            made = told(made)
+        if self.calls == "in text":
+            made = calls_in_text(made)
         elif self.calls == "other arguments":
             made = [_turned(message) for message in made]
         elif self.calls == "one by one":
@@ -112,7 +112,7 @@ def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[
     systems = ["as given", *(["renamed"] if "developer" in roles else [])]
     if any(role in _SYSTEM for role in roles):
         systems += (["first"] if any(role in _SYSTEM for role in roles[1:]) else []) + ["none"]
-    callings = ["as given", *(["other arguments"] if calls else []), *(["told"] if calls or "tool" in roles else [])]
+    callings = ["as given", *(["other arguments"] if calls else []), *(["in text"] if calls or "tool" in roles else [])]
     callings += ["one by one"] if any(len(message.get("tool_calls") or ()) > 1 for message in messages) else []
     empties = ["as given", *(["text", "null"] if calls else [])]
     empties += ["left out"] if any(map(_says_nothing, messages)) else []
@@ -129,7 +129,7 @@ def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[
             return
 
 
-def told(messages: Sequence[Message]) -> list[Message]:
+def calls_in_text(messages: Sequence[Message]) -> list[Message]:
     """The messages with calls in their text and answers as messages of the user's, those of one turn in one."""
     made: list[Message] = []
     answering = False
@@ -261,49 +261,49 @@ def _unled(messages: Sequence[Message]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Marked:
-    """A conversation of the shape of another, with marks for its texts.
+class ProbeConversation:
+    """A conversation of the shape of another, whose texts can be found again in what a template makes of it.
 
     Attributes:
-        messages: with marks.
-        tools: with marks; None where there are none.
-        marks: what each stands for, such as "messages[0].content, of the role system".
+        messages: with probe texts.
+        tools: with probe texts; None where there are none.
+        texts: where each probe text is, such as "messages[0].content, of the role system".
     """
 
     messages: list[Message]
     tools: list[Message] | None
-    marks: Mapping[str, str]
+    texts: Mapping[str, str]
 
     @classmethod
-    def of(cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Marked:
-        """That of a conversation."""
-        marker = _Marker({})
-        made = [marker.message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-        marked_tools = None if tools is None else [marker.tool(tool) for tool in tools[:1] if isinstance(tool, Mapping)]
-        return cls(made, marked_tools, marker.marks)
+    def of(cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> ProbeConversation:
+        """Make the probe of a conversation."""
+        maker = _ProbeMaker({})
+        made = [maker.message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+        probe_tools = None if tools is None else [maker.tool(tool) for tool in tools[:1] if isinstance(tool, Mapping)]
+        return cls(made, probe_tools, maker.texts)
 
     @property
     def key(self) -> str:
-        """The same for all conversations of the shape."""
+        """A text that is equal for all conversations of one shape."""
         return json.dumps([self.messages, self.tools], sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
-class _Marker:
-    marks: dict[str, str]
+class _ProbeMaker:
+    texts: dict[str, str]
 
-    def mark(self, where: str) -> str:
-        mark = f"zq{len(self.marks)}qz"
-        self.marks[mark] = where
-        return mark
+    def probe(self, where: str) -> str:
+        probe = f"zq{len(self.texts)}qz"
+        self.texts[probe] = where
+        return probe
 
     def message(self, message: Message, where: str) -> Message:
         made = {name: value if _is_short(value) else "text" for name, value in message.items()}
         role, content = message["role"], message["content"]
         if content:
             what = f"{where}.content, of the role {role[:_SHORT]}"
-            parts = [{**part, "text": self.mark(what)} for part in content] if isinstance(content, list) else None
-            made["content"] = self.mark(what) if parts is None else parts
+            parts = [{**part, "text": self.probe(what)} for part in content] if isinstance(content, list) else None
+            made["content"] = self.probe(what) if parts is None else parts
         else:
             made["content"] = content
         if calls := message.get("tool_calls"):
@@ -313,19 +313,21 @@ class _Marker:
     def call(self, call: Message, where: str) -> Message:
         function = dict(_function(call))
         arguments = function.get("arguments")
-        function["name"] = self.mark(f"{where}.function.name")
+        function["name"] = self.probe(f"{where}.function.name")
         if arguments:
             name = f"{where}.function.arguments"
             read = _object(arguments) if isinstance(arguments, str) else arguments
             if isinstance(read, dict):
-                marked = {self.mark(name): self.mark(name)} if read else {}
-                function["arguments"] = json.dumps(marked) if isinstance(arguments, str) else marked
+                made = {self.probe(name): self.probe(name)} if read else {}
+                function["arguments"] = json.dumps(made) if isinstance(arguments, str) else made
             else:
-                function["arguments"] = self.mark(name)
+                function["arguments"] = self.probe(name)
         return {**call, "function": function} if "function" in call else function
 
     def tool(self, tool: Mapping[str, Any]) -> Message:
-        name, description, parameter = (self.mark(f"a tool's {what}") for what in ("name", "description", "parameters"))
+        name, description, parameter = (
+            self.probe(f"a tool's {what}") for what in ("name", "description", "parameters")
+        )
         parameters = {
             "type": "object",
             "properties": {parameter: {"type": "string", "description": name}},

@@ -18,7 +18,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE, TokenizerTable
 from edgeinfer.errors import TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.contract import SPECIAL
 from edgeinfer.runtime.text.tokenizer import SEEN_WORDS, SHORT, Tokenizer, library_errors
 
 # Symbols of the longest word that is kept with its tokens.
@@ -95,7 +95,7 @@ class MappedTokenizer(Tokenizer):
     def _added_tokens(self) -> dict[int, AddedToken]:
         return self._added
 
-    def _ids(self, text: str, add_special_tokens: bool, stands: Set[int] = frozenset()) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool, placeholders: Set[int] = frozenset()) -> list[int]:
         if len(text) <= SHORT:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -105,7 +105,7 @@ class MappedTokenizer(Tokenizer):
             if word is None:  # what the template adds, by its ids there
                 ids += [id_ for _, id_ in symbols]
                 continue
-            true = tuple(MARK if id_ in stands else self._true[id_] for _, id_ in symbols)
+            true = tuple(SPECIAL if id_ in placeholders else self._true[id_] for _, id_ in symbols)
             if len(true) == 1:
                 ids += true
             else:
@@ -140,7 +140,7 @@ def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:
         other = after[at]
         if ids[at] != left or other == len(ids) or ids[other] != right:
             continue
-        ids[at], ids[other] = merged & _LOWER, MARK
+        ids[at], ids[other] = merged & _LOWER, SPECIAL
         end = after[at] = after[other]
         if end < len(ids):
             before[end] = at
@@ -149,7 +149,7 @@ def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:
         start = before[at]
         if start >= 0 and (precedes := merge(ids[start], ids[at])) is not None:
             heappush(found, (precedes, start, ids[start], ids[at]))
-    return tuple(id_ for id_ in ids if id_ != MARK)
+    return tuple(id_ for id_ in ids if id_ != SPECIAL)
 
 
 def _word(symbol: tuple[int | None, int]) -> int | None:

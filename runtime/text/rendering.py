@@ -1,27 +1,33 @@
-"""Compiles one chat template and renders it inside limits, in this process or in one of its own.
+"""Compiles one chat template and renders it in jinja2's sandbox, in this process or in one of its own.
 
 `main` runs in the process of its own, frames in, frames out. It imports jinja2 and the sandbox alone (`render_process`
-sees to that) and gives up, where the system lets it, what a render has no use for: memory beyond the messages' share,
-processor time, files, further processes.
+sees to that) and gives up, where the system lets it, what a render does not need: memory beyond a share for the
+messages, processor time, files, further processes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import jinja2
-
-from edgeinfer.runtime.text.allowance import ELEMENT_COST, LimitError, RefusedError, size_of, units_for
-from edgeinfer.runtime.text.sandbox import GuardedEnvironment, TemplateFunction
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 try:
     import resource
@@ -29,8 +35,6 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 
-MAX_OUTPUT_CHARACTERS = 8_000_000  # several times the text of the longest contexts
-_OUTPUT_BASE, _OUTPUT_PER_BYTE = 1_000_000, 16
 _MAX_REASON = 500  # characters
 _NOTHING = re.compile(r"\b(None|null)\b")
 _PRINTED = re.compile(r"""["']text["']: ?["']\Z""")
@@ -41,6 +45,111 @@ IDLE_SECONDS = 30.0
 CPU_SECONDS = 8  # of a render, compiling the template included
 _MEMORY_BASE, _MEMORY_PER_BYTE, _MEMORY_MOST = 24 << 20, 32, 64 << 20
 _OPEN_FILES = 16
+DEADLINE_SECONDS = 5.0
+MAX_SIZE = 8_000_000  # characters or elements that one operator may build; also the longest text of a render
+_MAX_INTEGER_BITS = 4096
+
+
+class LimitError(Exception):
+    """A template does too much work."""
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles chat templates that are not trusted.
+
+    The sandbox keeps them from Python's internals and from changing what they are given. Loops and calls look at the
+    clock, and operators refuse to build something huge at one stroke; the process bounds everything else.
+    """
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def __init__(self) -> None:
+        # Folding constants would run filters while compiling.
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], optimized=False
+        )
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self._render = threading.local()
+
+    def begin(self) -> None:
+        """Start the clock of this thread's render."""
+        self._render.deadline = time.monotonic() + DEADLINE_SECONDS
+
+    def tick(self) -> bool:
+        """Stop a render that is past its deadline; templates call this in every loop."""
+        if time.monotonic() > self._render.deadline:
+            raise LimitError(f"the template does too much work: it runs for more than {DEADLINE_SECONDS:g} seconds")
+        return True
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call anything on behalf of a template."""
+        __self.tick()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator of arithmetic, unless the result would be huge."""
+        if _result_size(operator, left, right) > MAX_SIZE:
+            raise LimitError("the template does too much work: it builds something too large")
+        return _OPERATORS[operator](left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Ticks().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "*": operator.mul, "**": operator.pow}
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Elements or bits of an operator's result, at most; 0 where it cannot be large."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        return bits * (MAX_SIZE // _MAX_INTEGER_BITS)
+    if operator == "+":
+        return len(left) + len(right) if hasattr(left, "__len__") and hasattr(right, "__len__") else 0
+    sequence, factor = (right, left) if isinstance(left, int) else (left, right)
+    return len(sequence) * factor if hasattr(sequence, "__len__") and isinstance(factor, int) else 0
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON, as transformers gives templates; jinja2's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``, which marks what a model wrote for training; rendering passes it through."""
+
+    tags = {"generation"}  # noqa: RUF012 - the type jinja2 declares
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Ticks(NodeTransformer):
+    """Adds a look at the clock to every loop."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        self.generic_visit(node)
+        tick = nodes.Call(
+            nodes.EnvironmentAttribute("tick", lineno=node.lineno), [], [], None, None, lineno=node.lineno
+        )
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        if node.test is not None:  # a filtered loop may spin without ever entering its body
+            node.test = nodes.And(tick, node.test, lineno=node.lineno)
+        return node
 
 
 class RenderError(Exception):
@@ -62,7 +171,7 @@ class Rendered:
 
     Attributes:
         text: that it became; None where the template failed.
-        missing: marks that are not in the text as a template writes content.
+        missing: probes that are not in the text as a template writes content.
         failure: what it did, and the reason in one line without a full stop.
         spent: it failed for what it took, so that trying on is of no use.
     """
@@ -74,37 +183,14 @@ class Rendered:
 
     @property
     def whole(self) -> bool:
-        """Whether there is a text with all marks."""
+        """Whether there is a text with all probes."""
         return self.text is not None and not self.missing
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """What `strftime_now` is answered from: what each directive gives, by its letters."""
-
-    parts: Mapping[str, str]
-
-    def format(self, text: str) -> str:
-        """Formats the moment as `strftime` does."""
-        return _DIRECTIVE.sub(self._part, text)
-
-    def _part(self, match: re.Match[str]) -> str:
-        name = match[1] or ""
-        if name not in self.parts:
-            raise RefusedError(f"strftime_now() does not know the directive '%{name}'")
-        return self.parts[name]
-
-
-def output_limit(given_bytes: int) -> int:
-    """Characters that a render may give of so many bytes of messages."""
-    return min(_OUTPUT_BASE + _OUTPUT_PER_BYTE * given_bytes, MAX_OUTPUT_CHARACTERS)
 
 
 def check_syntax(source: str) -> None:
     """Looks whether a template can be read at all, without compiling it."""
-    environment = GuardedEnvironment()
     try:
-        environment.parse(source)
+        TemplateEnvironment().parse(source)
     except Exception as error:  # absurd input makes jinja2 fail in many ways
         raise _not_compiled(error) from error
 
@@ -117,66 +203,66 @@ class Rendering:
     """
 
     def __init__(self, source: str) -> None:
-        self._environment = environment = GuardedEnvironment()
-        environment.globals["raise_exception"] = TemplateFunction(self._reject)
+        self._environment = TemplateEnvironment()
         try:
-            environment.allowance.begin(units_for(0))
-            self._template = environment.from_string(source)
+            self._template = self._environment.from_string(source)
         except Exception as error:  # absurd input makes jinja2 and the compiler fail in many ways
             raise _not_compiled(error) from error
 
     def render(
         self,
         attempts: Sequence[Mapping[str, Any]],
-        given_bytes: int,
         moment: Mapping[str, str],
-        marks: Sequence[str] = (),
+        probes: Sequence[str] = (),
     ) -> list[Rendered]:
-        """What comes of each attempt up to the first whose text has all marks.
+        """Render attempts up to the first whose text has all probes.
 
         Args:
-            marks: that the text must have.
+            attempts: the names that each gives the template.
+            moment: the date and time, by the letters of `strftime`'s directives.
+            probes: texts that the result must contain.
         """
-        allowance = self._environment.allowance
-        allowance.begin(units_for(given_bytes))
+        self._environment.begin()
         outcomes: list[Rendered] = []
         for names in attempts:
-            outcomes.append(self._outcome(names, output_limit(given_bytes), _Moment(moment), marks))
+            outcomes.append(self._outcome(names, moment, probes))
             if outcomes[-1].whole or outcomes[-1].spent:
                 break
         return outcomes
 
-    def _outcome(self, names: Mapping[str, Any], most: int, clock: _Moment, marks: Sequence[str]) -> Rendered:
-        strftime = TemplateFunction(self._strftime, clock)
+    def _outcome(self, names: Mapping[str, Any], moment: Mapping[str, str], probes: Sequence[str]) -> Rendered:
         pieces: list[str] = []
-        left = most
+        left = MAX_SIZE
         try:
-            context = self._template.new_context({"strftime_now": strftime, **names})
+            context = self._template.new_context({"strftime_now": lambda text: _strftime(text, moment), **names})
             for piece in self._template.root_render_func(context):
                 left -= len(piece)
                 if left < 0:
-                    raise LimitError(f"more than {most} characters of output")
+                    raise LimitError(f"the template does too much work: it gives more than {MAX_SIZE} characters")
                 pieces.append(piece)
         except Exception as error:  # whatever a template's code raises is the template's failure
             spent = isinstance(error, LimitError | MemoryError)
             return Rendered(failure=("failed", _reason(error)), spent=spent)
         text = "".join(pieces)
-        if marks and _NOTHING.search(text) and any(message["content"] is None for message in names["messages"]):
-            return Rendered(text, marks)  # it may say so for the content that there is not
+        if probes and _NOTHING.search(text) and any(message["content"] is None for message in names["messages"]):
+            return Rendered(text, probes)  # the template may have printed a content that is None
         # A list of parts that was printed as it is shows the content, but not as any model was trained on it.
-        folded = text.casefold() if marks else ""
+        folded = text.casefold() if probes else ""
         return Rendered(
-            text, [mark for mark in marks if mark not in folded or _PRINTED.search(folded.partition(mark)[0])]
+            text, [probe for probe in probes if probe not in folded or _PRINTED.search(folded.partition(probe)[0])]
         )
 
-    def _strftime(self, clock: _Moment, format: str) -> str:
-        # A directive gives some dozen characters at most, such as a full date.
-        self._environment.allowance.spend(size_of(format) + ELEMENT_COST * (1 + format.count("%")))
-        return clock.format(format)
 
-    def _reject(self, message: object) -> NoReturn:
-        """`raise_exception` in templates."""
-        raise jinja2.TemplateRuntimeError(self._environment.allowance.text(message))
+def _strftime(text: str, moment: Mapping[str, str]) -> str:
+    """Format the moment; a template's own text never reaches the system's formatting."""
+
+    def part(match: re.Match[str]) -> str:
+        name = match[1] or ""
+        if name not in moment:
+            raise jinja2.TemplateError(f"strftime_now() does not know the directive '%{name}'")
+        return moment[name]
+
+    return _DIRECTIVE.sub(part, text)
 
 
 def _not_compiled(error: Exception) -> RenderError:
@@ -225,7 +311,7 @@ def main() -> None:
             request = unpack(frames_in.read(size))
             if rendering is None:
                 rendering = Rendering(request["source"])
-            outcomes = rendering.render(request["attempts"], request["given"], request["moment"], request["marks"])
+            outcomes = rendering.render(request["attempts"], request["moment"], request["probes"])
         except RenderError as error:
             outcomes = [Rendered(failure=(error.what, error.reason), spent=True)]
         except MemoryError:
@@ -263,7 +349,7 @@ def _limit(frame_bytes: int) -> None:
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[0])
     except OSError:
-        return  # where its size is not known, the sandbox alone bounds it
+        return  # where its size is not known, only time bounds it
     _set("AS", pages * os.sysconf("SC_PAGE_SIZE") + memory_for(frame_bytes))
 
 

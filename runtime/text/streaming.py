@@ -1,7 +1,7 @@
 """Streams the text of token ids as they arrive, whole characters only, up to the first stop string.
 
-Special tokens have no text. Where a stop string spells some, each has a character of its own, of the surrogates, which
-are in no text: it is looked for with the text, and never shown.
+Special tokens have no text. Where a stop string spells some, each gets a placeholder: a surrogate, which no text
+contains. Placeholders are searched with the text, and never shown.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
-from edgeinfer.runtime.text.control_marks import ControlMarks
+from edgeinfer.runtime.text.special_tokens import SpecialTokens
 from edgeinfer.runtime.text.stopping import CallMark, CallStops, StopMatcher
 
 # Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
@@ -47,8 +47,8 @@ class ReplyText:
     ) -> None:
         self._stop_ids = stop_ids
         self._decoder = StreamDecoder(tokenizer, context_ids)
-        self._marks = _MarksInStops(tokenizer, stops, stop_ids) if stops else None
-        matcher = StopMatcher(self._marks.stops) if self._marks is not None else None
+        self._special = _SpecialTokensInStops(tokenizer, stops, stop_ids) if stops else None
+        matcher = StopMatcher(self._special.stops) if self._special is not None else None
         self._calls = CallStops(matcher, calls) if matcher is not None and calls is not None else None
         self._call_token = None if calls is None else calls.token
         self._stops = matcher if self._calls is None else self._calls
@@ -61,9 +61,9 @@ class ReplyText:
     @property
     def stop_string(self) -> str | None:
         """The stop string that was found; None while none was."""
-        if self._stops is None or self._marks is None or self._stops.found is None:
+        if self._stops is None or self._special is None or self._stops.found is None:
             return None
-        return self._marks.spelled(self._stops.found)
+        return self._special.spelled(self._stops.found)
 
     @property
     def text(self) -> str:
@@ -77,9 +77,9 @@ class ReplyText:
         self.decoded = text = "" if is_end else self._decoder.push(token)
         if self._calls is not None and token == self._call_token:
             text, self.ended = self._calls.begin()
-        elif self._stops is not None and self._marks is not None:
-            text, self.ended = self._stops.push(text + self._marks.stand(token))
-            text = self._marks.visible(text)
+        elif self._stops is not None and self._special is not None:
+            text, self.ended = self._stops.push(text + self._special.placeholder(token))
+            text = self._special.visible(text)
         if is_end:
             self.ended, self._late = True, text
             return ""
@@ -89,46 +89,43 @@ class ReplyText:
     def finish(self) -> str:
         """The text that was withheld; no tokens come afterwards."""
         text = self._decoder.flush()
-        if self._stops is not None and self._marks is not None:
+        if self._stops is not None and self._special is not None:
             text, found = self._stops.push(text)
-            text = self._marks.visible(text + ("" if found else self._stops.flush()))
+            text = self._special.visible(text + ("" if found else self._stops.flush()))
         self._shown.append(self._late + text)
         return self._shown[-1]
 
 
-class _MarksInStops:
-    """Special tokens that stop strings spell, each with a character that stands for it.
+class _SpecialTokensInStops:
+    """Special tokens that stop strings spell, each with a placeholder character.
 
     Args:
         tokenizer, stops, stop_ids: as of `ReplyText`.
 
     Attributes:
-        stops: to be looked for: as they were given, and with special tokens stood for.
+        stops: strings to look for: as given, and with placeholders.
     """
 
     def __init__(self, tokenizer: TokenizerLike, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
         ends = {tokenizer.id_to_token(id_) or "": id_ for id_ in stop_ids}
-        marks = {text: id_ for text, id_ in (ends | dict(tokenizer.control_texts)).items() if text}
-        marks = {text: id_ for text, id_ in marks.items() if any(text in stop for stop in stops)}
-        ids = dict.fromkeys(marks.values())
-        self._stands = {id_: chr(_FIRST_SURROGATE + place) for place, id_ in zip(range(_SURROGATES), ids, strict=False)}
-        split = ControlMarks(marks).split
-        self._spelled = {
-            "".join(
-                self._stands.get(marks[part], part) if place % 2 else part for place, part in enumerate(split(stop))
-            ): stop
-            for stop in stops
-        }
+        known = {text: id_ for text, id_ in (ends | dict(tokenizer.control_texts)).items() if text}
+        special = {text: id_ for text, id_ in known.items() if any(text in stop for stop in stops)}
+        ids = dict.fromkeys(special.values())
+        free = range(_FIRST_SURROGATE, _FIRST_SURROGATE + _SURROGATES)
+        self._placeholders = {id_: chr(code) for code, id_ in zip(free, ids, strict=False)}
+        replaced = {text: self._placeholders.get(id_, text) for text, id_ in special.items()}
+        split = SpecialTokens(special).split
+        self._spelled = {"".join(replaced.get(part, part) for part in split(stop)): stop for stop in stops}
         self._spelled |= {stop: stop for stop in stops}
-        self._hidden = dict.fromkeys(map(ord, self._stands.values()))
+        self._hidden = dict.fromkeys(map(ord, self._placeholders.values()))
         self.stops = tuple(self._spelled)
 
-    def stand(self, token: int) -> str:
-        """What stands for a token in the text that is looked through; nothing for one that no stop string spells."""
-        return self._stands.get(token, "")
+    def placeholder(self, token: int) -> str:
+        """The placeholder of a token in the text that is searched; empty for one that no stop string spells."""
+        return self._placeholders.get(token, "")
 
     def visible(self, text: str) -> str:
-        """The text without what stands for tokens."""
+        """The text without placeholders."""
         return text.translate(self._hidden) if self._hidden else text
 
     def spelled(self, found: str) -> str:

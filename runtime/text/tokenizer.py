@@ -24,7 +24,7 @@ from tokenizers import AddedToken
 from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
 from edgeinfer.runtime.system.allocation import allocating, require_room
 from edgeinfer.runtime.system.memory import apart
-from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.contract import SPECIAL
 
 # Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
 MAX_FILE_BYTES = 256 * 1024**2
@@ -61,7 +61,7 @@ class Tokenizer:
         _bound_cache(backend)
         self._backend = backend
         self._size = backend.get_vocab_size(with_added_tokens=True)
-        self._stands: MarkStands | None = None
+        self._placeholders: SpecialPlaceholders | None = None
         # Whether special tokens are parsed is a setting of the library's object, so calls must not interleave.
         self._lock = Lock()
 
@@ -96,18 +96,18 @@ class Tokenizer:
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`."""
         with self._encoding("".join(parts), parse_special=False):
-            if self._stands is None:
-                self._stands = MarkStands(self._backend, self._ids)
-            return self._stands.encode(parts)
+            if self._placeholders is None:
+                self._placeholders = SpecialPlaceholders(self._backend, self._ids)
+            return self._placeholders.encode(parts)
 
-    def _ids(self, text: str, add_special_tokens: bool, stands: Set[int] = frozenset()) -> list[int]:
-        """What the library makes of a text, with MARK for each of some tokens. A long text's are made without holding
-        the interpreter, which the library does for several texts only."""
+    def _ids(self, text: str, add_special_tokens: bool, placeholders: Set[int] = frozenset()) -> list[int]:
+        """Encode with the library, with SPECIAL for each placeholder. A long text is encoded without holding the
+        interpreter lock, which the library does for several texts only."""
         if len(text) <= SHORT:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return [MARK if id_ in stands else id_ for id_ in ids] if stands else ids
+        return [SPECIAL if id_ in placeholders else id_ for id_ in ids] if placeholders else ids
 
     @contextmanager
     def _encoding(self, text: str, parse_special: bool) -> Iterator[None]:
@@ -135,7 +135,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing. Like everything
         that only looks things up, it does not wait while another thread encodes a long text."""
-        ids = ids if self._stands is None else [id_ for id_ in ids if id_ not in self._stands.ids]
+        ids = ids if self._placeholders is None else [id_ for id_ in ids if id_ not in self._placeholders.ids]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
@@ -164,7 +164,7 @@ class Tokenizer:
 
     def id_to_token(self, id_: int) -> str | None:
         """The vocabulary's spelling of an id, None where it has no such id."""
-        if self._stands is not None and id_ in self._stands.ids:
+        if self._placeholders is not None and id_ in self._placeholders.ids:
             return None
         return self._backend.id_to_token(id_)
 
@@ -213,21 +213,20 @@ def library_errors(what: str) -> Iterator[None]:
         raise
 
 
-class MarkStands:
-    """Stand-ins that tell the library where special tokens are, while it takes text that spells them as text.
+class SpecialPlaceholders:
+    """Placeholder tokens that tell the library where special tokens are, while it encodes text that looks like them.
 
-    The library parses either all special tokens in a text or none. So it is given tokens of our own besides, one for
-    each way in which its special tokens treat the text around them, under names that no text contains. They stand where
-    special tokens are meant, so text is cut, normalized and split as around those. Whoever owns the tokenizer hides
-    them.
+    The library parses either all special tokens in a text or none. So further tokens are added to it, one for each way
+    in which its special tokens treat the text around them, with names that no text contains. They replace the special
+    tokens, so text is cut, normalized and split as around those. The owner of the tokenizer hides them.
 
     Args:
-        backend: is given them, where it has ids for them that nothing else has.
-        encoded: gives its token ids of a text, with those that it adds if the second argument says so, and MARK for
-            each of some ids.
+        backend: the library's tokenizer; placeholders are added where it has free ids.
+        encoded: encodes a text; the second argument says whether to add special tokens, the third are ids to give as
+            SPECIAL.
 
     Attributes:
-        ids: of the stand-ins; no texts and no other tokens have them.
+        ids: of the placeholders.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str, bool, Set[int]], list[int]]) -> None:
@@ -252,16 +251,16 @@ class MarkStands:
         """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`. The library must be set
         to parse none."""
         if self._added:
-            names = (self._names[self._ways.get(mark, _PLAIN)] for mark in parts[1::2])
+            names = (self._names[self._ways.get(token, _PLAIN)] for token in parts[1::2])
             text = "".join(next(names) if place % 2 else part for place, part in enumerate(parts))
             ids = self._encoded(text, False, self.ids)
-            if ids.count(MARK) == len(parts) // 2:
+            if ids.count(SPECIAL) == len(parts) // 2:
                 return ids
         # Each part by itself: a tokenizer that treats the beginning of a text apart does so with each.
         return [id_ for place, part in enumerate(parts) for id_ in self._part(part, bool(place % 2))]
 
-    def _part(self, part: str, is_mark: bool) -> Sequence[int]:
-        return (MARK,) if is_mark else self._encoded(part, False, frozenset())
+    def _part(self, part: str, is_special: bool) -> Sequence[int]:
+        return (SPECIAL,) if is_special else self._encoded(part, False, frozenset())
 
     def _survives(self, name: str) -> bool:
         """Whether a name is found in normalized text; some normalizers drop what is no text."""

@@ -46,7 +46,7 @@ def test_a_hostile_bundle_fails_and_its_model_goes_on(bundle: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_hostile_bundles_fail_and_their_models_go_on(bundle: Path, part: int) -> None:
-    for source in [*EXAMPLES, *LOOPS, *HOSTILE[:: len(HOSTILE) // 100]][part::4]:
+    for source in [*EXAMPLES, *LOOPS, *HOSTILE[::4]][part::4]:
         chat_of_hostile(bundle, source)
 
 

@@ -29,8 +29,8 @@ from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text.contract import TokenizerLike
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.text.mapped import MappedTokenizer
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer as Tokenized
 from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
@@ -119,8 +119,8 @@ def test_marks_beside_text_that_looks_like_marks_are_the_same_ids(name: str, tmp
     path, _ = written(tmp_path, tokenizer)
     model = LlamaModel(read_gguf(path))
     theirs, ours = LiteralEncoder(Tokenized(tokenizer)), LiteralEncoder(LlamaTokenizer(model))
-    assert theirs.marks.ids == ours.marks.ids
-    mark, other = sorted(ours.marks.ids)[-2:]
+    assert theirs.special_tokens.ids == ours.special_tokens.ids
+    mark, other = sorted(ours.special_tokens.ids)[-2:]
     for text in (*ORDINARY, f"a{mark} b", f"  {other}", "<think>x", f" a dog{other}{mark}\n"):
         for parts in (
             [text],
@@ -128,10 +128,10 @@ def test_marks_beside_text_that_looks_like_marks_are_the_same_ids(name: str, tmp
             [text, mark, f" {text}", other, ""],
             [f"{text} ", mark, "", other, text],
         ):
-            ids = ours.marked(parts)
-            assert ids == theirs.marked(parts), parts
-            controls = [id_ for id_ in ids if id_ in ours.marks.ids.values()]
-            assert controls == [ours.marks.ids[text] for text in parts[1::2]], parts
+            ids = ours.encode_parts(parts)
+            assert ids == theirs.encode_parts(parts), parts
+            controls = [id_ for id_ in ids if id_ in ours.special_tokens.ids.values()]
+            assert controls == [ours.special_tokens.ids[text] for text in parts[1::2]], parts
     model.close()
 
 

@@ -25,8 +25,8 @@ from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.text.contract import MARK, byte_token, token_bytes
-from edgeinfer.runtime.text.control_marks import ControlMarks
+from edgeinfer.runtime.text.contract import SPECIAL, byte_token, token_bytes
+from edgeinfer.runtime.text.special_tokens import SpecialTokens
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # What patterns without regard to case take for an s.
@@ -225,7 +225,7 @@ class LlamaTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; see `text.contract.TokenizerLike.encode`."""
         with self._encoding(text):
-            marks = self._marks if parse_special else self._plain
+            marks = self._special_tokens if parse_special else self._plain
             parts = marks.split(self._spaced(text))
             ids = self._joined_ids(parts, [marks.ids[mark] for mark in parts[1::2]])
         before, behind = self._around if add_special_tokens else ([], [])
@@ -239,7 +239,7 @@ class LlamaTokenizer:
             for place, part in enumerate(parts):
                 if place % 2:
                     split.append(part)
-                    ids.append(MARK)
+                    ids.append(SPECIAL)
                 else:
                     found = self._plain.split(self._spaced(part))
                     split += found
@@ -300,18 +300,18 @@ class LlamaTokenizer:
         return around[:first], around[first:]
 
     @cached_property
-    def _marks(self) -> ControlMarks:
+    def _special_tokens(self) -> SpecialTokens:
         """All special tokens."""
-        return ControlMarks(self._texts(self.special_ids | self._user_defined))
+        return SpecialTokens(self._texts(self.special_ids | self._user_defined))
 
     @cached_property
-    def _plain(self) -> ControlMarks:
+    def _plain(self) -> SpecialTokens:
         """Those that are tokens in any text, whether special tokens are parsed or not."""
-        return ControlMarks(self._texts(self._user_defined))
+        return SpecialTokens(self._texts(self._user_defined))
 
     @cached_property
     def _spaces_are_tokens(self) -> bool:
-        spelled = "".join(self._marks.ids)
+        spelled = "".join(self._special_tokens.ids)
         return self.decoder_types != _BYTE_LEVEL and " " in spelled and _SPACE not in spelled
 
     def _texts(self, ids: Iterable[int]) -> dict[str, int]:
@@ -331,7 +331,7 @@ class LlamaTokenizer:
     @cached_property
     def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
         """Special tokens that take the white space before them, and those that take what is behind."""
-        marks = self._marks.ids
+        marks = self._special_tokens.ids
         before, behind = (frozenset(text for text, id_ in marks.items() if id_ in ids) for ids in self._strip_ids)
         return before, frozenset(marks.keys() - _PHI3_KEEPS) if self._is_phi3 and not behind else behind
 

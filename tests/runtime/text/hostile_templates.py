@@ -12,15 +12,12 @@ EXAMPLES = [
     "{{ n.x | tojson(indent=16) }}",
     "{{ strftime_now('%200Y' * 2000000) }}",
 ]
-# What works on and on.
-FAST_LOOPS = [
+# Endless work.
+LOOPS = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% for i in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
     "{% macro f(n) %}{{ caller() }}{% call f(n) %}{{ caller() }}{% endcall %}{% endmacro %}"
     "{% call f(1) %}x{% endcall %}",
-]
-LOOPS = [
-    *FAST_LOOPS,
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
@@ -28,164 +25,70 @@ LOOPS = [
     "{% for i in range(99999) %}{% set y = range(99999) | list %}{% endfor %}",
     "{% for i in range(99999) %}{% set y = 7 in range(99999) | map('string') | list %}{% endfor %}",
 ]
-_GROW = "{% set n = namespace(x=START) %}{% for i in range(99) %}{% set n.x = STEP %}{% endfor %}USE"
-_NEST = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = STEP %}{% endfor %}"
-
-
-def _grown(start: str, step: str, use: str = "", shape: str = _GROW) -> str:
-    return shape.replace("START", start).replace("STEP", step).replace("USE", "") + use
-
-
-# Values that share parts, so that walking them takes 2 ** 60 steps.
-_SHARED = [
-    _grown(start, step, use, _NEST)
-    for start, step in (("[1]", "[n.x, n.x]"), ("(1, 2)", "(n.x, n.x)"), ("{'a': 1}", "{'a': n.x, 'b': n.x}"))
-    for use in (
-        "{{ n.x }}",
-        "{{ n.x | string }}",
-        "{{ n.x | tojson }}",
-        "{{ n.x ~ '' }}",
-        "{{ '%s' % [n.x] }}",
-        "{{ '{}'.format(n.x) }}",
-        "{{ n.x == [[n.x, n.x], [n.x, n.x]][0] }}",
-        "{{ [n.x, n.x] == [[n.x[0], n.x[1]], [n.x[0], n.x[1]]] }}",
-        "{{ n.x in [[n.x, 1], [1, n.x]] }}",
-        "{{ {n.x: 1} }}",
-        "{{ {}[n.x] }}",
-        "{{ {}.get(n.x) }}",
-        "{{ n.x in {} }}",
-        "{{ [n.x, n.x] | unique | list }}",
-        "{{ [n.x, n.x] | sort }}",
-        "{{ [n.x, n.x] | max }}",
-        "{{ [n.x, n.x] | join }}",
-        "{{ raise_exception(n.x) }}",
-    )
-]
-_BUILDERS = [
-    "{{ range(10 ** 9) }}",
+TOO_LARGE = [
     "{{ 'x' * 10 ** 10 }}",
     "{{ 10 ** 10 * 'x' }}",
     "{{ [0] * 10 ** 10 }}",
-    "{{ (0,) * 10 ** 10 }}",
     "{{ 9 ** (9 ** 9) }}",
     "{{ 2 ** 4000 ** 2 }}",
-    "{{ 9.0 ** 9 ** 9 }}",
+    "{{ ['a' * 1000000] * 90000000 }}",
+    "{% set n = namespace(x=10) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "{% set n = namespace(x='é') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+]
+_GROW = "{% set n = namespace(x=START) %}{% for i in range(99) %}{% set n.x = STEP %}{% endfor %}"
+# Texts that double in every step, and values that share parts, so that walking them takes 2 ** 99 steps.
+_GROWING = [
+    _GROW.replace("START", start).replace("STEP", step) + use
+    for start, step, use in (
+        ("'aaaaaaaaaa'", "n.x ~ n.x", ""),
+        ("'a'", "(n.x | safe) + '<<<<'", ""),
+        ("'a,'", "n.x.replace('a', n.x)", ""),
+        ("'ab'", "n.x | list | join(n.x)", ""),
+        ("'ab'", "n.x.join([n.x, n.x])", ""),
+        ("'ab'", "'{0}{0}{0}'.format(n.x)", ""),
+        ("'ab'", "[n.x, n.x, n.x] | tojson", ""),
+        ("{}", "dict(n.x, a=n.x, b=n.x)", "{{ n.x }}"),
+        ("[1]", "[n.x, n.x]", "{{ n.x }}"),
+        ("[1]", "[n.x, n.x]", "{{ n.x == [[n.x, n.x], [n.x, n.x]][0] }}"),
+        ("(1, 2)", "(n.x, n.x)", "{{ {n.x: 1} }}"),
+        ("(1, 2)", "(n.x, n.x)", "{{ [n.x, n.x] | unique | list }}"),
+        ("{'a': 1}", "{'a': n.x, 'b': n.x}", "{{ n.x | tojson }}"),
+        ("{'a': 1}", "{'a': n.x, 'b': n.x}", "{{ raise_exception(n.x) }}"),
+    )
+]
+_OPERATIONS = [
+    "{{ range(10 ** 9) }}",
     "{{ " + "9" * 5000 + " }}",
     "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
-    "{{ 0x" + "f" * 50000 + " % 7 }}",
-    _grown("10", "n.x * n.x", "{{ n.x }}"),
-    _grown("'aaaaaaaaaa'", "n.x ~ n.x"),
-    _grown("'aaaaaaaaaa'", "n.x + n.x"),
-    _grown("'éaaaaaaaaa'", "n.x + n.x"),
-    _grown("'a'", "(n.x | safe) + '<<<<'"),
-    _grown("'<' | safe", "n.x + ('<' * 99999)"),
-    _grown("[1]", "n.x + n.x"),
-    _grown("(1,)", "n.x + n.x"),
-    _grown("'a,'", "n.x.replace('a', n.x)"),
-    _grown("'a,'", "(n.x ~ 'x').split('') | join(n.x)"),
-    _grown("'ab'", "n.x | list | join(n.x)"),
-    _grown("'ab'", "n.x.join([n.x, n.x])"),
-    _grown("'ab'", "'{0}{0}{0}'.format(n.x)"),
-    _grown("'ab'", "'%(a)s%(a)s%(a)s' % {'a': n.x}"),
-    _grown("'ab'", "[n.x, n.x, n.x] | tojson"),
-    _grown("'ab'", "[n.x, n.x, n.x] | string"),
-    _grown("'\\n'", "n.x * 2 | indent(999)"),
-    _grown("{}", "dict(n.x, a=n.x, b=n.x)", "{{ n.x }}"),
-    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
     "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('aa', 60) }}",
     "{% filter upper %}{% for i in range(99999) %}{{ 'ß' * 9999 }}{% endfor %}{% endfilter %}",
-    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x" + ", 1" * 9000 + "] %}{% endfor %}",
-    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = {'a': n.x"
-    + ", 1: 2" * 9000
-    + "} %}{% endfor %}",
-    "{% set x %}{% for i in range(99999) %}" + "{{ '' }}" * 9000 + "{% endfor %}{% endset %}",
-    "{% for i in range(99999) %}" + "{{ '' }}" * 9000 + "{% endfor %}",
     "{{ ('a' * 1000).replace('', 'b' * 1000000) }}",
-    "{{ ('a' * 10000) | replace('a', 'b' * 100000) }}",
-    "{{ ('a' * 100000).join(range(99999) | map('string')) }}",
     "{{ range(99999) | join('a' * 100000) }}",
-    "{{ ('\n' * 99999) | indent('a' * 99999) }}",
     "{{ ('\n' * 99999) | indent(999999) }}",
-    "{{ ('a' * 4000000) | list }}",
-    "{{ ('é' * 1000000) | list }}",
-    "{{ ('a ' * 2000000).split() }}",
-    "{{ ('\x0b' * 4000000).splitlines() }}",
-    "{{ ('\x01' * 4000000) | tojson }}",
-    "{{ ['\x01' * 4000000] }}",
-    "{{ ('a' * 4000000) | title }}",
-    "{{ ('ΐ' * 2000000) | upper }}",
-    "{{ ['x' * 2000000] * 99 | string }}",
+    "{{ ('é' * 7000000) | list }}",
     "{{ [['x' * 100000] * 1000] * 1000 }}",
-    "{{ ([['x' * 100000] * 1000] * 1000) | upper }}",
-    "{{ ([['x' * 100000] * 1000] * 1000) | tojson }}",
     "{{ ([range(99999) | list] * 9999) | sum(start=[]) }}",
-    "{{ 'x' * 7000000 }}" * 3,
-    "{{ 'x' * 100000 }}" * 900,
-]
-_SLOW_OPERATIONS = [
     "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x | upper %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x[::-1] %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x in x ~ 'b' %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x ~ 'b' == x ~ 'c' %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x.find('b') %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{{ x.strip('b' * 1000000 ~ 'a') }}",
     "{% set x = 'a' * 1000000 %}{{ x.rsplit('b' ~ 'a' * 500000) }}",
-    "{% set x = 'a' * 1000000 %}{{ [x ~ 'b', x ~ 'c'] * 40000 | sort }}",
     "{% set x = 'a' * 1000000 %}{{ ([x ~ 'b', x ~ 'c'] * 40000) | sort }}",
-    "{% set x = 'a' * 1000000 %}{{ ([x ~ 'b', x ~ 'c'] * 40000) | unique | list }}",
-    "{% set x = 'a' * 1000000 %}{{ (x ~ 'b') in ([x ~ 'c'] * 90000) }}",
-    "{% set x = 'a' * 1000000 %}{{ ([x ~ 'b'] * 90000) == ([x ~ 'c'] * 90000) }}",
-    "{% set x = 'a' * 1000000 %}{{ ([x] * 90000) | select('eq', x ~ 'b') | list }}",
-    "{% set x = 'a' * 1000000 %}{{ ([x] * 90000) | map('upper') | list }}",
     "{{ ('9' * 4000000) | int }}",
-    "{{ ('f' * 4000000) | int(0, 16) }}",
-    "{{ ('9' * 4000000) | float }}",
-    "{{ ([1] * 90000) | map(attribute='a.' * 90000) | list }}",
     "{{ messages | map(attribute='9' * 90000) | list }}",
-]
-_FORMATS = [
     "{{ 'a'.center(1000000000) }}",
-    "{{ 'a'.ljust(1000000000) }}",
-    "{{ 'a'.zfill(1000000000) }}",
-    "{{ '\t'.expandtabs(1000000000) }}",
-    "{{ 'a' | center(1000000000) }}",
     "{{ '%1000000000d' % 1 }}",
-    "{{ '%.1000000000f' % 1 }}",
-    "{{ '%*d' % (1000000000, 1) }}",
     "{{ '%*.*f' % (1, 1000000000, 1) }}",
-    "{{ '%s' | format('a' * 10) }}",
     "{{ '{:1000000000}'.format(1) }}",
-    "{{ '{:.1000000000f}'.format(1) }}",
     "{{ '{:{w}}'.format(1, w=1000000000) }}",
-    "{{ '{:\u0661\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660}'.format(1) }}",
-    "{{ '%\u0661\u0660\u0660\u0660\u0660\u0660d' % 1 }}",
-    "{{ ('%s' * 10000) % (['x' * 10000] * 10000) }}",
-    "{{ ('%999d' * 99999) % 1 }}",
     "{{ ('{0:999}' * 99999).format(1) }}",
-    "{{ '{0.__class__}'.format(1) }}",
     "{{ ('{' * 4000000).format(1) }}",
     "{{ [1] | tojson(indent=1000000000) }}",
-    "{{ [1] | tojson(indent='a' * 1000000) }}",
-    "{{ [1, 2] | tojson(separators=('a' * 1000000, 'b')) }}",
     "{{ strftime_now('%Y' * 4000000) }}",
-    "{{ strftime_now('%1000000000d') }}",
-    "{{ strftime_now('%9999999Y') }}",
-    "{{ (5).to_bytes(99999, 'big') }}",
-    "{{ (5).bit_length() }}",
-    "{{ 'x'.encode() }}",
-    "{{ 'a' | wordwrap(1) }}",
     "{{ 'a' | batch(1000000000) | list }}",
-    "{{ 'a' | slice(1000000000) | list }}",
-    "{{ lipsum(1000) }}",
-    "{% autoescape true %}{{ 'x' }}{% endautoescape %}",
+    "{{ lipsum(1000000000) }}",
     "{% include 'x' %}",
     "{% import 'x' as x %}",
     "{% extends 'x' %}",
-    "{% block x %}{{ super() }}{% endblock %}",
-    "{{ cycler('a', 'b').next() }}",
-    "{{ dict(**messages[0]) }}",
-    "{{ '{}'.format(*([1] * 1000000)) }}",
+    "{{ '{}'.format(*([1] * 7000000)) }}",
 ]
 ESCAPES = [
     "{{ ''.__class__.__mro__ }}",
@@ -195,22 +98,15 @@ ESCAPES = [
     "{{ [''] | map(attribute='__class__') | list }}",
     "{{ [''] | map('attr', '__class__') | list }}",
     "{{ [''] | selectattr('__class__') | list }}",
-    "{{ [''] | sort(attribute='__class__') }}",
     "{{ '{0.__class__.__mro__}'.format('') }}",
     "{{ '{0[__class__]}'.format('') }}",
-    "{{ 'x'.format_map({}) }}",
     "{{ messages.append(1) }}",
     "{{ messages.sort() }}",
     "{{ messages[0].update({}) }}",
     "{{ messages[0].pop('role') }}",
     "{{ messages[0].clear() }}",
     "{{ raise_exception.__globals__ }}",
-    "{{ raise_exception._function }}",
-    "{{ cycler.__init__.__globals__ }}",
     "{{ self._TemplateReference__context }}",
-    "{{ strftime_now.__closure__ }}",
-    "{{ ''.upper._function }}",
-    "{{ ''.upper['_arguments'] }}",
     "{% macro f() %}{% endmacro %}{{ f._func }}",
     "{% macro f() %}{% endmacro %}{{ f._environment }}",
     "{% for i in [1] %}{{ loop._iterable }}{% endfor %}",
@@ -220,9 +116,6 @@ ESCAPES = [
     "{{ (messages | select).gi_frame }}",
     "{{ (1).__class__ }}",
     "{{ none.__class__ }}",
-    "{{ missing.__class__ }}",
-    "{{ missing._undefined_exception }}",
     "{{ messages[0].items().__class__ }}",
-    "{{ messages[0]['get'].__self__ }}",
 ]
-HOSTILE = [*EXAMPLES, *LOOPS, *_SHARED, *_BUILDERS, *_SLOW_OPERATIONS, *_FORMATS, *ESCAPES]
+HOSTILE = [*EXAMPLES, *LOOPS, *TOO_LARGE, *_GROWING, *_OPERATIONS, *ESCAPES]

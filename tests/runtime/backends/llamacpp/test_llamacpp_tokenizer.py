@@ -16,8 +16,8 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
-from edgeinfer.runtime.text.contract import MARK
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.contract import SPECIAL
+from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.streaming import StreamDecoder
 from tests.rare_texts import rare_texts
 from tests.runtime.backends.llamacpp.conftest import SHAPE
@@ -91,17 +91,17 @@ def test_streams_of_any_tokens(tokenizer: LlamaTokenizer, ids: list[int]) -> Non
 @given(parts=st.lists(texts | st.sampled_from(["<|end|>", " </s>", "hello w", "<s", ">"]), max_size=5))
 def test_special_tokens_are_where_they_are_said_to_be(tokenizer: LlamaTokenizer, parts: list[str]) -> None:
     encoder = LiteralEncoder(tokenizer)
-    marks = sorted(encoder.marks.ids)
+    marks = sorted(encoder.special_tokens.ids)
     parted = [part for place, text in enumerate(parts) for part in (text, marks[place % len(marks)])][:-1] or [""]
-    ids = encoder.marked(parted)
-    meant = [encoder.marks.ids[mark] for mark in parted[1::2]]
+    ids = encoder.encode_parts(parted)
+    meant = [encoder.special_tokens.ids[mark] for mark in parted[1::2]]
     unknown = {id_ for id_ in tokenizer.special_ids if tokenizer.id_to_token(id_) == "<unk>"}
     controls = tokenizer.special_ids - unknown
     assert [id_ for id_ in ids if id_ in controls] == [id_ for id_ in meant if id_ in controls]
-    if encoder.marks.split("".join(parted)) == parted:
+    if encoder.special_tokens.split("".join(parted)) == parted:
         whole = tokenizer.encode("".join(parted), add_special_tokens=False)
         found = iter(meant)
-        assert ids == whole == [next(found) if id_ == MARK else id_ for id_ in tokenizer.encode_between(parted)]
+        assert ids == whole == [next(found) if id_ == SPECIAL else id_ for id_ in tokenizer.encode_between(parted)]
     assert not controls & set(encoder.literal("".join(parted)))
 
 

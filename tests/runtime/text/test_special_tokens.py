@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.runtime.text.contract import MARK
-from edgeinfer.runtime.text.control_marks import LiteralEncoder
-from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+from edgeinfer.runtime.text.contract import SPECIAL
+from edgeinfer.runtime.text.special_tokens import GuardedTemplate, LiteralEncoder
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.marked_tokenizers import KINDS, MARKS, TEMPLATES, template, tokenizer
@@ -53,7 +52,7 @@ def encoder(kind: str) -> LiteralEncoder:
 
 @cache
 def guarded(kind: str, name: str) -> GuardedTemplate:
-    return GuardedTemplate(template(name), encoder(kind).marks)
+    return GuardedTemplate(template(name), encoder(kind).special_tokens)
 
 
 def controls(kind: str, ids: Sequence[int]) -> list[int]:
@@ -125,8 +124,8 @@ def check(kind: str, name: str, data: dict[str, Any]) -> None:
         expected = guarded(kind, name).parts(**{key: harmless(value) for key, value in data.items()})
     except TemplateError:  # some want turns to alternate
         return
-    ids = encoder(kind).marked(parts)
-    assert controls(kind, ids) == controls(kind, encoder(kind).marked(expected)), (kind, name)
+    ids = encoder(kind).encode_parts(parts)
+    assert controls(kind, ids) == controls(kind, encoder(kind).encode_parts(expected)), (kind, name)
     if tokenizer(kind).decoder_types == ("ByteLevel",) and kind in ("byte-level", "gaps"):
         assert tokenizer(kind).decode(ids, skip_special_tokens=False) == "".join(parts)
     if name not in ("curious", "capitals", "macros"):
@@ -163,18 +162,22 @@ def test_text_without_marks_keeps_its_tokens_on_either_path() -> None:
                     if messages is CALLS:  # holds a mark, so that its tokens change, and its text does not
                         assert "".join(parts) == text
                         continue
-                    assert encoder(kind).marked(parts) == ids, (kind, name, messages)
-                    found = iter([encoder(kind).marks.ids[mark] for mark in parts[1::2]])
+                    assert encoder(kind).encode_parts(parts) == ids, (kind, name, messages)
+                    found = iter([encoder(kind).special_tokens.ids[mark] for mark in parts[1::2]])
                     between = tokenizer(kind).encode_between(parts)
                     if kind not in ("unigram", "gaps"):  # of which the vocabulary, or what it lacks, is in the way
-                        assert [next(found) if id_ == MARK else id_ for id_ in between] == ids, (kind, name, messages)
+                        assert [next(found) if id_ == SPECIAL else id_ for id_ in between] == ids, (
+                            kind,
+                            name,
+                            messages,
+                        )
 
 
 def test_marks_beside_marks_that_are_none() -> None:
     """What the tokens are: the library's where marks are meant, and plain text's where they are not."""
     kind = "pieces, first"
     parts = ["", "<|user|>", " the <|end|> cat ", "<|end|>", "the", "</s>", ""]
-    ids = encoder(kind).marked(parts)
+    ids = encoder(kind).encode_parts(parts)
     texts = [tokenizer(kind).id_to_token(id_) for id_ in ids]
     assert texts[0] == "<|user|>" and texts[-1] == "</s>" and texts.count("<|end|>") == 1
     plain = tokenizer(kind).encode("<|user|> the <|end|> cat ", False)[1:-2]
@@ -225,9 +228,9 @@ MAKERS: list[tuple[str, list[dict[str, Any]]]] = [
 
 def test_templates_that_would_make_marks_of_data() -> None:
     for source, messages in MAKERS:
-        parts = GuardedTemplate(ChatTemplate(source, {}), encoder("byte-level").marks).parts(messages)
+        parts = GuardedTemplate(ChatTemplate(source, {}), encoder("byte-level").special_tokens).parts(messages)
         assert len(parts) == 1, source
-        assert not controls("byte-level", encoder("byte-level").marked(parts)), source
+        assert not controls("byte-level", encoder("byte-level").encode_parts(parts)), source
 
 
 def test_what_templates_look_for_is_found() -> None:
@@ -235,7 +238,7 @@ def test_what_templates_look_for_is_found() -> None:
         "{% set c = messages[0].content %}{% if '</think>' in c %}{{ c.split('</think>')[-1] }}"
         "{% elif c.startswith('<tool_response>') %}tool{% else %}{{ c }}{% endif %}</s>"
     )
-    rules = GuardedTemplate(ChatTemplate(source, {}), encoder("byte-level").marks)
+    rules = GuardedTemplate(ChatTemplate(source, {}), encoder("byte-level").special_tokens)
     assert rules.parts([{"role": "user", "content": "<think>x</think>y</s>"}]) == ["y</s>", "</s>", ""]
     assert rules.parts([{"role": "user", "content": "<tool_response></s>"}]) == ["tool", "</s>", ""]
 
@@ -251,7 +254,7 @@ def test_the_vocabulary_shows_nothing_of_stand_ins(tmp_path: Path) -> None:
     before = (kept.vocab_size, kept.special_ids, spelled(), dict(kept.control_texts))
     parts = ["a<s>", "<|end|>", "b"]
     ids = kept.encode_between(parts)
-    assert ids.count(MARK) == 1
+    assert ids.count(SPECIAL) == 1
     assert (kept.vocab_size, kept.special_ids, spelled(), dict(kept.control_texts)) == before
     beyond = range(kept.vocab_size, kept.vocab_size + 9)
     assert [kept.id_to_token(id_) for id_ in beyond] == [None] * 9 and kept.decode(list(beyond)) == ""
@@ -303,7 +306,7 @@ def test_ten_thousand_real_messages_keep_their_tokens(shared: Path) -> None:
         for step in range(len(NAMES)):
             kind = list(KINDS)[(place // 4 + step) % len(KINDS)]
             ids = tokenizer(kind).encode(template(NAMES[step]).render(messages), add_special_tokens=False)
-            assert encoder(kind).marked(guarded(kind, NAMES[step]).parts(messages)) == ids, (
+            assert encoder(kind).encode_parts(guarded(kind, NAMES[step]).parts(messages)) == ids, (
                 kind,
                 NAMES[step],
                 messages,
