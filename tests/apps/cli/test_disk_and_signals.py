@@ -11,12 +11,10 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.onnx.session import OrtSession
 from tests.cache import export_checkpoint, made
 from tests.cli import (
     TIME_LIMIT,
@@ -192,16 +190,6 @@ def test_the_exit_code_survives_where_the_error_cannot_be_said(good_bundle: Path
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize(("closed", "prompt", "code"), [("<&-", "-f -", 2), (">&-", "-p Once", 0), ("2>&-", "-f x", 2)])
-def test_closed_streams(good_bundle: Path, closed: str, prompt: str, code: int) -> None:
-    line = f'"$@" run -m {good_bundle} -n 2 {prompt} {closed}'
-    full = ["sh", "-c", line, "sh", *command()]
-    done = subprocess.run(full, env=environment(), capture_output=True, check=False, timeout=TIME_LIMIT)
-    assert done.returncode == code
-    assert b"Traceback" not in done.stderr
-    assert done.stderr.count(b"\n") <= 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -250,23 +238,6 @@ def test_ctrl_c_while_generating_keeps_what_was_written(good_bundle: Path) -> No
     assert err == b"[stopped]\n"
     assert first.startswith(b"Once")
     assert (first + rest).endswith(b"\n")
-
-
-def test_ctrl_c_while_generating_json(good_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, passes = OrtSession.run, []
-
-    def interrupted(self: OrtSession, *arguments: Any, **options: Any) -> Any:
-        passes.append(self)
-        if len(passes) == 9:
-            signal.raise_signal(signal.SIGINT)
-        return run(self, *arguments, **options)
-
-    monkeypatch.setattr(OrtSession, "run", interrupted)
-    done = edgeinfer("run", "-m", good_bundle, "-p", "Once", "-c", "512", "-n", "400", "--json", "--speculation", "off")
-    assert (done.returncode, done.stderr) == (130, b"")
-    result = json.loads(done.stdout)
-    assert result["finish_reason"] == "cancelled"
-    assert 0 < result["usage"]["completion_tokens"] == len(result["token_ids"]) < 20
 
 
 @each_row("then", ["pass", "raise ImportError('initialization failed')"])

@@ -155,12 +155,12 @@ def test_the_command_runs_in_every_environment(start: str, tmp_path: Path) -> No
     assert done.returncode == 3 and done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
 
 
+SLOW = ["<&- >&-", ">&- 2>&-", "<&- >&- 2>&-", "< /dev/null", "> /dev/full"]
+
+
 @needs_builtin
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="shells of POSIX systems")
-@pytest.mark.parametrize(
-    "closed", ["<&-", ">&-", "2>&-", "<&- >&-", ">&- 2>&-", "<&- >&- 2>&-", "< /dev/null", "> /dev/full"]
-)
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)])
 def test_streams_that_are_closed(closed: str) -> None:
     line = ["sh", "-c", f'"$@" {closed}', "sh", *command("run", "-n", "2", "-c", "64", "-t", "1", "Once")]
     done = subprocess.run(line, env=environment(), capture_output=True, timeout=TIME_LIMIT)
