@@ -34,7 +34,7 @@ from edgeinfer.runtime.decoding.scheduler import SequenceBackend
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.sampling.choice_trie import ChoiceLists
+from edgeinfer.runtime.sampling.constraint import ChoiceLists
 from edgeinfer.runtime.speculation.company import SequenceDrafting
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.forks import finalize_here, keep_for_good, renewed_in_children

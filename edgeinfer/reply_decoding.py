@@ -17,8 +17,7 @@ from edgeinfer.reply_options import MOST_BIASES
 from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
-from edgeinfer.runtime.sampling.checked import TextCheck
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.text.stopping import CallMark

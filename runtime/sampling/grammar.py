@@ -16,9 +16,8 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, GrammarError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
-from edgeinfer.runtime.sampling.grammar_numbers import NumberLimit
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
-from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
+from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, NumberLimit, engine
 from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried, wrong
 
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.sampling.checked import TextCheck, weighed_draw
-from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces
+from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces, TextCheck, weighed_draw
 from edgeinfer.runtime.sampling.distributions import (
     Ids,
     Logits,
@@ -19,8 +18,7 @@ from edgeinfer.runtime.sampling.distributions import (
     token_logprobs,
     uniform,
 )
-from edgeinfer.runtime.sampling.penalties import TokenCounts
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
 
 Probabilities = NDArray[np.float64]
 

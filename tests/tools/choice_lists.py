@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 
 _END = 0
 _ROUNDS = 7

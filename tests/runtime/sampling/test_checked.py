@@ -11,8 +11,8 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.checked import TextCheck, first_accepted, weighed_draw
-from edgeinfer.runtime.sampling.noise import GumbelNoise
+from edgeinfer.runtime.sampling.constraint import TextCheck, first_accepted, weighed_draw
+from edgeinfer.runtime.sampling.distributions import GumbelNoise
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, V, letters_logits

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextPlaces
-from edgeinfer.runtime.sampling.penalties import TokenCounts
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, Constraint, TextPlaces
+from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
 
 # Few different tokens, so that choices share beginnings and begin each other.
 CHOICES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=12)

@@ -12,8 +12,8 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
-from edgeinfer.runtime.sampling.grammar_numbers import NumberLimit, digits_ahead
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
+from edgeinfer.runtime.sampling.grammar_tokens import NumberLimit, digits_ahead
 from tests.runtime.sampling.conftest import made
 from tests.runtime.sampling.json_texts import END, Schema, accepts, follow, vocabulary
 

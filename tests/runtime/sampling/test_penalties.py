@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
+from edgeinfer.runtime.sampling.processor import Penalties, TokenCounts
 
 V = 40
 TOKENS = st.lists(st.integers(0, V - 1), max_size=30)

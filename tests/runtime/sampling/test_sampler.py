@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.sampling.distributions import token_logprobs
-from edgeinfer.runtime.sampling.noise import GumbelNoise
-from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.distributions import GumbelNoise, token_logprobs
+from edgeinfer.runtime.sampling.processor import LogitsProcessor, Penalties, TokenCounts
 
 SETTINGS = st.fixed_dictionaries(
     {

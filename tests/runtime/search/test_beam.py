@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ConstraintPlaces, TextPlaces
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, PROMPT, LettersBackend, Trial, V, alone, letters_logits
 

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.checked import TextCheck
-from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, TextCheck
 from edgeinfer.runtime.search.particles import Particles, systematic
 from edgeinfer.runtime.search.strategy import asked_score, log_probabilities
 from tests.runtime.search.fakes import END, Letters, LettersBackend, Trial, V, letters_logits

@@ -9,8 +9,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.registry import SEARCH_KINDS, make_search

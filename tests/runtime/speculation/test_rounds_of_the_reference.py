@@ -11,8 +11,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.drafting import VerificationRule
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from tests.runtime.speculation.subjects import (
     GREEDY,
     PENALISED,

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.sampling.distributions import uniform
-from edgeinfer.runtime.sampling.penalties import TokenCounts
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
 from edgeinfer.runtime.speculation.verification import VERIFIERS, verify_keyed
 from tests.runtime.speculation.verification.enumeration import (

@@ -1,16 +1,103 @@
-"""Keywords of JSON Schemas that demand nothing with the value that they have, which are dropped, and others that say in
-rare words what the grammar engine knows by common ones.
+"""JSON Schemas in the keywords that the grammar engine follows.
 
-Clients write such words by the dozen: every `z.record()` of zod has `propertyNames: {"type": "string"}`.
+Drafts of JSON Schema differ in what keywords mean; keywords that demand nothing are dropped, as clients write them by
+the dozen (every `z.record()` of zod has `propertyNames: {"type": "string"}`); others say in rare words what the engine
+knows by common ones; and `not` and `oneOf`, which the engine does not know, are written as what is left: of `required`,
+that one of the properties is absent; of `minLength`, shorter texts. Where a keyword has no such opposite, nothing is
+changed, and the engine refuses the schema by name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote
 
-from edgeinfer.runtime.sampling.grammar_drafts import SchemaDraft
+from edgeinfer.errors import GrammarError
+from edgeinfer.records import dataclass
+
+
+@dataclass(frozen=True)
+class SchemaDraft:
+    """A draft of JSON Schema.
+
+    Attributes:
+        number: of the draft, or the year of those since the seventh.
+        uri: of its own schema, as the grammar engine knows it, by which it tells what keywords there are.
+        ids: keywords that name a schema.
+        lone_ref: `$ref` makes a reference of an object whose other keywords say nothing (draft 7, core, 8.3).
+        checks_content: `contentEncoding` and `contentMediaType` may be assertions (draft 7, validation, 8), which later
+            drafts forbid and earlier ones do not know.
+    """
+
+    number: int
+    uri: str
+    ids: tuple[str, ...] = ("$id",)
+    lone_ref: bool = False
+    checks_content: bool = False
+
+    @property
+    def recent(self) -> bool:
+        """Whether it has the keywords that came in 2019."""
+        return self.number >= 2019
+
+    def overrides(self, schema: Mapping[str, Any], keyword: str) -> bool:
+        """Whether a keyword says nothing in a schema because `$ref` stands beside it."""
+        return self.lone_ref and keyword in _OVERRIDDEN and isinstance(schema.get("$ref"), str)
+
+
+NEWEST = SchemaDraft(2020, "https://json-schema.org/draft/2020-12/schema")
+_DRAFTS: Mapping[str, SchemaDraft] = {
+    "draft-04": SchemaDraft(4, "http://json-schema.org/draft-04/schema#", ids=("id", "$id"), lone_ref=True),
+    "draft-06": SchemaDraft(6, "http://json-schema.org/draft-06/schema#", lone_ref=True),
+    "draft-07": SchemaDraft(7, "http://json-schema.org/draft-07/schema#", lone_ref=True, checks_content=True),
+    "draft/2019-09": SchemaDraft(2019, "https://json-schema.org/draft/2019-09/schema"),
+    "draft/2020-12": NEWEST,
+}
+_URI = re.compile(r"https?://json-schema\.org/(draft[-/][\d-]+)/(?:hyper-)?schema#?")
+# Keywords that demand something. Others may stay: references lead through some.
+_OVERRIDDEN = frozenset(
+    {"$id", "id", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "contains", "contentEncoding"}
+)
+_OVERRIDDEN |= {"contentMediaType", "dependencies", "else", "enum", "exclusiveMaximum", "exclusiveMinimum", "format"}
+_OVERRIDDEN |= {"if", "items", "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minimum"}
+_OVERRIDDEN |= {"minProperties", "multipleOf", "not", "oneOf", "pattern", "patternProperties", "properties", "then"}
+_OVERRIDDEN |= {"propertyNames", "required", "type", "uniqueItems"}
+# As encoders write it: RFC 4648, section 4, with padding, of which the bits that stand for nothing are 0 (3.5).
+_BASE64 = "^(?:[0-9A-Za-z+/]{4})*(?:[0-9A-Za-z+/][AQgw]==|[0-9A-Za-z+/]{2}[AEIMQUYcgkosw048]=)?$"
+# Of which every text is a document.
+_ANY_TEXT = ("text/plain", "text/markdown")
+
+
+def draft_of(schema: Mapping[str, Any]) -> SchemaDraft:
+    """The draft that a schema names; the newest where it names none."""
+    uri = schema.get("$schema")
+    if not isinstance(uri, str):
+        return NEWEST
+    found = _URI.fullmatch(uri)
+    if found is None or found[1] not in _DRAFTS:
+        hint = "Name draft-04, -06, -07, 2019-09 or 2020-12 by its full address, or leave $schema out for the last."
+        raise GrammarError(f"json_schema cannot be used: $schema: {uri[:80]!r} is not supported.", hint)
+    return _DRAFTS[found[1]]
+
+
+def content_pattern(schema: Mapping[str, Any], draft: SchemaDraft) -> str | None:
+    """An expression, as the grammar engine writes it, of the texts that a schema's content keywords allow; None where
+    they allow every text.
+    """
+    encoding, kind = schema.get("contentEncoding"), schema.get("contentMediaType")
+    if not draft.checks_content:
+        return None
+    hint = "Leave it out, or $schema: by the newest draft it describes texts and demands nothing."
+    if isinstance(kind, str) and (encoding is not None or kind.partition(";")[0].strip().lower() not in _ANY_TEXT):
+        raise GrammarError(f"json_schema cannot be used: contentMediaType: {kind[:80]!r} is not supported.", hint)
+    if not isinstance(encoding, str):
+        return None
+    if encoding.lower() != "base64":
+        raise GrammarError(f"json_schema cannot be used: contentEncoding: {encoding[:80]!r} is not supported.", hint)
+    return _BASE64
+
 
 _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "string": (
@@ -288,3 +375,154 @@ def _covered(given: Any) -> frozenset[str]:
     """The types of which it allows all documents."""
     names = given if isinstance(given, list) else [given]
     return frozenset(name for name in names if isinstance(name, str))
+
+
+Schema: TypeAlias = bool | dict[str, Any]
+
+_NEGATED_TYPES = ("null", "boolean", "object", "array", "string", "number")
+# What a keyword speaks of, its opposite, and by how much that is further.
+_COUNTED: Mapping[str, tuple[str, str, int]] = {
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+_BOUNDED: Mapping[str, str] = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+# Alternatives, of which each is written with the opposites of all others, and parts of an opposite.
+_MOST_ALTERNATIVES, _MOST_PARTS = 6, 64
+
+
+def decide_alternatives(schema: dict[str, Any]) -> None:
+    """Writes a schema's own `not` and `oneOf` in other keywords, in place; what cannot be decided stays."""
+    if "not" in schema and (opposite := _opposite(schema["not"])) is not None:
+        del schema["not"]
+        _add(schema, opposite)
+    alternatives = schema.get("oneOf")
+    if isinstance(alternatives, list) and (one := _one_of(alternatives)) is not None:
+        del schema["oneOf"]
+        _add(schema, one)
+
+
+def _add(schema: dict[str, Any], part: Schema) -> None:
+    """Demands a further schema."""
+    if part is not True and isinstance(parts := schema.setdefault("allOf", []), list):
+        parts.append(part)
+
+
+def _one_of(alternatives: list[Any]) -> Schema | None:
+    """A schema of what exactly one of them allows; None where that is unknown, or the engine sees it itself."""
+    possible = [each for each in alternatives if each is not False]
+    if len(possible) == len(alternatives) and all(
+        _exclude(one, two) for at, one in enumerate(possible) for two in possible[:at]
+    ):
+        return None
+    if not 1 <= len(possible) <= _MOST_ALTERNATIVES:
+        return None if possible else False
+    opposites = [_opposite(each) for each in possible]
+    if len(possible) > 1 and any(opposite is None for opposite in opposites):
+        return None
+    found = []
+    for at, each in enumerate(possible):
+        parts = [each, *(opposite for other, opposite in enumerate(opposites) if other != at)]
+        if False not in [part for part in parts if isinstance(part, bool)]:
+            found.append(_all([part for part in parts if part is not True and part is not None]))
+    return _any(found)
+
+
+def _exclude(one: Any, two: Any) -> bool:
+    """Whether two schemas surely allow no document both: by their types."""
+    if not (isinstance(one, dict) and isinstance(two, dict)):
+        return False
+    types = [_named_types(each) for each in (one, two)]
+    return bool(types[0] and types[1]) and types[0].isdisjoint(types[1])
+
+
+def _named_types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema allows, integers among numbers; none where it says nothing of them."""
+    given = schema.get("type")
+    names = given if isinstance(given, list) else [given]
+    return {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+
+
+def _opposite(schema: Any) -> Schema | None:
+    """A schema of what a schema does not allow; None where that cannot be written."""
+    if isinstance(schema, bool):
+        return not schema
+    if not isinstance(schema, dict):
+        return None
+    found: list[Schema] = []
+    for keyword, value in schema.items():
+        if keyword not in DEMANDING:
+            continue
+        part = _opposite_of(keyword, value)
+        if part is None:
+            return None
+        found.append(part)
+    return _any(found) if len(found) <= _MOST_PARTS else None
+
+
+def _opposite_of(keyword: str, value: Any) -> Schema | None:
+    """The same of one keyword."""
+    if keyword == "type":
+        return _other_types(value)
+    if keyword == "not":
+        return value if isinstance(value, bool | dict) else None
+    if keyword in ("allOf", "anyOf") and isinstance(value, list):
+        opposites = [_opposite(each) for each in value]
+        known = [opposite for opposite in opposites if opposite is not None]
+        if len(known) < len(opposites):
+            return None
+        return _any(known) if keyword == "allOf" else _all(known)
+    if keyword == "required" and isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return _any([{"type": "object", "properties": {name: False}} for name in value])
+    if keyword == "properties" and isinstance(value, dict):
+        return _other_properties(value)
+    if keyword in _COUNTED and isinstance(value, int) and not isinstance(value, bool):
+        kind, other, further = _COUNTED[keyword]
+        return {"type": kind, other: value + further} if value + further >= 0 else False
+    if keyword in _BOUNDED and isinstance(value, int | float) and not isinstance(value, bool):
+        return {"type": "number", _BOUNDED[keyword]: value}
+    return None
+
+
+def _other_types(value: Any) -> Schema | None:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) for name in names):
+        return None
+    # Numbers that are no integers have no schema.
+    if "integer" in names and "number" not in names:
+        return None
+    left = [name for name in _NEGATED_TYPES if name not in names]
+    return {"type": left} if left else False
+
+
+def _other_properties(properties: Mapping[str, Any]) -> Schema | None:
+    found: list[Schema] = []
+    for name, schema in properties.items():
+        opposite = _opposite(schema)
+        if opposite is None:
+            return None
+        if opposite is not False:
+            found.append({"type": "object", "properties": {name: opposite}, "required": [name]})
+    return _any(found)
+
+
+def _any(parts: list[Schema]) -> Schema:
+    """What at least one of them allows."""
+    if any(part is True for part in parts):
+        return True
+    left = [part for part in parts if part is not False]
+    return False if not left else left[0] if len(left) == 1 else {"anyOf": left}
+
+
+def _all(parts: list[Schema]) -> Schema:
+    """What all of them allow."""
+    if any(part is False for part in parts):
+        return False
+    left = [part for part in parts if part is not True]
+    return True if not left else left[0] if len(left) == 1 else {"allOf": left}
