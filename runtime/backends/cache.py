@@ -74,7 +74,6 @@ class CopiedRows:
     Attributes:
         keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.geometry. (kv_heads, length,
             width)
-        state: as `CacheSnapshot` has it.
         state_bytes: what one takes; 0 where there are no recurrent layers, which need one.
     """
 
@@ -249,11 +248,7 @@ class SharingCache(KVCache, ForkableCache, Protocol):
 
 
 class ObservedCache(KVCache, Protocol):
-    """A cache that tells which rows it was told to keep.
-
-    Attributes:
-        observe_keep: called with the arguments of every `keep`.
-    """
+    """A cache that tells which rows it was told to keep."""
 
     observe_keep: Callable[[int, Sequence[int]], None] | None
 

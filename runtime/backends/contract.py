@@ -204,11 +204,7 @@ PassObserver = Callable[[int, ForwardInput, ForwardOutput], None]
 
 @runtime_checkable
 class ObservedBackend(Protocol):
-    """What a backend can do besides whose passes over the text can be followed by a draft module.
-
-    Attributes:
-        observe_pass: called after each pass of `Backend.forward`; None calls nothing.
-    """
+    """What a backend can do besides whose passes over the text can be followed by a draft module."""
 
     observe_pass: PassObserver | None
 
@@ -330,11 +326,7 @@ HEAD_ROWS = 4
 
 @runtime_checkable
 class HeadBackend(Protocol):
-    """What a backend can do besides that computes the logits of a pass's rows later, a few at a time.
-
-    Attributes:
-        head_apart: whether it can for its model.
-    """
+    """What a backend can do besides that computes the logits of a pass's rows later, a few at a time."""
 
     head_apart: bool
 

@@ -31,10 +31,6 @@ class BackendOrder:
 
     Attributes:
         layout: of the bundle's weights, as the kind's `layout` says.
-        configuration: as planned.
-        progress: called while weights are converted or loaded.
-        device: that the model runs on.
-        settings: that were tuned, and hold beside what the caller set.
         room: bytes of the weights that the system can keep in memory; None where it keeps all.
     """
 
@@ -64,7 +60,6 @@ class BackendFactory(ABC):
     Attributes:
         modes_differ, loads_experts: as `planning.plan_input.PlanInput` has them.
         tunes: names of the fields of `TunedSettings` that change how fast it is.
-        adapts: rows may have adapters.
         graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
     """
 

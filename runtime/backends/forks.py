@@ -29,11 +29,7 @@ class _Piece:
 
 
 class CopiedFork:
-    """Implements `ForkableCache`: a text whose rows lie in the backend's cache when it has its turn, else in copies.
-
-    Attributes:
-        pieces: of its rows, in order.
-    """
+    """Implements `ForkableCache`: a text whose rows lie in the backend's cache when it has its turn, else in copies."""
 
     def __init__(self, pieces: Sequence[_Piece]) -> None:
         self.pieces = list(pieces)
@@ -57,12 +53,6 @@ class TurnTaking:
 
     Every row is what it is in a pass of its own text alone, to the last bit, as that is what it is computed in. What a
     text has in common with the one before it stays where it is in the cache.
-
-    Args:
-        backend: whose cache holds the text to go on from; its rows can be copied.
-
-    Attributes:
-        cache: that text, whose rows are in the backend's cache again after every call.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -31,17 +31,12 @@ class KVBuffers(TrimmedCache):
     """Implements `KVCache`: float32 keys and values of every layer, (1, heads, rows, width), for GroupQueryAttention.
 
     Args:
-        geometry: sizes of the model.
-        capacity: tokens the cache may hold.
         spare: rows beyond the capacity, for the padding of passes.
         zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
         fixed: the memory of all rows is taken at once and stays where it is.
 
     Attributes:
         unbind: called before memory moves or is freed; nothing may be bound to the buffers afterwards.
-        observe_keep: called with the arguments of every `keep`.
-        length: rows in use.
-        rows: rows there is room for.
     """
 
     def __init__(

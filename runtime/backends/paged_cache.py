@@ -30,10 +30,8 @@ class PageSnapshot:
     """Implements `CacheSnapshot` by holding the pages that the rows lie in.
 
     Args:
-        pool: that the pages belong to.
         pages: one behind the other; this becomes a holder of each.
         offset: of the first row in the first page.
-        length: rows.
         joined: the first page holds rows of another snapshot, which counts it.
         start: of the text, where the first row is.
         behind: of recurrent layers, with which the text goes on after some of the rows; None where there is none.
@@ -163,22 +161,16 @@ class PagedCache:
     Rows behind the length stay what they are until another pass was prepared, for one that resumes there.
 
     Args:
-        pool: that pages are taken from.
-        capacity: tokens the cache may hold.
         spare: rows beyond the capacity that may be prepared, for the padding of passes.
         states: that the state of recurrent layers is taken from, where the model has any.
         reserves: snapshots leave it the pages for all of its capacity; of other sequences somebody else sees to that.
 
     Attributes:
-        pool, capacity: the same.
         state: of recurrent layers; None where there are none.
-        length: rows in use.
         shift: by how much the position of a further row is less than its place, as contexts before it lie side by side;
             0 again where all rows are dropped.
         adapter: of the rows that passes append; -1 where they have none.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
-        observe_keep: called with the arguments of every `keep`.
-        observe_clear: called where all rows were given up.
     """
 
     copyable = True

@@ -52,8 +52,6 @@ class ExpertCounts:
 
     Attributes:
         layers: which have experts, ascending.
-        top_k: experts of a token at most.
-        tokens: that were counted.
         usage: tokens that used each expert. (L', E)
         runs: of each length of CHUNKS. (3,)
         unions: experts in the unions over them, of all layers together. (3,)
@@ -100,11 +98,7 @@ class ExpertCounts:
 
 
 class ExpertCounter:
-    """Counts what passes over one cache used.
-
-    Args:
-        decoder: with experts.
-    """
+    """Counts what passes over one cache used."""
 
     def __init__(self, decoder: DecoderSpec) -> None:
         assert decoder.moe is not None, "only models with experts have any to count"
@@ -178,11 +172,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class WrappedBackend(Generic[B]):
-    """Implements `contract.Backend` but for `forward`, which takes a turn of its own.
-
-    Args:
-        inner: that runs the passes; this closes it.
-    """
+    """Implements `contract.Backend` but for `forward`, which takes a turn of its own."""
 
     def __init__(self, inner: B) -> None:
         self._inner = inner
@@ -242,13 +232,8 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
     """Implements `contract.Backend` around another one; its passes are the same.
 
     Args:
-        inner: of a model with experts; this closes it.
         cache: its own, which tells which rows were kept.
-        decoder: of the model.
         expert_cache: of its experts, where not all stay in memory.
-
-    Attributes:
-        expert_cache: as given.
     """
 
     def __init__(

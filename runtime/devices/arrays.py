@@ -46,11 +46,7 @@ class DeviceArray:
     """An array of zeros on a device, of which parts can be read and written as of numpy's.
 
     Attributes:
-        value: what a pass reads.
         written: what a pass writes: the same, or a second copy where the device cannot write in place.
-
-    Raises:
-        DeviceError: as `device_value`.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: Device) -> None:

@@ -57,8 +57,6 @@ class Device:
     Attributes:
         name: as users write it: "cpu", "cuda", "openvino:NPU".
         provider: onnxruntime's name: "CPUExecutionProvider".
-        options: of the provider.
-        traits: of its kernels.
         memory: onnxruntime's name of where its arrays live; CPU_MEMORY where it reads ordinary memory.
         plugin: module of the package that brings the provider as a library of its own; empty where onnxruntime has it.
         servers: addresses of other machines that it is made of; none where it is this machine's.

@@ -137,9 +137,7 @@ class JoinedContexts:
     """A prefix and contexts as a cache holds them before a prompt.
 
     Args:
-        spec: of the model.
         prefix: that every context was evaluated behind.
-        contexts: in their order.
         use: how they are placed, and the temperature of their scores.
 
     Attributes:

@@ -24,7 +24,6 @@ class AttentionError:
     """How far attention over a smaller cache is from attention over a float32 one.
 
     Attributes:
-        kv: type of the cache.
         layers: root of the summed squares of the difference, as a share of that of the output, for each layer.
     """
 

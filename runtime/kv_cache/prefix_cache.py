@@ -50,9 +50,6 @@ class PrefixCache:
 
     Args:
         cap: bytes of rows and token ids kept at most; 0 keeps nothing.
-
-    Attributes:
-        cap: the same.
     """
 
     def __init__(self, cap: int) -> None:
@@ -106,7 +103,6 @@ class PrefixCache:
         """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit.
 
         Args:
-            copy: rows start..stop-1 of them.
             wanted: tokens whose rows are about to be taken, and are therefore not dropped for those offered.
         """
         if self.cap == 0:

@@ -95,11 +95,7 @@ def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origi
 def write_session(
     path: Path, origin: Origin, tokens: Sequence[int], copy: Callable[[int, int], CacheSnapshot], text: str = ""
 ) -> None:
-    """Writes a session file whole or not at all, readable by its owner alone.
-
-    Args:
-        copy: rows start..stop-1 of them.
-    """
+    """Writes a session file whole or not at all, readable by its owner alone."""
     kind = copy(0, 0)
     layers = [_LayerRows(str(a.dtype), a.shape[0], a.shape[2]) for a in (*kind.keys, *kind.values)]
     row_bytes = sum(layer.bytes for layer in layers)
@@ -158,9 +154,7 @@ class SessionFile:
     """An open session file, whose digest is right.
 
     Attributes:
-        tokens: what the rows are of.
         kv, scales: the type of cache the rows come from, as `CacheSnapshot` names it.
-        text: what was kept with them.
         sampling: version of how a seed made text when it was written.
         stamp: of the file, by which it need not be read again for its digest.
     """

@@ -92,11 +92,7 @@ def plan_input_of(
     drafter: PlanInput | None = None,
     settings: TunedSettings = UNTUNED,
 ) -> PlanInput:
-    """What a plan of a bundle has to choose from.
-
-    Args:
-        settings: that were tuned, and hold beside what the caller set.
-    """
+    """What a plan of a bundle has to choose from."""
     factory, bundle, layout, device = BACKENDS[choice.name](), choice.bundle, choice.layout, choice.device
     return PlanInput(
         choice.name,
@@ -132,12 +128,7 @@ def make_backend(
     settings: TunedSettings = UNTUNED,
     room: int | None = None,
 ) -> Backend:
-    """The backend that was chosen.
-
-    Args:
-        progress: called while weights are converted to the layout that runs, or loaded.
-        settings: that were tuned, and hold beside what the caller set.
-    """
+    """The backend that was chosen."""
     factory = BACKENDS[choice.name]()
     if not factory.adapts:
         config.refuse_adapters(factory.engine())

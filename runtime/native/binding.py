@@ -136,9 +136,6 @@ class Binding:
 
     Attributes:
         version: nothing may be called where it is not VERSION.
-
-    Raises:
-        OSError: it cannot be loaded, or is not ours.
     """
 
     def __init__(self, path: Path) -> None:

@@ -84,7 +84,6 @@ class RowCodec(ABC):
     """A type of stored rows.
 
     Attributes:
-        name: as users say it.
         code: as the graph's layout says it.
         dtype: of stored rows.
         level_dtype: of the number that a channel is stored as, before two are put into a byte.

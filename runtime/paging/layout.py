@@ -60,7 +60,6 @@ class LayerGroup:
 
     Attributes:
         layers: of the model, ascending.
-        kept: by each of them.
         offset: where the first begins in a page.
         keys, values: how their rows are stored.
         weighed: behind the values of a head lies what is added to the scores of each position.
@@ -131,7 +130,6 @@ class PageLayout:
     """The pages of one model's cache.
 
     Attributes:
-        layers: what each keeps of a position.
         keys, values: how their rows are stored; those of recurrences are float32.
         weighed: each position of a head has a weight, which is added to its scores.
     """
@@ -223,12 +221,7 @@ _Lying = tuple[NDArray[Any], NDArray[Any] | None]
 
 
 class PageRows:
-    """Reads and writes the rows of pages, each named by the number of its page times 64 plus its position there.
-
-    Args:
-        layout: of the pages.
-        memory: that they lie in, one behind the other.
-    """
+    """Reads and writes the rows of pages, each named by the number of its page times 64 plus its position there."""
 
     def __init__(self, layout: PageLayout, memory: NDArray[np.uint8]) -> None:
         self._layout = layout
@@ -317,7 +310,6 @@ class _Part(ABC):
     """The keys or the values of a group of layers in all pages.
 
     Args:
-        codec: how they are stored.
         size: channels of a head.
         shape: of a head's numbers in a page.
         memory: the bytes of every head. (pages, L, H, bytes)

@@ -32,16 +32,10 @@ class BlockPool:
     graph can be bound to it once.
 
     Args:
-        pages: blocks that there are.
-        page_bytes: of each.
         spare: free blocks that stay in memory.
 
     Attributes:
-        pages: the same.
         memory: of all blocks. (pages * page_bytes,)
-
-    Raises:
-        BudgetError: the system does not grant the addresses.
     """
 
     def __init__(self, pages: int, page_bytes: int, spare: int) -> None:
@@ -142,19 +136,7 @@ class BlockPool:
 
 
 class PagePool(BlockPool):
-    """The pages of a model's keys and values.
-
-    Args:
-        layout: of the pages.
-        pages: that there are.
-
-    Attributes:
-        layout: the same.
-        rows: of all pages.
-
-    Raises:
-        BudgetError: the system does not grant the addresses.
-    """
+    """The pages of a model's keys and values."""
 
     def __init__(self, layout: PageLayout, pages: int) -> None:
         super().__init__(pages, layout.page_bytes, max(1, _SPARE_BYTES // layout.page_bytes))

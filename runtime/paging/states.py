@@ -40,11 +40,7 @@ def _up(value: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The slots of one model's states.
-
-    Attributes:
-        layers: what each keeps.
-    """
+    """The slots of one model's states."""
 
     layers: tuple[StateLayer, ...]
 
@@ -82,18 +78,7 @@ class StateLayout:
 
 
 class StatePool(BlockPool):
-    """The slots of a model.
-
-    Args:
-        geometry: of a model with states.
-
-    Attributes:
-        layout: of the slots.
-        array: what the graph is told of it.
-
-    Raises:
-        BudgetError: the system does not grant the addresses.
-    """
+    """The slots of a model."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.layout = StateLayout(geometry.states)
@@ -158,9 +143,6 @@ class StateSnapshot:
 
 class SequenceState:
     """The state of one text, and one to go back to: where a mark was set, or the last long pass began.
-
-    Args:
-        pool: that slots are taken from.
 
     Attributes:
         row: what the graph is told of it: its slot, and the tokens it is to stand after; it stays where it is. (2,)

@@ -93,8 +93,6 @@ class ExpertCache:
 
     Attributes:
         cached: those whose pages may be in memory. (L, E)
-        cached_bytes: of these.
-        limit: as given.
     """
 
     def __init__(self, parts: Mapping[tuple[int, int], Pages], sizes: Ints, limit: int) -> None:

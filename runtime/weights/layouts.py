@@ -124,11 +124,7 @@ def _warn(text: str) -> None:
 
 
 def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None) -> RunnableGraph:
-    """The graph of a layout with its weights, which are converted if they are not there yet.
-
-    Args:
-        progress: called during the conversion with a tensor's name, how many are done and how many there are.
-    """
+    """The graph of a layout with its weights, which are converted if they are not there yet."""
     model, weights = bundle.model_file(layout), bundle.weights_file(layout)
     if layout == bundle.manifest.layout or not bundle.quantized or _is_sound(bundle, layout, weights):
         return RunnableGraph(layout, model, weights)

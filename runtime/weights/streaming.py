@@ -85,11 +85,7 @@ def streamed_runs(runs: Sequence[Run], windows: Sequence[LayerWindow]) -> tuple[
 
 @functools.lru_cache(maxsize=256)
 def window_bytes(runs: tuple[Run, ...], window_layers: int, kept_layers: int = 0) -> tuple[int, ...]:
-    """Bytes that can be dropped behind each window.
-
-    Args:
-        runs: where each layer lies.
-    """
+    """Bytes that can be dropped behind each window."""
     windows = layer_windows(len(runs), window_layers, kept_layers)
     return tuple(length for _, length in streamed_runs(runs, windows))
 
@@ -101,7 +97,6 @@ def dropped_windows(sizes: Sequence[int], weights: int, room: int) -> tuple[int,
 
     Args:
         sizes: bytes that are streamed of each window.
-        weights: bytes of all weights.
         room: bytes of them that the system can keep.
     """
     needed = weights - room

@@ -264,11 +264,7 @@ def _again(check: FileCheck) -> str:
 
 
 class Verification:
-    """A check of all files of some bundles, which runs by itself from the beginning.
-
-    Args:
-        keeps: notes what was found.
-    """
+    """A check of all files of some bundles, which runs by itself from the beginning."""
 
     def __init__(self, bundles: Sequence[Bundle], *, keeps: bool = True) -> None:
         self._files = files_of(bundles)

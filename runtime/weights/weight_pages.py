@@ -69,7 +69,6 @@ class WeightPages:
 
     Args:
         path: of the file, which must be mapped by now.
-        tensors: that it holds.
     """
 
     def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:

@@ -36,19 +36,7 @@ from edgeinfer.runtime.backends.llamacpp.state import StateCodec
 
 
 class LlamaAdapters:
-    """Adapters that are loaded beside a model of llama.cpp, which frees them with itself.
-
-    Args:
-        lib: llama.cpp.
-        model: pointer of the model.
-        paths: GGUF files, by name.
-
-    Attributes:
-        digests: of the files, by name.
-
-    Raises:
-        AdapterError: a file is missing, or llama.cpp does not take it for this model.
-    """
+    """Adapters that are loaded beside a model of llama.cpp, which frees them with itself."""
 
     def __init__(self, lib: Any, model: Any, paths: Mapping[str, str]) -> None:
         self._lib = lib
@@ -85,28 +73,12 @@ class LlamaCppBackend:
     """Implements `contract.Backend` for GGUF bundles.
 
     Args:
-        bundle: a GGUF file, or a directory with one.
-        capacity: tokens the cache may hold.
-        threads: of a pass.
-        adaptive_threads: as of `ContextOptions`.
         kv: type of the cache, one of `kv_types.LLAMA_KV`.
         weights: "packed" into copies, "mapped" from the file, or "experts": those mapped, the rest packed.
         chunk: tokens evaluated at once; longer passes are run in parts.
         draft_rows: rows of a pass whose logits are computed at once; more are computed in parts.
         sequences: paths of a draft tree at most.
         expert_count: experts of a token in place of the model's own number.
-        offload: layers on a graphics processor.
-        adapters: GGUF files of those that passes may have, by name.
-        progress: told how much of the weights is loaded.
-
-    Attributes:
-        vocabulary: the loaded model, for `LlamaTokenizer`.
-
-    Raises:
-        BundleError: llama.cpp cannot load the file.
-        AdapterError: an adapter is missing, or of another model.
-        UsageError: llama.cpp is not installed, or cannot keep such a cache.
-        BackendError: there is no memory for the context.
     """
 
     name = "llamacpp"

@@ -82,8 +82,6 @@ class LlamaCache(TrimmedCache):
     """Implements `KVCache` over the cells of a context.
 
     Args:
-        codec: of copies of its cells.
-        capacity: tokens it may hold.
         window: tokens that layers with a sliding window see; 0 where there are none.
 
     Attributes:
@@ -241,9 +239,6 @@ class RecurrentCache(LlamaCache):
     llama.cpp keeps the states behind the last rows of a pass where it was asked for some and the architecture has them
     (`n_rs_seq`), so these rows can be cut off again at no cost, but one row stays. Going back further takes a copy of
     the states: the one of `mark`, or the one of `hold`.
-
-    Args:
-        context, codec, capacity, window: as of `LlamaCache`.
 
     Attributes:
         copyable: there are no sliding windows, of which llama.cpp copies only what they show.

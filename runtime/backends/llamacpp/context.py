@@ -35,10 +35,8 @@ class ProcessorTimes(NamedTuple):
     """Seconds.
 
     Attributes:
-        wall: since some moment.
         busy: in which processors that this process may use worked, for any program, all of them together.
         own: in which they worked for this process.
-        processors: that this process may use.
     """
 
     wall: float
@@ -53,10 +51,6 @@ class SpareThreads:
     llama.cpp's threads wait for each other at hundreds of barriers in a pass. Where there is no processor for one of
     them, the others wait until the system lets it run, so that two threads take many times as long as one on two busy
     processors.
-
-    Args:
-        most: threads when no other program works.
-        look: tells the time that processors worked.
     """
 
     def __init__(self, most: int, look: Callable[[], ProcessorTimes] | None = None) -> None:
@@ -214,7 +208,6 @@ class ContextOptions:
 
     Attributes:
         cells: tokens the cache may hold, those of pending draft trees included.
-        kv: type of the cache.
         threads: of a pass; at most, where they are `adaptive_threads`.
         adaptive_threads: work with fewer while others use the processors, which changes no bit of the results.
         batch: tokens of a pass at most.
@@ -247,9 +240,6 @@ class LlamaContext:
         kv_bytes: of the cache in the process, as llama.cpp says; all of it is taken at once.
         cell_layers: those with cells of their own; where some have a sliding window, those without one and those with
             one, which lie in two caches.
-
-    Raises:
-        BackendError: llama.cpp cannot make it.
     """
 
     def __init__(self, lib: Any, model: Any, options: ContextOptions) -> None:

@@ -30,7 +30,6 @@ class GraphicsProcessor:
 
     Attributes:
         name: llama.cpp's, such as Vulkan0.
-        description: of the hardware, in words.
         free, total: bytes of its memory.
         shared: its memory is the system's.
         pointers: llama.cpp's own, of all devices that are taken for one.

@@ -41,7 +41,6 @@ class Division:
     """A model divided between the processor and a graphics processor, which has the last layers.
 
     Attributes:
-        blocks: layers of the model.
         gpu_layers: on the graphics processor; the norm and the matrix that give logits are the last of all.
     """
 

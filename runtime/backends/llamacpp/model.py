@@ -35,17 +35,6 @@ class LlamaModel:
     Args:
         weights: one of WEIGHTS.
         expert_count: experts of a token in place of the number that the file says; None is the file's.
-        offload: layers on a graphics processor; None where all are here.
-        progress: told what is done, how much of it and of how much.
-
-    Attributes:
-        lib: llama.cpp.
-        gguf: the file's header.
-        vocab_size: tokens of the vocabulary.
-
-    Raises:
-        BundleError: llama.cpp cannot load it, or it is no decoder.
-        UsageError: llama.cpp is not there, or weights are to be kept in no known way.
     """
 
     def __init__(

@@ -62,14 +62,9 @@ class StateCodec:
     """Reads and writes copies of one model's cache.
 
     Args:
-        layers: what each of the model's layers keeps of a token.
-        kv: type of the cache.
         parts: the layers in each part of a copy.
         placed: positions have sections, so that cells hold a place in a picture too.
         recurrent: some layers, or all, keep a state.
-
-    Attributes:
-        layers: the same.
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class ExactWords:
     Texts with such characters, which are rare, are cut by the library; words that hold some are merged here.
 
     Args:
-        gguf, vocabulary: the file.
         steps: of its pre-tokenizer.
         whole_words: words of the vocabulary are taken whole.
     """
@@ -175,15 +174,7 @@ _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _STRIPPED, "gemma4": _PIECES}
 
 
 class LlamaTokenizer:
-    """Implements `contract.TokenizerLike` over a loaded model; of no use once that is closed.
-
-    Args:
-        model: whose vocabulary it is.
-
-    Raises:
-        TokenizerError: the vocabulary is of a kind that decoders do not have.
-        BundleError: the file has none, or its parts do not agree.
-    """
+    """Implements `contract.TokenizerLike` over a loaded model; of no use once that is closed."""
 
     def __init__(self, model: LlamaModel) -> None:
         vocabulary = read_vocabulary(model.gguf)

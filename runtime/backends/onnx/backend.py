@@ -29,14 +29,8 @@ class OnnxBackend(GraphBackend):
     """Implements `contract.Backend`, with a float32 KV cache updated in place.
 
     Args:
-        bundle: an opened bundle made by the native export.
-        capacity: tokens the cache may hold.
         exact: pad passes so that every row is bit-identical whatever pass it is computed in.
         device: that runs it; where it is not the CPU, the cache lives in its memory, and rows are not exact.
-        threads, progress, affinity: as `GraphBackend` takes them.
-
-    Raises:
-        BundleError, NativeUnavailableError, StorageError, DeviceError: as `GraphBackend`.
     """
 
     cache: KVBuffers

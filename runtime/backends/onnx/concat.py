@@ -140,18 +140,7 @@ class ConcatCache(TrimmedCache):
 
 
 class ConcatBackend:
-    """Implements `contract.Backend` for graphs whose cache grows by concatenation; chains only.
-
-    Args:
-        bundle: an opened bundle made by the optimum export.
-        capacity: tokens the cache may hold.
-        threads: threads of the session.
-        kv: type of the cache, of which only float32 is possible.
-
-    Raises:
-        BundleError: the model file cannot be loaded, or has other inputs or outputs.
-        UsageError: another type of cache is asked for.
-    """
+    """Implements `contract.Backend` for graphs whose cache grows by concatenation; chains only."""
 
     name = "onnx-optimum"
     kernel = "onnxruntime"

@@ -44,23 +44,10 @@ class GraphBackend(ABC):
     """Implements `contract.Backend` but for the cache and `forward`, whose steps these are.
 
     Args:
-        bundle: an opened bundle made by the native export.
         places: rows of the rotary tables, for a context of `capacity` tokens.
-        threads: threads of the session.
-        layout: of the weights.
-        progress: called while weights are converted.
-        device: that runs it.
-        affinity: as `OrtSession` takes it.
-        adapters: that rows may have, of graphs that take them.
 
     Attributes:
         pages: of the weights' file where they are used in place.
-
-    Raises:
-        BundleError: the bundle is damaged.
-        NativeUnavailableError: the native layout runs, and there is no native kernel.
-        StorageError: there is no place for converted weights.
-        DeviceError: the device fails.
     """
 
     name = "onnx"

@@ -51,10 +51,8 @@ class OnnxMemory:
     """Implements `ModelMemory`.
 
     Attributes:
-        layout: of the weights, as it will run.
         merge_pairs: whether the tokenizer's merges are pairs, which take more to parse.
         floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
-        threads: of the linear algebra.
     """
 
     bundle: Bundle

@@ -54,24 +54,10 @@ class PagedBackend(GraphBackend):
     """Implements `contract.Backend` for one sequence, and evaluates rows of several in one pass.
 
     Args:
-        bundle: an opened bundle whose native graph is paged.
-        capacity: tokens that a sequence may hold.
         exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.geometry.PAGED_KV.
         pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
         weighed: the cache's rows have weights, for those that stand for several tokens.
-        threads, progress, affinity, adapters: as `GraphBackend` takes them.
-
-    Attributes:
-        pool: of all sequences.
-        cache: of the sequence that `forward` goes on with.
-        observe_pass: called after each of its passes.
-        head_apart: whether `head` can be asked.
-
-    Raises:
-        UsageError: there is no such type of cache.
-        BudgetError: the system does not grant the pool's addresses.
-        BundleError, NativeUnavailableError, StorageError: as `GraphBackend`.
     """
 
     cache: PagedCache

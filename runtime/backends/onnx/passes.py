@@ -141,7 +141,6 @@ class AttentionBias:
     """Who attends to whom, bound to every pass, as its shape changes with each.
 
     Args:
-        cache: of the passes.
         window: of layers with a sliding window; 0 without.
         copies_padding: rows of padding are the last real row again, so that they choose its experts.
     """
@@ -209,10 +208,6 @@ class PathTables:
 
     A path is the first slots of its sequence and then some further ones, the last of all the row's own
     (edgeinfer.bundle.graph).
-
-    Args:
-        capacity: rows of a sequence, padding included.
-        slots: further slots there is room for.
 
     Attributes:
         rows: of each row its sequence, how many first slots it sees, where its further ones begin in `slots`, and how

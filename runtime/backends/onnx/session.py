@@ -73,20 +73,9 @@ class OrtSession:
     Args:
         path: the model file, or what would be in it.
         folder: where the weights of a model that is not a file lie.
-        threads: threads of the linear algebra.
-        kernel: whose operators the graph may use.
         device: that runs what its provider can; the CPU runs the rest.
         affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
             them; empty leaves the threads to the system.
-
-    Attributes:
-        inputs, outputs: names in the order of the graph.
-
-    Raises:
-        NativeUnavailableError: this onnxruntime does not take the kernel.
-        DeviceError: the device is not installed, or fails.
-        BundleError: the model file cannot be loaded.
-        BudgetError: there is not enough memory for it.
     """
 
     def __init__(

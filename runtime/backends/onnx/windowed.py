@@ -59,9 +59,6 @@ class ReadAhead:
     It touches them in a mapping of its own, a piece at a time, which it drops at once. So they come in large pages
     where the system has these for files, unlike what it reads on advice: 1.8 GB/s instead of 1.0, for 0.4 of the
     processor's time (docs/log/2026-11-27.md).
-
-    Raises:
-        StorageError: the file cannot be mapped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,9 +137,6 @@ class Window:
 
     Attributes:
         layers: attention and MLP of each layer, true where they are in the window. (2 L,)
-        before: called before it runs.
-        after: called with what came of it.
-        within: what it runs in.
     """
 
     layers: NDArray[np.bool_]
@@ -157,7 +151,6 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
 
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
-        meter: of the disk that the weights come from.
     """
 
     def __init__(self, inner: GraphBackend, meter: DiskMeter | None) -> None:
@@ -215,7 +208,6 @@ class _Part:
     """What runs together.
 
     Attributes:
-        layers: as of `Window`. (2 L,)
         weights: those of it that are streamed.
         dropped: while it runs, by the operators that read it, not only afterwards.
         forgotten: what the system's cache drops of it, too, when it has run; None where all stays there.
@@ -246,13 +238,8 @@ class StreamedBackend(WindowedBackend):
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
         window_layers: layers whose weights are in memory together; all of them stay there.
-        meter: as of `WindowedBackend`.
         kept_layers: that stay beside the windows, with head and embedding.
         room: bytes of the weights that the system's cache can keep; None where it keeps all.
-
-    Raises:
-        CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
-        StorageError: the file of its weights cannot be mapped; `inner` is closed then.
     """
 
     def __init__(
@@ -350,18 +337,8 @@ class CachedExpertsBackend(WindowedBackend):
     of layers, and room is made before each of them, so that never more than the limit is in memory.
 
     Args:
-        inner: whose passes can skip layers and resume from hidden states; this closes it.
-        decoder: of the model.
         limit: bytes of experts that may be in memory at once.
-        meter: as of `WindowedBackend`.
         guess: what the layers of the next window will choose, so that it is read while they begin.
-
-    Attributes:
-        expert_cache: of the experts.
-
-    Raises:
-        CapabilityError: its experts do not lie on pages of their own, it cannot skip layers or resume, or the limit is
-            less than the experts that one layer may need.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ class ReferenceEnds:
 
     Attributes:
         linear, norm: product and norm by the names of their weights.
-        weight: a tensor by its name.
     """
 
     spec: DecoderSpec
@@ -158,7 +157,6 @@ class ReferenceMixture:
     """The mixture of a layer.
 
     Attributes:
-        weights: all tensors by name.
         linear, norm: product and norm by the names of their weights.
         mlp: an MLP by the prefix of its weights, gated or not.
     """
@@ -263,13 +261,7 @@ class ReferenceBackend:
     """Implements `contract.Backend` for every bundle with a decoder description.
 
     Args:
-        bundle: an opened bundle with a tensor table.
-        capacity: tokens the cache may hold.
         kv: type of the cache, one of edgeinfer.bundle.geometry; it needs no graph of its own here.
-
-    Raises:
-        BundleError: the bundle's weights are opaque.
-        UsageError: there is no such type of cache.
     """
 
     name = "reference"

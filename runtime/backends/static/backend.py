@@ -181,20 +181,10 @@ class StaticBackend:
     """Implements `contract.Backend` for static bundles.
 
     Args:
-        bundle: an opened bundle made by the static export.
         capacity: tokens the cache may hold, at most as many as the graphs' caches have rows.
-        threads: threads of each session.
-        device: that runs the graphs.
-        affinity: of threads, as `OrtSession` takes it.
         exact: use such graphs only whose rows are bit-identical, as `passes.choose_graphs` says.
         rows: of the widest pass that is no prompt; None for any.
         chunk: prompt tokens per pass; None for as many as the graph for prompts takes.
-        kv: type of the cache, of which only float32 is possible.
-
-    Raises:
-        BundleError: the bundle is damaged, is not static, or its graphs are not as it describes.
-        UsageError: another type of cache, or more capacity, is asked for.
-        DeviceError: the device fails.
     """
 
     name = "onnx-static"

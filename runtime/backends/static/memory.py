@@ -74,9 +74,6 @@ def choose_graphs(static: StaticGraphs, *, exact: bool, on_cpu: bool, rows: int,
 
     Rows of passes are bit-identical on the CPU where they have a neighbour, in even numbers (as operators there take
     rows in pairs and a single one goes another way); on other devices within one graph, if at all.
-
-    Args:
-        chunk: prompt tokens per pass.
     """
     narrow = static.narrow
     if exact:
@@ -107,7 +104,6 @@ class StaticMemory:
 
     Attributes:
         ordinary: of the same bundle, which has the tokenizer's terms.
-        exact, on_cpu: as `passes.choose_graphs` takes them.
     """
 
     bundle: Bundle

@@ -47,13 +47,7 @@ class ClusterOptions:
 
 
 class ClusterPolicy:
-    """Implements `ContextShiftPolicy`.
-
-    Args:
-        spec: of the model.
-        backend: whose cache is shortened.
-        options: what is merged.
-    """
+    """Implements `ContextShiftPolicy`."""
 
     name = "cluster"
 

@@ -39,7 +39,6 @@ class Observer:
     """Queries of the tokens that were fed last.
 
     Args:
-        bundle: with a decoder description and a table of its weights.
         backend: runs it; must skip layers and resume from hidden states.
     """
 
@@ -158,13 +157,7 @@ class _Past:
 
 
 class MergePolicy:
-    """Implements `ContextShiftPolicy`.
-
-    Args:
-        bundle: with a decoder description and a table of its weights.
-        backend: whose cache is shortened; must skip layers and resume from hidden states.
-        options: what decides who leaves.
-    """
+    """Implements `ContextShiftPolicy`."""
 
     name = "merge"
 

@@ -90,10 +90,6 @@ class Rotation:
     A key is turned by the difference of two entries, not by a table of differences: the tables' angles are rounded to
     float32, which at position 2000 is a ten-thousandth of a radian, and the turned key must be the one that a pass at
     its new position would have written.
-
-    Args:
-        spec: of the model.
-        capacity: tokens that the cache may hold.
     """
 
     def __init__(self, spec: RopeSpec, capacity: int) -> None:
@@ -131,11 +127,7 @@ class Rotation:
 
 
 class LayerRotations:
-    """The rotation of each layer of a decoder, for keys that were rotated by it.
-
-    Args:
-        capacity: tokens that the cache may hold.
-    """
+    """The rotation of each layer of a decoder, for keys that were rotated by it."""
 
     def __init__(self, spec: DecoderSpec, capacity: int) -> None:
         self._spec = spec

@@ -27,8 +27,6 @@ class WindowPolicy:
     """Implements `ContextShiftPolicy`.
 
     Args:
-        spec: of the model.
-        backend: whose cache is shortened.
         sinks: first tokens that stay.
         freed: share of the context that each context shift frees.
     """
