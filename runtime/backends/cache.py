@@ -88,11 +88,9 @@ class CopiedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
         return sum(a.nbytes for a in (*self.keys, *self.values)) + (0 if self.state is None else self.state.nbytes)
 
     def part(self, start: int, stop: int) -> CopiedRows:
-        """Rows start..stop-1, as views."""
         keys, values = ([a[:, start:stop] for a in arrays] for arrays in (self.keys, self.values))
         state = self.state if stop == self.length else None
         return CopiedRows(stop - start, keys, values, self.kv, self.scales, state, self.state_bytes)
@@ -105,12 +103,10 @@ class CopiedRows:
         return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales, state, self.state_bytes)
 
     def resumable(self, rows: int) -> int:
-        """All of them, or where there are recurrent layers those before their state."""
         there = not self.state_bytes or (self.state is not None and rows == self.length)
         return rows if there else 0
 
     def bytes_for(self, rows: int) -> int:
-        """Bytes of a copy of so many rows, and of a state behind them."""
         state = self.state_bytes if rows else 0
         return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values)) + state
 

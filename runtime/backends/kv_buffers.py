@@ -66,7 +66,6 @@ class KVBuffers(TrimmedCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def reserve(self, rows: int) -> bool:
@@ -111,12 +110,10 @@ class KVBuffers(TrimmedCache):
         return self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
 
     def trim(self, length: int) -> None:
-        """Forgets all rows from `length` on."""
         check_length(length, self.length)
         self.length = length
 
     def clear(self) -> None:
-        """Forgets all rows and frees their memory, unless it is fixed."""
         self.length = 0
         if self._fixed:
             return
@@ -137,20 +134,17 @@ class KVBuffers(TrimmedCache):
             self.observe_keep(start, rows)
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the rows in use, or start..stop-1 of them."""
         start, stop = row_range(start, stop, self.length)
         keys = tuple(k[0, :, start:stop].copy() for k in self.keys)
         values = tuple(v[0, :, start:stop].copy() for v in self.values)
         return CopiedRows(stop - start, keys, values)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copy in the place of all rows."""
         check_snapshot(snapshot, self._geometry, self.capacity)
         self.length = 0
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use."""
         check_snapshot(snapshot, self._geometry, self.capacity - self.length)
         start, stop = self.length, self.length + snapshot.length
         self.reserve(stop)
@@ -159,7 +153,6 @@ class KVBuffers(TrimmedCache):
         self.length = stop
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
         rows, left = self.length, None
         self.length = 0
         for layer in range(self._geometry.num_layers):

@@ -67,33 +67,27 @@ class PageSnapshot:
 
     @property
     def kv(self) -> str:
-        """Name of the type of the cache."""
         return self.pool.layout.kv
 
     @property
     def scales(self) -> str:
-        """`ROW_SCALES` where every row has its own; nothing where none are needed."""
         return self.pool.layout.scales
 
     @property
     def keys(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
-        """A copy of the keys of each layer as they are stored."""
         return self.pool.rows.stored_keys(self.places)
 
     @property
     def values(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
-        """A copy of the values of each layer as they are stored."""
         return self.pool.rows.stored_values(self.places)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages, and of the state."""
         state = 0 if self.behind is None else self.behind.nbytes
         return (len(self.pages) - self._joined) * self.pool.layout.page_bytes + state
 
     @property
     def state(self) -> NDArray[np.uint8] | None:
-        """A copy of the state behind the last row."""
         state = self._state_at(self.length)
         return None if state is None or state.until < self.start + self.length else state.copy()
 
@@ -103,7 +97,6 @@ class PageSnapshot:
         return places_in(np.array(self.pages, np.int64), self.offset, self.offset + self.length)
 
     def part(self, start: int, stop: int) -> PageSnapshot:
-        """Rows start..stop-1, in the same pages."""
         first, last = self.offset + start, self.offset + stop
         pages = self.pages[first // PAGE : pages_for(last)] if start < stop else ()
         joined = self._joined and first < PAGE
@@ -276,26 +269,21 @@ class PagedCache:
             self.state.advance(self.length)
 
     def resumable(self, length: int) -> int:
-        """See `KVCache.resumable`."""
         return length if self.state is None else self.state.resumable(length)
 
     def mark(self) -> None:
-        """See `KVCache.mark`."""
         if self.state is not None:
             self.state.mark()
 
     @property
     def marked(self) -> int:
-        """See `KVCache.marked`."""
         return 0 if self.state is None else self.state.marked
 
     def hold(self, length: int | None) -> None:
-        """See `KVCache.hold`."""
         if self.state is not None:
             self.state.pinned = length
 
     def trim(self, length: int) -> None:
-        """Forgets all rows from `length` on."""
         check_length(length, self.length)
         if self.state is not None:
             self.state.trim(length)
@@ -304,7 +292,6 @@ class PagedCache:
             self.shift = 0
 
     def clear(self) -> None:
-        """Forgets all rows and lets go of their pages."""
         self.trim(0)
         self._drop(0)
         self.pool.trim()
@@ -344,7 +331,6 @@ class PagedCache:
         return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start, **further)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts rows in the place of all."""
         self._check(snapshot, self.capacity)
         self.trim(0)
         self._append(snapshot)
@@ -355,7 +341,6 @@ class PagedCache:
         self._append(snapshot)
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
         rows, left = self.length, None
         self.length = 0
         self._own(0, rows)

@@ -179,52 +179,41 @@ class WrappedBackend(Generic[B]):
 
     @property
     def name(self) -> str:
-        """Name for people."""
         return self._inner.name
 
     @property
     def kernel(self) -> str:
-        """What multiplies."""
         return self._inner.kernel
 
     @property
     def geometry(self) -> Geometry:
-        """Sizes of the model."""
         return self._inner.geometry
 
     @property
     def capabilities(self) -> Capabilities:
-        """What may be asked of `forward`."""
         return self._inner.capabilities
 
     @property
     def cache(self) -> KVCache:
-        """That of the backend inside."""
         return self._inner.cache
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """See `adapting.AdaptingBackend.adapters`; none where the backend inside takes none."""
         return adapters_of(self._inner)
 
     def use_adapter(self, name: str | None) -> None:
-        """See `adapting.AdaptingBackend.use_adapter`."""
         choose_adapter(self._inner, name)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         return self._inner.forward(batch)
 
     def cancel(self) -> None:
-        """Ends the running pass from another thread."""
         self._inner.cancel()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
         return self._inner.nbytes()
 
     def close(self) -> None:
-        """Closes the backend inside."""
         self._inner.close()
 
 
@@ -261,7 +250,6 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
         )
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         start = self.cache.length
         output = self._inner.forward(batch)
         # Drafts of cheaper passes are not what the model's tokens use, and passes that go on after one know not all.

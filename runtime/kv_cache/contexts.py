@@ -117,7 +117,6 @@ class RowsInMemory:
         return cls(tokens, CopiedRows(rows.length, rows.keys, rows.values, rows.kv, rows.scales), edits)
 
     def pieces(self) -> Iterator[CacheSnapshot]:
-        """All at once."""
         yield self.rows
 
 
@@ -241,14 +240,12 @@ class KeptRows:
 
     @property
     def there(self) -> bool:
-        """Whether the file is still there, as it was."""
         try:
             return Stamp.of(self.path.stat()) == self.stamp
         except OSError:
             return False
 
     def pieces(self) -> Iterator[CacheSnapshot]:
-        """The rows, a few megabytes at a time."""
         with _saying_what_to_do(), open_session(self.path, self.stamp) as file:
             yield from file.pieces()
 

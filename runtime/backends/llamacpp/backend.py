@@ -142,20 +142,16 @@ class LlamaCppBackend:
 
     @property
     def kernel(self) -> str:
-        """llama.cpp and the instruction sets it was compiled for."""
         return " ".join(("llama.cpp", *features(self.vocabulary.lib)))
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """See `adapting.AdaptingBackend.adapters`."""
         return self._adapters.digests
 
     def use_adapter(self, name: str | None) -> None:
-        """See `adapting.AdaptingBackend.use_adapter`."""
         self._adapters.choose(self._context.pointer, name)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self.cache.check_kept()
@@ -238,11 +234,9 @@ class LlamaCppBackend:
         raise BackendError(f"llama.cpp failed in a pass of {size} tokens: {reason}.")
 
     def cancel(self) -> None:
-        """Ends the running pass from another thread."""
         self._context.cancel()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term, as llama.cpp says."""
         return {"kv": self.cache.nbytes, "buffers": self._context.buffer_bytes + self._gathered.nbytes}
 
     def close(self) -> None:

@@ -101,7 +101,6 @@ class LlamaCache(TrimmedCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, as llama.cpp says."""
         return self._context.kv_bytes
 
     def check_kept(self) -> None:
@@ -142,12 +141,10 @@ class LlamaCache(TrimmedCache):
             self.length = length
 
     def clear(self) -> None:
-        """Drops all rows; their memory was taken at the beginning."""
         self._context.clear()
         self.length, self.pending = 0, None
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows, which follow each other, of the pass that began at `start`."""
         tree = self.pending
         if tree is None:
             if list(rows) != list(range(len(rows))):
@@ -168,7 +165,6 @@ class LlamaCache(TrimmedCache):
         self.pending, self.length = None, stop
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
-        """Copies all rows, or rows start..stop-1."""
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
         if start == stop:
@@ -191,13 +187,11 @@ class LlamaCache(TrimmedCache):
             self._context.cut(spare, 0)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copy in the place of all rows."""
         self._codec.check(snapshot, self.capacity)
         self.trim(0)
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use."""
         self.check_kept()
         self._codec.check(snapshot, self.capacity - self.length)
         if snapshot.length == 0:
@@ -209,7 +203,6 @@ class LlamaCache(TrimmedCache):
         self.length = stop
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
         copied = self.snapshot()
         self.trim(0)
         keys, values, left = [], [], None
@@ -257,7 +250,6 @@ class RecurrentCache(LlamaCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, as llama.cpp says, and those of copied states."""
         return super().nbytes + sum(each.blob.nbytes for each in self._copies)
 
     def begin(self, start: int, size: int) -> int:
@@ -284,14 +276,12 @@ class RecurrentCache(LlamaCache):
         self.length, self._lost, self._whole = start, True, None
 
     def resumable(self, length: int) -> int:
-        """See `KVCache.resumable`."""
         length = min(length, self.length)
         if not self._lost and length >= self._lowest:
             return length
         return max((each.position for each in self._copies if each.position <= length), default=0)
 
     def trim(self, length: int) -> None:
-        """Goes back to so many rows."""
         check_length(length, self.length)
         self._whole = None
         if length == self.length and not self._lost:
@@ -316,30 +306,25 @@ class RecurrentCache(LlamaCache):
         )
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows, the first ones, of the pass that began at `start`."""
         if list(rows) != list(range(len(rows))):
             raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
         self.trim(start + len(rows))
 
     def clear(self) -> None:
-        """Drops all rows; their memory was taken at the beginning."""
         super().clear()
         self._mark = self._base = self._wanted = None
         self._lowest, self._lost, self._cut, self._whole = 0, False, False, None
         self._joined.clear()
 
     def mark(self) -> None:
-        """See `KVCache.mark`."""
         if not self._lost and self.length:
             self._mark = self._copied()
 
     @property
     def marked(self) -> int:
-        """See `KVCache.marked`."""
         return 0 if self._mark is None else self._mark.position
 
     def hold(self, length: int | None) -> None:
-        """See `KVCache.hold`; takes a copy of the states."""
         self._wanted = length
         if self._wanted is None:
             self._base = None
@@ -347,7 +332,6 @@ class RecurrentCache(LlamaCache):
             self._base = self._copied()
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
-        """Copies all rows, or rows start..stop-1, and the state behind them where there is one."""
         start, stop = row_range(start, stop, self.length)
         if start == stop:
             kind = self._codec.nothing()
@@ -387,7 +371,6 @@ class RecurrentCache(LlamaCache):
         self._lowest, self._lost = self.length, False
 
     def rewrite(self, edit: Edit) -> None:
-        """See `KVCache.rewrite`."""
         raise CapabilityError(
             "The states of recurrent layers cannot forget tokens.", "Load it with " + Setting("overflow", "stop") + "."
         )

@@ -96,13 +96,11 @@ class GgufMemory:
     head_here: bool = False
 
     def import_libraries(self) -> None:
-        """Imports what loading will import."""
         from edgeinfer.bundle.gguf.library import llama_library
 
         llama_library()
 
     def weights(self, configuration: Configuration) -> Footprint:
-        """Repacked copies, and pages of the file."""
         gguf, mode, layers = self.bundle.gguf, configuration.weights, configuration.gpu_layers
         head = device_bytes(gguf, 1) if layers and self.head_here else 0
         copied, read = packed_bytes(gguf, mode, layers), mapped_bytes(gguf, mode, layers)
@@ -127,7 +125,6 @@ class GgufMemory:
         return Footprint(anonymous, file, device)
 
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
-        """The vocabulary, which llama.cpp loads with the model."""
         return Footprint({"tokenizer": vocabulary_bytes(self.bundle.gguf)}, {})
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
@@ -147,7 +144,6 @@ class LlamaCppFactory(BackendFactory):
     tunes: ClassVar[tuple[str, ...]] = ("threads", "weights", "prefill_chunk")
 
     def engine(self) -> str:
-        """llama-cpp-python, by whose version llama.cpp's is known."""
         from edgeinfer.bundle.gguf.library import installed_version
 
         return f"llama-cpp-python {installed_version()}"
@@ -173,7 +169,6 @@ class LlamaCppFactory(BackendFactory):
         return drafted_at_once(bundle.gguf, MOST_DRAFTED) if is_recurrent(bundle.gguf) else None
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
-        """llama.cpp with the instruction sets it was compiled for."""
         from edgeinfer.bundle.gguf.library import llama_library
         from edgeinfer.runtime.backends.llamacpp.model import features
 
@@ -188,7 +183,6 @@ class LlamaCppFactory(BackendFactory):
         return super().device(config)
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        """Of a context."""
         keeps = bool(config.prefix_cache)
         if choice.device.on_cpu:
             return GgufMemory(choice.bundle, keeps=keeps)
@@ -210,7 +204,6 @@ class LlamaCppFactory(BackendFactory):
         return "model"
 
     def tokenizer(self, backend: Backend) -> TokenizerLike:
-        """That vocabulary."""
         from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
         from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 
@@ -218,7 +211,6 @@ class LlamaCppFactory(BackendFactory):
         return LlamaTokenizer(backend.vocabulary)
 
     def make(self, order: BackendOrder) -> Backend:
-        """A context."""
         if order.device.on_cpu:
             return self._make(order, None)
         layers = order.configuration.gpu_layers

@@ -205,7 +205,6 @@ class LlamaTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's logits may have more columns."""
         unused = np.flatnonzero(self._types == _UNUSED)
         padding = {id_ for id_ in unused.tolist() if self._text(id_) is None}
         size = len(self._types)
@@ -214,7 +213,6 @@ class LlamaTokenizer:
         return size
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; see `text.contract.TokenizerLike.encode`."""
         with self._encoding(text):
             marks = self._special_tokens if parse_special else self._plain
             parts = marks.split(self._spaced(text))
@@ -223,7 +221,6 @@ class LlamaTokenizer:
         return [*before, *ids, *behind]
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `text.contract.TokenizerLike.encode_between`."""
         with self._encoding("".join(parts)):
             split: list[str] = []
             ids: list[int] = []
@@ -316,7 +313,6 @@ class LlamaTokenizer:
 
     @cached_property
     def control_texts(self) -> Mapping[str, int]:
-        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
         return self._texts(self.special_ids)
 
     @cached_property
@@ -337,7 +333,6 @@ class LlamaTokenizer:
             return int(self._lib.llama_vocab_get_attr(vocabulary, id_))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the vocabulary lacks add nothing."""
         wanted = [int(i) for i in ids if not (skip_special_tokens and i in self.special_ids)]
         pairs = [(i, text) for i in wanted if (text := self.id_to_token(i)) is not None]
         if self.decoder_types == _BYTE_LEVEL:
@@ -346,11 +341,9 @@ class LlamaTokenizer:
         return text[1:] if self.decoder_types == _STRIPPED and text.startswith(" ") else text
 
     def token_to_id(self, text: str) -> int | None:
-        """The id of one token as the vocabulary spells it, None where it has no such token."""
         return self._find(text)
 
     def id_to_token(self, id_: int) -> str | None:
-        """The vocabulary's spelling of an id, None where it has no such id."""
         if not 0 <= id_ < len(self._types):
             return None
         return self._text(id_)

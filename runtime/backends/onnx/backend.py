@@ -72,7 +72,6 @@ class OnnxBackend(GraphBackend):
         self.cache.unbind = self._unbind
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         if self._window and batch.tree is not None and len(batch.tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(batch.tree)} rows is larger than {graph.TREE_ROWS}.")
@@ -105,12 +104,10 @@ class OnnxBackend(GraphBackend):
                 array.swap()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
         # What lies in a device's own memory is none of the process's.
         kv = self.cache.nbytes if self._device.memory == CPU_MEMORY else 0
         return {"kv": kv, "buffers": self._buffer_bytes}
 
     def close(self) -> None:
-        """Drops the session and all buffers."""
         super().close()
         del self.cache, self._bias

@@ -61,7 +61,6 @@ class ConcatCache(TrimmedCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(a.nbytes for a in (*self._read, *self._write))
 
     def _views(self, arrays: list[Floats], rows: int) -> list[Floats]:
@@ -87,35 +86,29 @@ class ConcatCache(TrimmedCache):
         self._packed = self.length = rows
 
     def trim(self, length: int) -> None:
-        """Forgets all rows from `length` on; the next pass pays for it with a copy of the cache."""
         check_length(length, self.length)
         self.length = length
 
     def clear(self) -> None:
-        """Forgets all rows; their memory was taken at the beginning."""
         self.length = 0
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps the first rows of the pass that began at `start`."""
         if list(rows) != list(range(len(rows))):
             message = f"The onnx-optimum backend cannot keep rows {list(rows)} of a pass."
             raise CapabilityError(message, "Use a natively exported bundle.")
         self.trim(start + len(rows))
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the rows in use, or start..stop-1 of them."""
         start, stop = row_range(start, stop, self.length)
         arrays = [a[0, :, start:stop].copy() for a in self._views(self._read, self._packed)]
         return CopiedRows(stop - start, tuple(arrays[::2]), tuple(arrays[1::2]))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copy in the place of all rows."""
         check_snapshot(snapshot, self._geometry, self.capacity)
         self.length = 0
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use, at the price of a copy of the cache."""
         start, stop = self.length, self.length + snapshot.length
         check_snapshot(snapshot, self._geometry, self.capacity - start)
         copies = [a for pair in zip(snapshot.keys, snapshot.values, strict=True) for a in pair]
@@ -126,7 +119,6 @@ class ConcatCache(TrimmedCache):
         self.swap(stop)
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
         rows, left = self.length, None
         read = self._views(self._read, self._packed)
         self.length = 0
@@ -166,7 +158,6 @@ class ConcatBackend:
         self._binding = self._session.binding()
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         start, size = self.cache.length, len(tokens)
@@ -197,15 +188,12 @@ class ConcatBackend:
         self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
 
     def cancel(self) -> None:
-        """Ends the running pass from another thread."""
         self._session.cancel()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
         return {"kv": self.cache.nbytes, "buffers": self._mask.nbytes + self._logits.nbytes}
 
     def close(self) -> None:
-        """Drops the session and all buffers."""
         del self._binding, self._session, self.cache
 
 

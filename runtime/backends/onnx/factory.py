@@ -37,16 +37,13 @@ class OnnxFactory(BackendFactory):
     adapts: ClassVar[bool] = True
 
     def engine(self) -> str:
-        """onnxruntime."""
         return _onnxruntime()
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
-        """The stored one where it can run and has the cache that is wanted; errors as `choose_layout`."""
         native = config.native if device.traits.custom_ops else False
         return choose_layout(bundle, native, config.kv)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Those of the graph."""
         return bundle.kv_types(layout)
 
     def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
@@ -59,23 +56,18 @@ class OnnxFactory(BackendFactory):
         return ("mapped", "experts", "streamed") if apart else ("mapped", "streamed")
 
     def head_apart(self, bundle: Bundle, layout: Layout) -> bool:
-        """Where passes are those of `PagedBackend`."""
         return runs_apart(bundle.manifest, layout)
 
     def weights_place(self, bundle: Bundle, layout: Layout) -> Path | None:
-        """The file that the native graph reads in place."""
         return weights_place(bundle, layout) if layout == NATIVE else None
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
-        """An instruction set of the native kernel, or an operator."""
         return kernel_of(bundle, layout)
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        """Of a session."""
         return memory_of(choice.bundle, choice.layout, threads=thread_count(config))
 
     def make(self, order: BackendOrder) -> Backend:
-        """A session, with whatever keeps its weights or experts out of memory."""
 
         bundle, plan = order.bundle, order.configuration
         weighed = order.config.overflow in MERGING
@@ -117,23 +109,18 @@ class OptimumFactory(BackendFactory):
     """Graphs of optimum."""
 
     def engine(self) -> str:
-        """onnxruntime."""
         return _onnxruntime()
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Floats."""
         return (FLOAT32,)
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
-        """The library."""
         return "onnxruntime"
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        """Of a session with opaque weights."""
         return memory_of(choice.bundle, choice.layout)
 
     def make(self, order: BackendOrder) -> Backend:
-        """A session whose cache grows by concatenation."""
         from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 
         return ConcatBackend(order.bundle, order.configuration.context, threads=order.threads)

@@ -112,7 +112,6 @@ class GraphBackend(ABC):
         return LookedUp(file)
 
     def rotate_long(self, long: bool) -> None:
-        """See `contract.RotatingBackend.rotate_long`."""
         if self.rotation_border is None or long == self.rotates_long:
             return
         self.rotates_long = long
@@ -215,7 +214,6 @@ class GraphBackend(ABC):
         return step
 
     def cancel(self) -> None:
-        """Ends the running pass from another thread."""
         self._session.cancel()
 
     @property
@@ -224,7 +222,6 @@ class GraphBackend(ABC):
         return self._buffers.nbytes + sum(int(t.tensor_size_in_bytes()) for t in self._tables.values())
 
     def close(self) -> None:
-        """Drops the session and all buffers."""
         self._passes.clear()
         if self.pages is not None:
             self.pages.close()

@@ -62,11 +62,9 @@ class OnnxMemory:
     threads: int = 1
 
     def import_libraries(self) -> None:
-        """Imports what loading will import."""
         import onnxruntime  # noqa: F401 - measured, not used
 
     def weights(self, configuration: Configuration) -> Footprint:
-        """Copies of the weights, and pages of their file."""
         manifest = self.bundle.manifest
         if self.floats:
             return _multiplied_out(manifest)
@@ -78,7 +76,6 @@ class OnnxMemory:
         return weights + Footprint({}, {"weights_mapped": looked_up_bytes(table, configuration.prefill_chunk)})
 
     def running(self, configuration: Configuration) -> Footprint:
-        """Session, cache and passes."""
         # The largest pass reads a part of a prompt, or verifies a draft.
         rows = max(configuration.prefill_chunk, 1 + configuration.draft_max)
         key = configuration.context, rows, configuration.kv
@@ -114,7 +111,6 @@ class OnnxMemory:
         )
 
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
-        """What it takes before and after it encoded text."""
         if keeping == "mapped":
             return self._mapped_tokenizer[used]
         return Footprint({"tokenizer": kept_bytes(self.bundle.manifest.geometry.vocab_size, used=used)}, {})

@@ -102,27 +102,22 @@ class PagedBackend(GraphBackend):
         self.observe_pass: PassObserver | None = None
 
     def new_sequence(self, capacity: int) -> PagedCache:
-        """An empty sequence of the same pool, for `forward_together`."""
         if capacity > self._capacity:
             raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
         return PagedCache(self.pool, capacity, SPARE_ROWS, self._states, reserves=False)
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """See `adapting.AdaptingBackend.adapters`."""
         return {} if self._adapters is None else self._adapters.digests
 
     def use_adapter(self, name: str | None) -> None:
-        """See `adapting.AdaptingBackend.use_adapter`."""
         self.cache.adapter = adapter_place(self.adapters, name)
 
     @property
     def free_pages(self) -> int:
-        """See `contract.TogetherBackend.free_pages`."""
         return self.pool.free - _FURTHER_PAGES
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         cache, size, asked = self.cache, len(batch.tokens), batch
         if cache.shift:
@@ -147,7 +142,7 @@ class PagedBackend(GraphBackend):
         return output
 
     def head(self, hidden: Floats) -> Floats:  # (R, D) -> (R, V)
-        """See `head.HeadBackend.head`: a pass in which no layer runs, so that nothing but the states is read."""
+        """A pass in which no layer runs, so that only the states are read; see `contract.HeadBackend.head`."""
         size = len(hidden)
         nothing = np.zeros(size, np.int64)
         batch = ForwardInput(nothing, nothing, np.arange(size), layer_mask=self._no_layers, hidden=hidden)
@@ -162,13 +157,11 @@ class PagedBackend(GraphBackend):
         return super().divided(batch) if state is None else state.divided(_whole(batch))
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
-        """One pass over new tokens of several sequences; see `contract.TogetherBackend.forward_together`."""
         for cache, batch in sequences:
             check_pass(self, batch, cache)
         return self.forward_checked(sequences)
 
     def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
-        """See `contract.TogetherBackend.forward_checked`."""
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
         own: Sequences = [(c, _placed(c, b)) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
@@ -276,13 +269,11 @@ class PagedBackend(GraphBackend):
             bind_input(step.binding, graph.ADAPTER_ROWS, self._adapter_rows[:size])
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
         states = 0 if self._states is None else self._states.nbytes
         terms = {"kv": self.pool.nbytes + states, "buffers": self._buffer_bytes + self._paths.nbytes}
         return terms if self._adapters is None else terms | {"adapters": self._adapters.nbytes}
 
     def close(self) -> None:
-        """Drops the session and all buffers."""
         super().close()
         del self.cache, self.pool, self._paths, self._states, self._adapters
 

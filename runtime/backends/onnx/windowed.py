@@ -168,7 +168,6 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
         self._inner.cancel()
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         self._cancelled = False
         start = self.cache.length
@@ -319,7 +318,6 @@ class StreamedBackend(WindowedBackend):
         part.release()
 
     def close(self) -> None:
-        """Closes the backend inside."""
         if self._reading is not None:
             self._reading.close()
         super().close()

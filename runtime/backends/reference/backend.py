@@ -305,7 +305,6 @@ class ReferenceBackend:
         return dataclasses.replace(self.geometry, num_layers=len(kept), kv_layers=kept, states=())
 
     def rotate_long(self, long: bool) -> None:
-        """See `contract.RotatingBackend.rotate_long`."""
         if self.rotation_border is not None and long != self.rotates_long:
             self.rotates_long = long
             self._tables = self._rotary_tables(self._capacity if long else self.rotation_border)
@@ -320,7 +319,6 @@ class ReferenceBackend:
             self.cache.reserve(self.cache.length + rows)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         start, size = self.cache.length, len(tokens)
@@ -540,7 +538,6 @@ class ReferenceBackend:
         """Does nothing: a numpy pass runs to its end, which is still within one step."""
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
         weights = sum(w.nbytes for w in self._whole.values())
         return {
             "weights": weights,
@@ -549,7 +546,6 @@ class ReferenceBackend:
         }
 
     def close(self) -> None:
-        """Drops the weights and the cache."""
         self._whole.clear()
         del self.cache
 
@@ -558,23 +554,18 @@ class ReferenceFactory(BackendFactory):
     """Slow and obvious, on bundles of our own graphs."""
 
     def engine(self) -> str:
-        """numpy."""
         return f"numpy {np.__version__}"
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Those of the graphs."""
         return bundle.kv_types(layout)
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
-        """The library."""
         return "numpy"
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        """With every weight multiplied out."""
         return memory_of(choice.bundle, choice.layout, floats=True)
 
     def make(self, order: BackendOrder) -> Backend:
-        """The arrays and a cache."""
         from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
         bundle, plan = order.bundle, order.configuration

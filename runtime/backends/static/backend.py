@@ -233,7 +233,6 @@ class StaticBackend:
         self._session(self.graphs.narrow[0])
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
@@ -284,18 +283,15 @@ class StaticBackend:
         return self._sessions[graph]
 
     def cancel(self) -> None:
-        """Ends the running pass from another thread."""
         running = self._running
         if running is not None:
             running.cancel()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
         buffers = sum(session.nbytes for session in self._sessions.values())
         return {"kv": self.cache.nbytes, "buffers": buffers + sum(t.nbytes for t in self._tables) + self._logits.nbytes}
 
     def close(self) -> None:
-        """Drops the sessions and all buffers."""
         self._running = None
         del self._sessions, self.cache, self._tables, self._logits
 

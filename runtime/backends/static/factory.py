@@ -26,37 +26,31 @@ class StaticFactory(BackendFactory):
     graphs: ClassVar[Graphs] = "static"
 
     def engine(self) -> str:
-        """onnxruntime."""
         import onnxruntime
 
         return f"onnxruntime {onnxruntime.__version__}"
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
-        """The one that there is."""
         if bundle.manifest.static is None:
             message = f"{bundle.path} has no static graphs."
             raise BundleError(message, "Leave the backend out, or export the model with --static.")
         return bundle.manifest.layout
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Floats."""
         return (FLOAT32,)
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
-        """Operators of whatever provider runs them."""
         from edgeinfer.runtime.backends.static.backend import kernel_of
 
         return kernel_of(bundle)
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        """Of all sessions."""
         bundle = choice.bundle
         pairs = file_has_pairs(bundle.path / TOKENIZER)
         ordinary = OnnxMemory(bundle, choice.layout, pairs)
         return StaticMemory(bundle, ordinary, config.exact, choice.device.on_cpu)
 
     def make(self, order: BackendOrder) -> Backend:
-        """As many sessions as passes need, made when they do."""
         from edgeinfer.runtime.backends.static.backend import StaticBackend
 
         plan = order.configuration

@@ -112,7 +112,6 @@ class StaticMemory:
     on_cpu: bool
 
     def import_libraries(self) -> None:
-        """Imports what loading will import."""
         self.ordinary.import_libraries()
 
     def weights(self, configuration: Configuration) -> Footprint:
@@ -138,7 +137,6 @@ class StaticMemory:
         )
 
     def tokenizer(self, mode: TokenizerMode, *, used: bool) -> Footprint:
-        """As of any bundle."""
         return self.ordinary.tokenizer(mode, used=used)
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:

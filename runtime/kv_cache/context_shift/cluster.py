@@ -67,7 +67,6 @@ class ClusterPolicy:
         return counts + LayerRotations.planned_bytes(spec, capacity) + rows + weights_bytes(spec, capacity)
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        """Merges rows of every head."""
         rows = self._backend.cache.length
         rotations = LayerRotations(self._spec, self._backend.cache.capacity)
         old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
@@ -114,7 +113,6 @@ class ClusterPolicy:
         return np.delete(np.arange(len(rows)), leaving)
 
     def forget(self) -> None:
-        """Forgets what rows stand for."""
         self._counts.clear()
 
 

@@ -172,7 +172,6 @@ class MergePolicy:
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """What is remembered between context shifts, and what one takes while it runs."""
         options = MergeOptions()
         freed, observed, _ = _sizes(options, capacity)
         past = 2 * spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
@@ -185,7 +184,6 @@ class MergePolicy:
         return past + shift + weights_bytes(spec, capacity)
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        """Evicts and merges rows of every head."""
         queries = self._observer.queries(tokens[-self._observed :])
         rows, merged = self._backend.cache.length, 0
         rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
@@ -239,7 +237,6 @@ class MergePolicy:
         return len(sources)
 
     def forget(self) -> None:
-        """Forgets all scores."""
         self._past.clear()
 
 

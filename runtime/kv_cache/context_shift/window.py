@@ -45,7 +45,6 @@ class WindowPolicy:
         return LayerRotations.planned_bytes(spec, capacity) + 7 * capacity * spec.kv_size * 4
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        """Drops the rows after the sinks."""
         rows = self._backend.cache.length
         kept = np.delete(np.arange(rows), slice(self._sinks, self._sinks + self._freed))
         now = np.arange(len(kept))
