@@ -263,7 +263,7 @@ def _facts(entry: DeviceEntry, device: Device, check: bool) -> DeviceFacts:
         name=device.name,
         provider=device.provider,
         package=entry.package,
-        beside=entry.beside,
+        beside=entry.plugin,
         installed=installed,
         hardware=hardware,
         bundles="all" if traits.pop("dynamic_shapes") else "static",

@@ -198,7 +198,6 @@ class TrimmedCache:
     """What caches have in common that can be trimmed to any length."""
 
     def resumable(self, length: int) -> int:
-        """See `KVCache.resumable`."""
         return length
 
     def mark(self) -> None:
@@ -206,7 +205,6 @@ class TrimmedCache:
 
     @property
     def marked(self) -> int:
-        """See `KVCache.marked`."""
         return 0
 
     def hold(self, length: int | None) -> None:
@@ -244,7 +242,7 @@ class SharingCache(KVCache, ForkableCache, Protocol):
 
 
 class ObservedCache(KVCache, Protocol):
-    """A cache that tells which rows it was told to keep."""
+    """A cache that reports which rows of a pass were kept."""
 
     observe_keep: Callable[[int, Sequence[int]], None] | None
 

@@ -116,7 +116,7 @@ class ForwardOutput:
     tapped: Floats | None = None
 
     def copy(self) -> ForwardOutput:
-        """The same, in arrays that no pass overwrites."""
+        """A copy in arrays that no pass overwrites."""
         hidden, tapped = (None if array is None else array.copy() for array in (self.hidden, self.tapped))
         experts = None if self.experts is None else self.experts.copy()
         return ForwardOutput(self.logits.copy(), hidden, experts, tapped)
@@ -164,11 +164,11 @@ class Backend(Protocol):
 
 
 class ForkingBackend(Protocol[C]):
-    """What evaluates several sequences that are forks of one."""
+    """A backend that evaluates several sequences that are forks of one."""
 
     @property
     def cache(self) -> C:
-        """That of `Backend.forward`; its forks are sequences too."""
+        """The cache of `Backend.forward`; its forks are sequences too."""
 
     def forward_together(self, sequences: Sequence[tuple[C, ForwardInput]]) -> list[ForwardOutput]:
         """Evaluates new tokens of several sequences, each appended to its own cache.
@@ -179,7 +179,7 @@ class ForkingBackend(Protocol[C]):
 
 @runtime_checkable
 class TogetherBackend(ForkingBackend[SharingCache], Protocol):
-    """What a backend can do besides that evaluates several sequences in one pass."""
+    """A backend that evaluates several sequences in one pass."""
 
     @property
     def free_pages(self) -> int:
@@ -195,7 +195,7 @@ class TogetherBackend(ForkingBackend[SharingCache], Protocol):
         """
 
     def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
-        """The same, of what `check_pass` has let through already."""
+        """`forward_together` for passes that `check_pass` has let through already."""
 
 
 # Called with the row of the cache that a pass began at, the pass, and what it gave, in views as of `Backend.forward`.
@@ -204,14 +204,14 @@ PassObserver = Callable[[int, ForwardInput, ForwardOutput], None]
 
 @runtime_checkable
 class ObservedBackend(Protocol):
-    """What a backend can do besides whose passes over the text can be followed by a draft module."""
+    """A backend whose passes over the text can be followed by a draft module."""
 
     observe_pass: PassObserver | None
 
 
 @runtime_checkable
 class RotatingBackend(Protocol):
-    """What a backend can do besides whose model rotates long texts otherwise than short ones (LongRoPE).
+    """A backend whose model rotates long texts differently from short ones (LongRoPE).
 
     Attributes:
         rotation_border: tokens of the longest text that is rotated as a short one; None where a context is no longer.
@@ -226,7 +226,6 @@ class RotatingBackend(Protocol):
 
 
 def require(able: bool, backend: Backend, what: str, hint: str) -> None:
-    """Refuses a backend that lacks a capability."""
     if not able:
         raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
 
@@ -288,7 +287,7 @@ NO_ADAPTER = -1
 
 @runtime_checkable
 class AdaptingBackend(Protocol):
-    """What a backend can do besides whose rows may have adapters, each sequence one of them or none."""
+    """A backend whose rows may have adapters, each sequence one of them or none."""
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -326,7 +325,7 @@ HEAD_ROWS = 4
 
 @runtime_checkable
 class HeadBackend(Protocol):
-    """What a backend can do besides that computes the logits of a pass's rows later, a few at a time."""
+    """A backend that computes the logits of a pass's rows later, a few at a time."""
 
     head_apart: bool
 

@@ -45,7 +45,6 @@ class BackendOrder:
 
     @property
     def threads(self) -> int:
-        """Threads of the linear algebra."""
         return thread_count(self.config, self.settings)
 
     @property
@@ -74,7 +73,6 @@ class BackendFactory(ABC):
         return bundle.manifest.layout
 
     def device(self, config: LoadConfig) -> Device:
-        """The device that it runs a model on."""
         config.refuse_gpu_layers(self.engine())
         config.refuse_rpc(self.engine())
         return choose_device(config, self.graphs)

@@ -1,5 +1,4 @@
-"""Texts that go on from one text in several ways: side by side where a backend evaluates sequences together, else by
-turns in its one cache."""
+"""Continuations of one text: evaluated together if a backend can, else one after the other in its one cache."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ class CopiedFork:
 
     @property
     def length(self) -> int:
-        """Rows in use."""
         return sum(piece.length for piece in self.pieces)
 
     def fork(self) -> CopiedFork:
@@ -44,7 +42,6 @@ class CopiedFork:
         return CopiedFork(self.pieces)
 
     def clear(self) -> None:
-        """Drops all rows."""
         self.pieces.clear()
 
 
@@ -61,7 +58,6 @@ class TurnTaking:
         self.cache = CopiedFork(self._there)
 
     def forward_together(self, sequences: Sequence[tuple[CopiedFork, ForwardInput]]) -> list[ForwardOutput]:
-        """A pass for each of these texts; see `contract.ForkingBackend.forward_together`."""
         outputs = []
         try:
             for fork, batch in sequences:
@@ -73,7 +69,7 @@ class TurnTaking:
         return outputs
 
     def _put(self, pieces: Sequence[_Piece]) -> None:
-        """Has the backend's cache hold these rows in place of those that it holds."""
+        """Replace the rows in the backend's cache by these."""
         cache, there = self._backend.cache, self._there
         common = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(there, pieces, strict=False)))
         start = end = sum(piece.length for piece in pieces[:common])
@@ -89,7 +85,7 @@ class TurnTaking:
             self._there.append(piece)
 
     def _add(self, fork: CopiedFork, rows: int) -> None:
-        """The last rows of the backend's cache are the text's too."""
+        """Add the last rows of the backend's cache to the text."""
         cache = self._backend.cache
         start = cache.length - rows
         if len(fork.pieces) > _MOST_PIECES:
@@ -100,7 +96,6 @@ class TurnTaking:
 
 
 def can_fork(backend: Backend) -> bool:
-    """Whether a text can go on in several ways."""
     whole = backend.cache.copyable and backend.capabilities.copies
     return isinstance(uncounted(backend), TogetherBackend) or whole
 

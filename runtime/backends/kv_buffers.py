@@ -106,7 +106,6 @@ class KVBuffers(TrimmedCache):
         self.values[layer][0, :, start:stop] = values
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h) each
-        """Rows start..stop-1 of one layer, as views."""
         return self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
 
     def trim(self, length: int) -> None:

@@ -93,7 +93,6 @@ class PageSnapshot:
 
     @property
     def places(self) -> Ints:  # (n,)
-        """Where the rows lie in the pool."""
         return places_in(np.array(self.pages, np.int64), self.offset, self.offset + self.length)
 
     def part(self, start: int, stop: int) -> PageSnapshot:
@@ -201,7 +200,7 @@ class PagedCache:
         return len(self._pages) * self.pool.layout.page_bytes
 
     def prepare(self, rows: int) -> None:
-        """Has the next rows lie in pages that no other text holds, and lets go of pages far behind them."""
+        """Take or copy pages so that no other text holds those of the next rows, and release pages far behind them."""
         stop = self.length + rows
         if stop > self.capacity + self._spare:
             raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")
@@ -369,7 +368,7 @@ class PagedCache:
             self._add_pages(snapshot)
 
     def _add_pages(self, snapshot: PageSnapshot) -> None:
-        """Holds the pages of rows that begin where the rows in use end; of a page that is begun the rows are copied."""
+        """Hold the pages of rows that begin where the rows in use end; rows of a partly used page are copied."""
         pages, length = list(snapshot.pages), snapshot.length
         if self.length % PAGE and pages:
             here = self.length // PAGE
@@ -389,7 +388,6 @@ class PagedCache:
             self.length += length
 
     def _add_rows(self, sources: Ints) -> None:  # (n,)
-        """Copies rows from elsewhere in the pool."""
         stop = self.length + len(sources)
         self.prepare(len(sources))
         targets = self._places(self.length, stop)
@@ -435,13 +433,11 @@ class PagedCache:
             self._shared = first
 
     def _extend(self, pages: Sequence[int]) -> None:
-        """Appends pages that this cache holds to the table."""
         behind = len(self._pages)
         self.table[behind : behind + len(pages)] = pages
         self._pages += pages
 
     def _drop(self, first: int) -> None:
-        """Lets go of pages from the one with this index on."""
         self.pool.release(self._pages[first:])
         del self._pages[first:]
         self.table[first:] = _NONE

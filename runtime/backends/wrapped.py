@@ -87,12 +87,11 @@ class ExpertCounts:
 
     @property
     def chunk_sparsity(self) -> dict[int, float]:
-        """The same of the union over runs of tokens, by their length; without those that there were none of."""
+        """1 less the mean share that runs of tokens use, by their length; without lengths that did not occur."""
         counted = zip(CHUNKS, self.runs.tolist(), self.unions.tolist(), strict=True)
         return {chunk: 1 - union / (runs * self.usage.size) for chunk, runs, union in counted if runs}
 
     def summary(self) -> ExpertUse:
-        """For people."""
         experts = self.usage.shape[1]
         return ExpertUse(experts, self.top_k, self.tokens, self.token_sparsity, self.chunk_sparsity)
 
@@ -125,7 +124,7 @@ class ExpertCounter:
         self._last, self._start = ids.copy(), start
 
     def kept(self, start: int, rows: Sequence[int]) -> None:
-        """Of the pass at `start` only these rows stay, in this order."""
+        """Keep only these rows of the pass at `start`, in this order."""
         if self._last is not None and start == self._start:
             self._last = self._last[:, list(rows)]
 
@@ -239,7 +238,6 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
         return self._counter.counts(self.cache.length)
 
     def use(self, since: ExpertCounts | None = None) -> ExpertUse:
-        """What people want to know of it."""
         counts = self.counts if since is None else self.counts - since
         found = counts.summary()
         cache = self.expert_cache

@@ -23,7 +23,7 @@ Zeros = Callable[[tuple[int, ...], Any], Any]
 
 
 def device_zeros(device: Device) -> Zeros:
-    """What makes arrays of zeros in the memory of a device, as numpy.zeros does in that of the process."""
+    """A function like numpy.zeros that allocates in the memory of a device."""
     require(device)
     return lambda shape, dtype: DeviceArray(shape, dtype, device)
 
@@ -61,16 +61,13 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         copies = 1 if self.written is self.value else 2
         return copies * math.prod(self.shape) * self.dtype.itemsize
 
     def swap(self) -> None:
-        """Makes what was written what is read."""
         self.value, self.written = self.written, self.value
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
-        """A copy of a part."""
         return np.array(self.value.numpy()[rows])
 
     def __setitem__(self, rows: Any, new: NDArray[Any]) -> None:

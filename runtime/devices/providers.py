@@ -93,7 +93,7 @@ class DeviceEntry:
     Attributes:
         devices: that it stands for, the first by the bare name.
         package: of pip that brings the provider.
-        beside: whether the package is installed beside onnxruntime; else in place of it.
+        plugin: whether the package is installed together with onnxruntime; else in place of it.
         tried: where it was run, for people: the table says so.
         hardware: whether the provider, which is installed, sees hardware for a device.
         automatic: whether "auto" may take it.
@@ -101,14 +101,13 @@ class DeviceEntry:
 
     devices: tuple[Device, ...]
     package: str
-    beside: bool
+    plugin: bool
     tried: str
     hardware: Callable[[Device], bool] = _always
     automatic: bool = True
 
     @property
     def name(self) -> str:
-        """As users write it."""
         return self.devices[0].name.partition(":")[0]
 
 
@@ -155,7 +154,6 @@ def _preload(provider: str) -> None:
 
 
 def require(device: Device) -> None:
-    """Refuses a device that is not there."""
     if not is_installed(device):
         raise device_error(device, "it is not installed")
     if device.plugin and not plugin_devices(device):
@@ -163,7 +161,6 @@ def require(device: Device) -> None:
 
 
 def device_error(device: Device, reason: object) -> DeviceError:
-    """What is raised where a device fails."""
     first = next(iter(str(reason).strip().splitlines()), "no reason given").rstrip(".")
     return DeviceError(
         f"The device {device.name} ({device.provider}) fails: {first}.", "Use " + Setting("device", "cpu") + "."

@@ -75,7 +75,7 @@ def _qnn_seen(device: Device) -> bool:
 
 
 # Dynamic shapes are not supported (onnxruntime, docs/execution-providers/QNN-ExecutionProvider.md). Since 2.0 the
-# package is a plugin beside onnxruntime (onnxruntime-qnn, README.md); older ones came in its place.
+# package is a plugin of onnxruntime (onnxruntime-qnn, README.md); older ones came in its place.
 _QNN = DeviceEntry(
     (Device("qnn", "QNNExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY, plugin="onnxruntime_qnn"),),
     "onnxruntime-qnn>=2",
@@ -183,7 +183,7 @@ def _asked_for(config: LoadConfig, graphs: Graphs) -> Device:
     if device.on_cpu:
         return device
     if not is_installed(device):
-        how = "beside onnxruntime" if entry.beside else "in place of onnxruntime, in an environment of its own"
+        how = "together with onnxruntime" if entry.plugin else "in place of onnxruntime, in an environment of its own"
         message = f"The device {device.name} is not installed here."
         raise DeviceError(message, f"Install {entry.package} {how}, or use " + Setting("device", "cpu") + ".")
     if graphs == "none":

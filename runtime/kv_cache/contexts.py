@@ -78,7 +78,6 @@ def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[EditPart]:
 
 
 def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """How many tokens both begin with."""
     size = min(len(old), len(new))
     return next((place for place in range(size) if old[place] != new[place]), size)
 
@@ -218,7 +217,6 @@ class Making:
     scales: str
 
     def digest(self) -> str:
-        """Of all that."""
         parts = [self.origin.model, self.origin.run, self.tokenizer, self.prefix, self.kv, self.scales]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

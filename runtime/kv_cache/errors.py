@@ -32,7 +32,6 @@ class AttentionError:
 
     @property
     def mean(self) -> float:
-        """Root mean square over the layers."""
         return float(np.sqrt(np.mean(np.square(self.layers))))
 
 

@@ -62,7 +62,6 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows and token ids kept."""
         return self._nbytes
 
     @property
@@ -167,7 +166,6 @@ class PrefixCache:
         self._nbytes += span.nbytes
 
     def _split(self, span: _Span, at: int) -> None:
-        """Makes two spans of one."""
         assert span.rows is not None
         self._nbytes -= span.nbytes
         below = _Span(span.tokens[at:].copy(), span.rows.cut(at), span, span.used)
@@ -191,7 +189,6 @@ class PrefixCache:
 
 
 def shared_length(a: NDArray[Any], b: NDArray[Any]) -> int:  # (n,), (m,)
-    """How many of the first elements are the same."""
     size = min(len(a), len(b))
     differing = np.flatnonzero(a[:size] != b[:size])
     return int(differing[0]) if len(differing) else size

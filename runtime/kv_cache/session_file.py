@@ -76,7 +76,7 @@ class Origin:
     run: str
 
     def with_adapter(self, digest: str) -> Origin:
-        """That of rows made with an adapter of this digest; "" is none."""
+        """The origin of rows made with an adapter of this digest; "" is none."""
         run = hashlib.sha256(f"{self.run} {digest}".encode()).hexdigest() if digest else self.run
         return Origin(self.model, run)
 
@@ -146,7 +146,6 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """That of a file with this status."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -289,7 +288,6 @@ class _LayerRows(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a token."""
         return int(np.dtype(self.dtype).itemsize) * self.heads * self.width
 
 

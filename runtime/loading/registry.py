@@ -59,7 +59,7 @@ BACKENDS: dict[str, Callable[[], BackendFactory]] = {
 
 
 def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
-    """What will run a bundle: the backend asked for, else its own, the device, and the layout of the weights."""
+    """Choose the backend of a bundle, the requested one or its own, its device and the layout of the weights."""
     name = config.backend or bundle.manifest.backend
     if name not in BACKENDS:
         if config.backend:
@@ -71,7 +71,6 @@ def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
 
 
 def kernel_name(choice: BackendChoice) -> str:
-    """What will multiply, as `Backend.kernel` will say."""
     return BACKENDS[choice.name]().kernel(choice.bundle, choice.layout)
 
 
@@ -92,7 +91,7 @@ def plan_input_of(
     drafter: PlanInput | None = None,
     settings: TunedSettings = UNTUNED,
 ) -> PlanInput:
-    """What a plan of a bundle has to choose from."""
+    """The choices that a plan of a bundle has."""
     factory, bundle, layout, device = BACKENDS[choice.name](), choice.bundle, choice.layout, choice.device
     return PlanInput(
         choice.name,
@@ -128,7 +127,6 @@ def make_backend(
     settings: TunedSettings = UNTUNED,
     room: int | None = None,
 ) -> Backend:
-    """The backend that was chosen."""
     factory = BACKENDS[choice.name]()
     if not factory.adapts:
         config.refuse_adapters(factory.engine())

@@ -237,7 +237,7 @@ class Binding:
 
     @contextmanager
     def dropping_behind(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Within, operators that this thread runs drop the pages that they have read, each tile's once it is done."""
+        """Let operators that this thread runs drop the pages that they have read, each tile's once it is done."""
         array = (_Span * len(spans))(*(_Span(*each) for each in spans))
         self._library.edgeinfer_drop_behind(array, len(spans))
         try:

@@ -1,4 +1,4 @@
-"""Finds the kernel library beside this file and tells whether it can be trusted.
+"""Finds the kernel library next to this file and checks whether it can be trusted.
 
 `EDGEINFER_NATIVE=0` switches the kernel off, `EDGEINFER_NATIVE_ISA` names the instruction set to use.
 """
@@ -75,7 +75,7 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
 
 
 def dropping_behind(spans: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
-    """Has operators drop pages behind them; see `Binding.dropping_behind`. A session of the kernel is there."""
+    """Let operators drop pages that they have read; see `Binding.dropping_behind`. The kernel must be loaded."""
     return _open(LIBRARY).dropping_behind(spans)
 
 
@@ -98,7 +98,6 @@ def _open(path: Path) -> Binding:
 
 @functools.cache
 def _first_right(path: Path, isas: tuple[str, ...]) -> str:
-    """The first instruction set whose results are right."""
     binding = _open(path)
     if not portable_is_right(binding):
         message = "The native kernel fails its self-test: its portable path is wrong."
@@ -112,7 +111,7 @@ def _first_right(path: Path, isas: tuple[str, ...]) -> str:
 
 
 def _check_format(path: Path) -> None:
-    """Refuses what Linux would load until it crashes: it maps a shortened library without looking at its length."""
+    """Refuse a truncated library: Linux maps it without checking its length, and crashes later."""
     if sys.platform != "linux":
         return
     data = path.read_bytes()

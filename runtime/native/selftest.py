@@ -128,7 +128,6 @@ def _bytes(count: int) -> NDArray[np.uint8]:
 
 
 def _floats(count: int) -> Floats:
-    """Numbers from 0 to 1."""
     return _bytes(count).astype(np.float32) / np.float32(255)
 
 

@@ -76,7 +76,6 @@ def _turned(channels: Floats) -> Floats:  # (h, n) -> (h, n)
 
 
 def _groups(size: int) -> int:
-    """Groups of channels of an int4 row."""
     return -(-size // GROUP)
 
 
@@ -106,15 +105,12 @@ class RowCodec(ABC):
 
     @property
     def scales(self) -> str:
-        """What a snapshot says of the scales of such rows."""
         return ROW_SCALES if self.scale_dtype else ""
 
     def scale_shape(self, size: int) -> tuple[int, ...]:
-        """Of what scales one row of so many channels."""
         return ()
 
     def width(self, size: int) -> int:
-        """Items of a stored row of so many channels."""
         return size
 
     @abstractmethod
@@ -130,7 +126,6 @@ class RowCodec(ABC):
         return stored, None
 
     def join(self, levels: NDArray[Any], scales: NDArray[Any] | None) -> NDArray[Any]:
-        """Stored rows of what `split` gives."""
         return levels
 
 
@@ -319,7 +314,6 @@ ROW_CODECS: dict[str, RowCodec] = {codec.name: codec for codec in (_Float32(), _
 
 
 def find_row_codec(name: str) -> RowCodec:
-    """A type of stored rows by its name."""
     if name not in ROW_CODECS:
         raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(ROW_CODECS)}.")
     return ROW_CODECS[name]

@@ -31,13 +31,12 @@ TILE = 16
 _VALUE_CHANNELS = 16  # values are padded to a multiple of this
 _ALIGNED = 64  # bytes: keys and values begin at multiples of it
 _FLOATS = find_row_codec(FLOAT32)
-_WEIGHED = 16  # added to the type of keys that the graph is told
+_WEIGHED = 16  # added to the type of keys in the graph's input
 _WEIGHTS = PAGE * 4  # bytes
 PAGE_UNIT = 4096  # bytes: a page takes a multiple of it, so that the system gets it back whole
 
 
 def pages_for(rows: int) -> int:
-    """Pages that so many rows of one sequence take."""
     return -(-rows // PAGE)
 
 
@@ -74,32 +73,31 @@ class LayerGroup:
 
     @cached_property
     def key_bytes(self) -> int:
-        """Of a head's keys in a page."""
+        """Bytes of a head's keys in a page."""
         shape, scales = self.key_shape, PAGE * _scale_bytes(self.keys, self.kept.key_size)
         return _aligned(int(np.prod(shape)) * _item_bytes(self.keys) + scales)
 
     @cached_property
     def value_bytes(self) -> int:
-        """Of a head's values in a page."""
+        """Bytes of a head's values in a page."""
         shape, scales = self.value_shape, PAGE * _scale_bytes(self.values, self.kept.value_size)
         return _aligned(int(np.prod(shape)) * _item_bytes(self.values) + scales)
 
     @property
     def key_shape(self) -> tuple[int, int, int, int]:
-        """Of a head's keys without their scales: tiles, groups of channels, positions, items of a group."""
+        """Shape of a head's keys without their scales: tiles, groups of channels, positions, items of a group."""
         channels = self.keys.lanes * self.keys.packed
         return PAGE // TILE, -(-self.kept.key_size // channels), TILE, self.keys.lanes
 
     @property
     def value_shape(self) -> tuple[int, int, int]:
-        """Of a head's values without their scales: runs of positions, items of a row, positions of a run."""
+        """Shape of a head's values without their scales: runs of positions, items of a row, positions of a run."""
         padded = -(-self.kept.value_size // _VALUE_CHANNELS) * _VALUE_CHANNELS
         run = len(self.values.order)
         return PAGE // run, padded // self.values.packed, run
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer's part of a page."""
         return self.kept.heads * self._head_bytes
 
     @property
@@ -108,7 +106,6 @@ class LayerGroup:
 
     @property
     def end(self) -> int:
-        """Where the last layer's part of a page ends."""
         return self.offset + len(self.layers) * self.layer_bytes
 
     def head_parts(self, pages: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:  # (pages, bytes)
@@ -141,18 +138,15 @@ class PageLayout:
 
     @classmethod
     def of(cls, geometry: Geometry, kv: str, *, weighed: bool = False) -> PageLayout:
-        """The pages of a model whose keys and values are stored as one type."""
         codec = find_row_codec(kv)
         return cls(geometry.kept, codec, codec, weighed)
 
     @property
     def kv(self) -> str:
-        """The type of the rows as users name it."""
         return self.keys.name if self.keys is self.values else f"{self.keys.name}/{self.values.name}"
 
     @property
     def scales(self) -> str:
-        """What a snapshot says of the rows' scales."""
         return self.keys.scales or self.values.scales
 
     @cached_property
@@ -169,7 +163,7 @@ class PageLayout:
 
     @cached_property
     def page_bytes(self) -> int:
-        """Of a page; of a model whose layers keep no rows the least there may be."""
+        """Bytes of a page, at least one unit even if the layers keep no rows."""
         used = self.groups[-1].end if self.groups else 1
         return -(-used // PAGE_UNIT) * PAGE_UNIT
 
@@ -190,7 +184,7 @@ class PageLayout:
 
     @property
     def array(self) -> Ints:
-        """What the graph is told: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
+        """The graph's input: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
         keys = self.keys.code + (_WEIGHED if self.weighed else 0)
         return np.array([keys, self.values.code, self.page_bytes, *self.offsets], np.int64)
 
@@ -246,11 +240,9 @@ class PageRows:
             weights[targets // PAGE, :, :, targets % PAGE] = weights[sources // PAGE, :, :, sources % PAGE]
 
     def stored_keys(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
-        """Keys of all layers as snapshots carry them."""
         return self._stored(self._keys, places, self._layout.keys)
 
     def stored_values(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
-        """Values of all layers as snapshots carry them."""
         return self._stored(self._values, places, self._layout.values)
 
     def _stored(self, parts: list[_Part], places: Ints, codec: RowCodec) -> tuple[NDArray[Any], ...]:
@@ -288,7 +280,6 @@ class PageRows:
                 self._weights[group][places // PAGE, place, :, places % PAGE] = 0
 
     def read_keys(self, layer: int, places: Ints) -> Floats:  # (n,) -> (H, n, h)
-        """The keys of `read` alone."""
         if layer not in self._found:
             return np.zeros((0, len(places), 0), np.float32)
         group, place = self._found[layer]
@@ -328,13 +319,11 @@ class _Part(ABC):
             self._scales = memory[..., end:stop].view(codec.scale_dtype).reshape(*memory.shape[:3], *form)
 
     def get(self, places: Ints, layers: slice = _ALL) -> _Lying:  # (n,)
-        """Rows as they lie."""
         pages, at = places // PAGE, places % PAGE
         scales = None if self._scales is None else self._scales[:, layers][pages, :, :, at]
         return self._get(self._numbers[:, layers], pages, at), scales
 
     def put(self, places: Ints, lying: _Lying, layers: slice = _ALL) -> None:
-        """Writes what `get` gives."""
         pages, at = places // PAGE, places % PAGE
         numbers, scales = lying
         self._put(self._numbers[:, layers], pages, at, numbers)
@@ -342,22 +331,18 @@ class _Part(ABC):
             self._scales[:, layers][pages, :, :, at] = scales
 
     def joined(self, lying: _Lying) -> NDArray[Any]:  # (n, L, H, width)
-        """Stored rows of rows as they lie."""
         numbers, scales = lying
         return self._codec.join(self._unpadded(numbers), scales)
 
     def split(self, stored: NDArray[Any]) -> _Lying:  # (n, L, H, width)
-        """Rows as they lie of stored rows."""
         levels, scales = self._codec.split(stored, self._size)
         return self._padded(levels), scales
 
     def read(self, layer: int, places: Ints) -> Floats:  # (n,) -> (H, n, size)
-        """What rows of one layer stand for."""
         stored = self.joined(self.get(places, slice(layer, layer + 1)))
         return self._codec.decode(stored[:, 0], self._size).swapaxes(0, 1)
 
     def write(self, layer: int, places: Ints, rows: Floats) -> None:  # (n,), (H, n, size)
-        """Stores rows of one layer."""
         lying = self.split(self._codec.encode(rows.swapaxes(0, 1)[:, None]))
         self.put(places, lying, slice(layer, layer + 1))
 
@@ -423,7 +408,6 @@ class _Values(_Part):
         numbers[pages, :, :, run, :, lane] = rows
 
     def _place(self, at: Ints) -> tuple[Ints, Ints]:
-        """The run of positions, and where in it they lie."""
         order = np.array(self._codec.order)
         return at // order.size, order[at % order.size]
 

@@ -58,12 +58,10 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Pages that somebody holds."""
         return self.pages - self.free
 
     @property
     def free(self) -> int:
-        """Pages that are free."""
         return len(self._untouched) + len(self._spare)
 
     @property
@@ -99,7 +97,6 @@ class BlockPool:
                     self._drop(page)
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
         return self._holders[page]
 
     def own(self, page: int) -> int:
@@ -115,7 +112,6 @@ class BlockPool:
             return copy
 
     def trim(self) -> None:
-        """Gives free pages back to the system."""
         with self._lock:
             while self._spare:
                 self._give_back(self._spare.pop())

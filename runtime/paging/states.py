@@ -63,12 +63,11 @@ class StateLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot."""
         return _up(self.offsets[-1], _UNIT)
 
     @property
     def array(self) -> Ints:
-        """What the graph is told: (2 + L,) the bytes of a slot, the rows of a ring, the layers' offsets."""
+        """The graph's input: (2 + L,) the bytes of a slot, the rows of a ring, the layers' offsets."""
         return np.array([self.slot_bytes, RING, *self.offsets[:-1]], np.int64)
 
     @property
@@ -86,19 +85,17 @@ class StatePool(BlockPool):
         super().__init__(_SLOTS, self.layout.slot_bytes, 0)
 
     def slot(self, index: int) -> NDArray[np.uint8]:  # (slot_bytes,)
-        """The memory of a slot."""
         size = self.layout.slot_bytes
         return self.memory[index * size : (index + 1) * size]
 
     def empty(self, index: int) -> None:
-        """Has a slot stand before the first token."""
+        """Reset a slot to before the first token."""
         slot = self.slot(index)
         for layer, offset in zip(self.layout.layers, self.layout.offsets, strict=False):
             if layer.heads:
                 slot[offset : offset + _HEADER] = 0
 
     def rows(self, index: int, layer: int) -> NDArray[np.float32]:  # (RING, row)
-        """A layer's ring in a slot."""
         stop, size = self.layout.offsets[layer + 1], RING * self.layout.row_floats[layer]
         kept = self.layout.layers[layer]
         start = self.layout.offsets[layer] + _HEADER
@@ -125,19 +122,18 @@ class StateSnapshot:
         self.pool.release([self.slot])
 
     def within(self, length: int) -> StateSnapshot | None:
-        """What of it a text cut to so many tokens has; None where it has nothing."""
+        """The state of the text cut to so many tokens; None if it has none there."""
         if length < self.position:
             return None
         return StateSnapshot(self.pool, self.slot, self.position, min(self.until, length))
 
     def copy(self) -> NDArray[np.uint8]:  # (16 + slot_bytes,)
-        """The slot as bytes, behind where a text goes on in it."""
+        """The slot as bytes, after the two positions between which a text can go on."""
         places = np.array([self.position, self.until], "<i8").view(np.uint8)
         return np.concatenate([places, self.pool.slot(self.slot)])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slot."""
         return self.pool.layout.slot_bytes
 
 
@@ -145,7 +141,7 @@ class SequenceState:
     """The state of one text, and one to go back to: where a mark was set, or the last long pass began.
 
     Attributes:
-        row: what the graph is told of it: its slot, and the tokens it is to stand after; it stays where it is. (2,)
+        row: the graph's input: its slot, and after how many tokens the state shall stand; never reallocated. (2,)
         pinned: passes take the state no further than this many tokens; None as far as rows are there for good.
     """
 
@@ -167,7 +163,7 @@ class SequenceState:
 
     @contextmanager
     def divided(self, whole: bool) -> Iterator[None]:
-        """Has the passes within be windows of one: each runs other layers, which take their states equally far."""
+        """Treat the passes within as windows of one: each runs other layers, which take their states equally far."""
         self._windows, self._prepared = whole, None
         done = False
         try:
@@ -179,7 +175,7 @@ class SequenceState:
                 self.advance(ahead)
 
     def prepare(self, length: int, size: int, rows: int, *, chain: bool, whole: bool) -> None:
-        """Has a pass behind `length` rows find its slot, and says how far it takes the state."""
+        """Prepare the slot for a pass behind `length` rows, and choose how far the pass takes the state."""
         if self._windows is not None:
             if self._prepared is not None:
                 return
@@ -205,7 +201,6 @@ class SequenceState:
         self._prepared = length + size
 
     def advance(self, length: int) -> None:
-        """The pass is done: so many rows are there."""
         if self._windows is not None:
             return
         self._beyond, self._before, self._until = False, None, length
@@ -285,7 +280,7 @@ class SequenceState:
         return StateSnapshot(self.pool, self._slot, self._position, until)
 
     def _enter(self, length: int) -> None:
-        """Takes a slot where there is none, and has it stand before a text where that begins."""
+        """Take a slot if there is none, and reset it at the beginning of a text."""
         if self._slot is None:
             (self._slot,) = self.pool.take(1)
         elif length:

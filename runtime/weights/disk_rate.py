@@ -43,7 +43,6 @@ class DiskMeter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a pass."""
         if not self._passes:
             yield
             return
@@ -88,7 +87,6 @@ def _place(path: Path) -> Path:
 
 
 def _read_bytes() -> int:
-    """That this process had read from disks, ahead of use or not."""
     with contextlib.suppress(OSError):
         for line in _IO.read_bytes().splitlines():
             if line.startswith(b"read_bytes:"):
@@ -97,7 +95,6 @@ def _read_bytes() -> int:
 
 
 def _busy_seconds() -> float:
-    """In which this thread computed; what the system does for its reads counts as theirs."""
     import resource  # absent on Windows, which never comes here
 
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime

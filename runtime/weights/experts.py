@@ -45,7 +45,6 @@ class ExpertBytes:
 
     @classmethod
     def of(cls, decoder: DecoderSpec | None, tensors: Iterable[TensorEntry]) -> ExpertBytes:
-        """By the table of the layout that runs."""
         layers: dict[int, int] = {}
         for tensor in tensors:
             expert = find_expert(tensor.name)
@@ -170,18 +169,17 @@ class ExpertCache:
                     self._parts[neighbour].release()
 
     def fetch(self, layer: int, experts: Ints | None = None) -> None:  # (n,)
-        """Has the system read those of a layer's experts that are not in memory, or of these; returns at once."""
+        """Ask the system to read a layer's experts, or some of them, that are not in memory; returns at once."""
         for expert in (np.arange(self.cached.shape[1]) if experts is None else experts).tolist():
             if not self.cached[layer, expert] and (layer, expert) in self._parts:
                 self._parts[layer, expert].prefetch()
 
     def forget(self) -> None:
-        """All pages were dropped."""
         self.cached[...] = False
         self.cached_bytes = 0
 
     def bias(self) -> Floats:  # (L, E)
-        """What keeps routers from choosing experts that are not in memory, in layers that have any there."""
+        """A bias that keeps routers from choosing experts that are not in memory, in layers that have any in memory."""
         some = self.cached.any(axis=1, keepdims=True)
         bias: Floats = np.where(some & ~self.cached, np.float32(-1e9), np.float32(0))
         return bias
@@ -221,7 +219,7 @@ class RouterGuess:
         return cls(routers, top_k)
 
     def experts(self, layer: int, hidden: Floats) -> Ints:  # (S, D) -> (n,)
-        """Those that the tokens will choose in a layer; none where nothing is known."""
+        """The experts that the tokens will probably choose in a layer; none if its router is unknown."""
         router = self._routers.get(layer)
         if router is None:
             return np.zeros(0, np.int64)

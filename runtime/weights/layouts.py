@@ -41,7 +41,7 @@ _log = logging.getLogger("edgeinfer")
 
 @dataclass(frozen=True)
 class RunnableGraph:
-    """A graph with the weights it reads beside it.
+    """A graph and the weights that it reads.
 
     Attributes:
         folder: a folder that only this process uses; None where nothing has to be removed.
@@ -59,7 +59,7 @@ class RunnableGraph:
             object.__setattr__(self, "_remove", finalizer)
 
     def close(self) -> None:
-        """Removes what was made for this process alone; else the end of the process does."""
+        """Remove files made for this process alone; otherwise they are removed when it ends."""
         if self._remove is not None:
             self._remove()
 
@@ -180,7 +180,7 @@ def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | 
         _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
         convert_weights(bundle, layout, weights, progress)
         accept_file(_as_made(weights), VerifiedFiles())
-    # The graph must lie beside its weights. It is small, and another export of the same weights may have another.
+    # The graph must lie next to its weights. It is small, and another export of the same weights may have another.
     graph = bundle.model_file(layout).read_bytes()
     if not model.is_file() or model.read_bytes() != graph:
         write_file(model, graph)

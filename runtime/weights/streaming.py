@@ -56,7 +56,6 @@ def layer_windows(layers: int, window_layers: int, kept_layers: int = 0) -> tupl
 
 
 def layer_runs(tensors: Iterable[TensorEntry]) -> tuple[Run, ...]:
-    """Where each layer lies in the file."""
     ends: dict[int, tuple[int, int]] = {}
     for tensor in tensors:
         if (layer := LAYER.match(tensor.name)) is not None:
@@ -85,7 +84,6 @@ def streamed_runs(runs: Sequence[Run], windows: Sequence[LayerWindow]) -> tuple[
 
 @functools.lru_cache(maxsize=256)
 def window_bytes(runs: tuple[Run, ...], window_layers: int, kept_layers: int = 0) -> tuple[int, ...]:
-    """Bytes that can be dropped behind each window."""
     windows = layer_windows(len(runs), window_layers, kept_layers)
     return tuple(length for _, length in streamed_runs(runs, windows))
 

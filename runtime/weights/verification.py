@@ -121,7 +121,7 @@ def _check(data: dict[str, Any]) -> str:
 
 
 def _make_room(folder: Path) -> None:
-    """Removes the oldest notes, and what killed processes left of theirs, until there is room for one more."""
+    """Remove the oldest notes, and leftovers of killed processes, until there is room for one more."""
     notes = sorted(folder.iterdir(), key=written)
     for old in notes[: max(0, len(notes) + 1 - _MOST_NOTES)]:
         with contextlib.suppress(OSError):
@@ -158,7 +158,6 @@ class FileCheck:
 
     @property
     def small(self) -> bool:
-        """Whether it is read every time."""
         return self.bytes <= SMALL_BYTES
 
 
@@ -283,7 +282,6 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether everything is verified."""
         return self._done.is_set() and self._error is None and not self._stopped.is_set()
 
     @property
@@ -306,7 +304,6 @@ class Verification:
                 raise _changed(check)
 
     def require(self) -> None:
-        """Waits for all files."""
         self._done.wait()
         self._raise()
         if self._stopped.is_set():
@@ -322,13 +319,12 @@ class Verification:
         return (time.perf_counter() - started) * 1e3
 
     def stop(self) -> None:
-        """Reads no further."""
         if not self._done.is_set():
             self._stopped.set()
 
     def _raise(self) -> None:
         if self._error is not None:
-            # A new one each time: several threads may be told, and each adds its own traceback.
+            # A new one each time: several threads may raise it, and each adds its own traceback.
             raise type(self._error)(self._error.message, self._error.hint) from self._error
 
     def _run(self) -> None:

@@ -44,15 +44,13 @@ class WeightPart:
         return self._pages.places
 
     def release(self) -> None:
-        """Drops the pages that are in memory."""
         self._pages.release()
 
     def large_pages(self) -> None:
-        """See `WeightPages.large_pages`."""
         self._pages.large_pages()
 
     def forget(self) -> None:
-        """Has the system's cache of the file drop what was released, but for what another process has mapped."""
+        """Ask the system to drop released pages from its file cache; those that another process maps stay."""
         if self._handle >= 0:
             for offset, length in self.runs:
                 os.posix_fadvise(self._handle, offset, length, os.POSIX_FADV_DONTNEED)
@@ -79,7 +77,6 @@ class WeightPages:
         self._close = weakref.finalize(self, os.close, self._handle) if self._handle >= 0 else None
 
     def layers(self, first: int, stop: int) -> WeightPart:
-        """The weights of layers first..stop-1."""
         return self._part(*(f"layers.{layer}" for layer in range(first, stop)))
 
     def streamed(self, windows: Sequence[LayerWindow]) -> list[WeightPart]:
@@ -94,7 +91,6 @@ class WeightPages:
         return sum(length for name, runs in self._runs.items() if not is_looked_up(name) for _, length in runs)
 
     def embedding(self) -> WeightPart:
-        """The table that tokens are looked up in."""
         return self._part("embed")
 
     def per_layer(self) -> WeightPart:
@@ -128,11 +124,10 @@ class WeightPages:
         self._part("layers", "final_norm", "head").large_pages()
 
     def small_pages(self) -> None:
-        """Has the system map pages one by one where it would map pieces of 2 MB, more than what is touched."""
+        """Ask the system to map pages one by one instead of pieces of 2 MB, which are more than what is touched."""
         self._file.small_pages()
 
     def release(self) -> None:
-        """Drops every page in memory of the file, read while running or not."""
         self._file.release()
 
     def close(self) -> None:
@@ -146,7 +141,7 @@ class WeightPages:
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:
-    """The same bytes in as few runs as possible, in order; what lies between two in one page is taken along."""
+    """Join runs into as few as possible, in order, including what lies between two in one page."""
     found: list[Run] = []
     for offset, length in sorted(runs):
         if found and offset <= sum(found[-1]) + mmap.PAGESIZE:

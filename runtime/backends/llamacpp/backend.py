@@ -36,7 +36,7 @@ from edgeinfer.runtime.backends.llamacpp.state import StateCodec
 
 
 class LlamaAdapters:
-    """Adapters that are loaded beside a model of llama.cpp, which frees them with itself."""
+    """Adapters of a model of llama.cpp, which frees them together with the model."""
 
     def __init__(self, lib: Any, model: Any, paths: Mapping[str, str]) -> None:
         self._lib = lib
@@ -51,7 +51,7 @@ class LlamaAdapters:
             self._pointers[name] = pointer
 
     def choose(self, context: Any, name: str | None) -> None:
-        """Has the next passes of a context use one of them alone, or none."""
+        """Use one adapter, or none, in the next passes of a context."""
         chosen = [] if name is None else [self._pointers[name]]
         pointers = (self._lib.llama_adapter_lora_p_ctypes * max(1, len(chosen)))(*chosen)
         scales = (ctypes.c_float * 1)(1.0)

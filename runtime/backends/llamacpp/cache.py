@@ -65,7 +65,7 @@ class TreePaths:
 
     @property
     def depths(self) -> list[int]:
-        """Of each row, 0 for roots."""
+        """The depth of each row, 0 for roots."""
         depths = [0] * len(self.members)
         for path in self.paths:
             for depth, row in enumerate(path):
@@ -115,11 +115,10 @@ class LlamaCache(TrimmedCache):
         return size
 
     def passed(self, start: int, size: int) -> None:
-        """So many rows were evaluated at once."""
         self.length = start + size
 
     def branch(self, tree: TreePaths) -> None:
-        """Has the sequences of a tree share the text."""
+        """Share the text with all sequences of a tree."""
         for sequence in range(1, len(tree.paths)):
             self._context.copy(TEXT, sequence, 0, tree.start)
 
@@ -253,7 +252,6 @@ class RecurrentCache(LlamaCache):
         return super().nbytes + sum(each.blob.nbytes for each in self._copies)
 
     def begin(self, start: int, size: int) -> int:
-        """How many rows of a pass behind `start` can be evaluated at once."""
         if self._lost:
             raise BackendError(f"The state of recurrent layers is not there after {start} tokens.")
         self._whole = None
@@ -265,14 +263,13 @@ class RecurrentCache(LlamaCache):
         return ahead if 0 < ahead < size else size
 
     def passed(self, start: int, size: int) -> None:
-        """So many rows were evaluated at once."""
         self.length = start + size
         self._lowest = max(start + 1, self.length - self._context.options.rollback)
         if self._wanted == self.length:
             self._base = self._copied()
 
     def drop_pass(self, start: int, tree: TreePaths | None) -> None:
-        """Has what a failed pass left be lost, to the last copy."""
+        """Mark the states as lost back to the last copy, as a failed pass has changed them."""
         self.length, self._lost, self._whole = start, True, None
 
     def resumable(self, length: int) -> int:

@@ -73,7 +73,6 @@ class SpareThreads:
 
 
 def processor_times() -> ProcessorTimes:
-    """As the system counts them now."""
     if sys.platform == "linux":
         # user nice system idle iowait irq softirq steal: what another machine on the same hardware took counts as busy.
         usable = [f"cpu{number}" for number in usable_processors()]
@@ -113,7 +112,7 @@ class RowSteps:
 
     @classmethod
     def of(cls, gguf: GgufFile, weights: str) -> RowSteps:
-        """Of a file whose weights are kept this way; of mixtures nothing, as padding fetches experts of its own."""
+        """The shares of a file whose weights are kept this way; 0 for mixtures, as padding fetches experts."""
         if any(EXPERTS.fullmatch(tensor.name) for tensor in gguf.tensors):
             return cls(0.0, 0.0)
         read = gguf.tensor_bytes
@@ -268,12 +267,10 @@ class LlamaContext:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of activations and logits."""
         return int(self._compute_bytes + 4 * self._most_rows * self._vocab_size)
 
     @property
     def cells(self) -> int:
-        """Of the cache, as llama.cpp rounded it."""
         return int(self._lib.llama_n_ctx(self.pointer))
 
     def run(self, size: int, padding: int = 0, outputs: int = 0) -> int:
@@ -306,7 +303,6 @@ class LlamaContext:
         return self._logits[1]
 
     def cancel(self) -> None:
-        """Ends the running pass."""
         self._abort[0] = b"\1"
 
     def cut(self, sequence: int, start: int) -> None:
@@ -319,7 +315,6 @@ class LlamaContext:
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, stop)
 
     def clear(self) -> None:
-        """Drops everything; the memory stays."""
         self._lib.llama_memory_clear(self._memory, False)
 
     def state(self, sequence: int, *, partial: bool = False) -> NDArray[np.uint8]:  # (bytes,)
@@ -331,7 +326,6 @@ class LlamaContext:
         return blob
 
     def state_bytes(self, sequence: int, *, partial: bool = False) -> int:
-        """Length of what `state` gives."""
         return int(self._lib.llama_state_seq_get_size_ext(self.pointer, sequence, self._flags(partial)))
 
     def set_state(self, sequence: int, blob: NDArray[np.uint8], *, partial: bool = False) -> None:

@@ -66,7 +66,6 @@ def _on_device(gguf: GgufFile, configuration: Configuration, layers: int) -> int
 
 
 def _running_there(gguf: GgufFile, configuration: Configuration, layers: int) -> dict[str, int]:
-    """Bytes of cache and passes on a graphics processor."""
     if not layers:
         return {}
     kv, context = configuration.kv, configuration.context
@@ -244,7 +243,6 @@ class LlamaCppFactory(BackendFactory):
 
 
 def _processor(device: Device) -> GraphicsProcessor:
-    """The graphics processor, or the servers, that a device names."""
     if device.servers:
         return rpc_processor(device.servers)
     return find_processor(device.name)

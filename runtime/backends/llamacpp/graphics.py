@@ -124,7 +124,7 @@ def find_processor(name: str) -> GraphicsProcessor:
 
 
 def graphics_device(processor: GraphicsProcessor) -> Device:
-    """It as the device of a model."""
+    """Describe a graphics processor as the device of a model."""
     return Device(processor.name, "llama.cpp", {}, _TRAITS, CPU_MEMORY, servers=processor.servers)
 
 
@@ -175,7 +175,6 @@ def _devices(server: str) -> tuple[int, ...]:
 
 
 def _adding(lib: Any) -> Any:
-    """llama.cpp's function that adds a server."""
     ggml = functions(lib._lib._name)
     registry = ggml.ggml_backend_reg_by_name(b"RPC") if lib.llama_supports_rpc() else None
     address = ggml.ggml_backend_reg_get_proc_address(ctypes.c_void_p(registry), _ADD_SERVER) if registry else None
@@ -188,7 +187,6 @@ def _adding(lib: Any) -> Any:
 
 
 def _check(server: str) -> None:
-    """Says hello to a server."""
     host, _, port = server.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:

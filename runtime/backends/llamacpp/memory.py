@@ -49,7 +49,7 @@ class Division:
 
     @classmethod
     def of(cls, gguf: GgufFile, gpu_layers: int) -> Division:
-        """That of a file with so many layers on the graphics processor, or with all of them where it has fewer."""
+        """Divide a file that has so many layers on the graphics processor, or all of them if it has fewer."""
         blocks = gguf.metadata.integer(f"{gguf.metadata.text('general.architecture')}.block_count", 0)
         return cls(blocks, min(gpu_layers, blocks + 1))
 
@@ -194,12 +194,12 @@ def drafted_at_once(gguf: GgufFile, most: int) -> int:
 
 
 def state_bytes(gguf: GgufFile, draft_max: int) -> int:
-    """Of the states of recurrent layers, those behind drafted rows too."""
+    """Bytes of the states of recurrent layers, including those behind drafted rows."""
     return _state_bytes(gguf) * (1 + drafted_at_once(gguf, draft_max))
 
 
 def copied_bytes(gguf: GgufFile, kv: str, capacity: int, *, keeps: bool) -> int:
-    """Of copies of a cache with recurrent layers: two of the states, and all of it where parts of it are kept."""
+    """Bytes of copies of a cache with recurrent layers: two of the states, and the whole cache if parts are kept."""
     if not is_recurrent(gguf):
         return 0
     return 2 * _state_bytes(gguf) + (kv_bytes(gguf, kv, capacity) if keeps else 0)
@@ -244,7 +244,7 @@ def cell_rows(gguf: GgufFile, parts: Sequence[Sequence[int]]) -> tuple[CellRows,
 
 
 def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:
-    """Of the cache, all of which llama.cpp takes and clears at once."""
+    """Bytes of the cache, all of which llama.cpp takes and clears at once."""
     geometry = geometry_of(gguf)
     whole = cells(capacity) * geometry.kv_bytes_per_token(LLAMA_KV[kv].name)
     if not is_recurrent(gguf):
@@ -259,7 +259,7 @@ def packed_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
 
 
 def mapped_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
-    """Of what is read as it is, mostly in place; where single rows are looked up, of the pages that this touches."""
+    """Bytes of weights read as they are, mostly in place; of an embedding, the pages that looking rows up touches."""
     division = Division.of(gguf, gpu_layers)
     here = [tensor for tensor in gguf.tensors if not division.on_device(tensor.name)]
     if weights == "mapped":
@@ -271,21 +271,21 @@ def mapped_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
 
 
 def device_bytes(gguf: GgufFile, gpu_layers: int) -> int:
-    """Of the weights on a graphics processor; a head that is the embedding lies there too."""
+    """Bytes of the weights on a graphics processor; a head that is the embedding lies there too."""
     division = Division.of(gguf, gpu_layers)
     there = sum(tensor.nbytes for tensor in gguf.tensors if division.on_device(tensor.name))
     return there + (gguf.by_name[_EMBEDDING].nbytes if gpu_layers and _HEAD not in gguf.by_name else 0)
 
 
 def device_cache_bytes(gguf: GgufFile, kv: str, capacity: int, draft_max: int, gpu_layers: int) -> int:
-    """Of the cache and the states of recurrent layers, those of layers on a graphics processor."""
+    """Bytes of cache and recurrent states of the layers on a graphics processor."""
     division = Division.of(gguf, gpu_layers)
     rows = kv_bytes(gguf, kv, capacity) * _share(gguf, _ATTENDS, division)
     return math.ceil(rows + state_bytes(gguf, draft_max) * _share(gguf, _RECURRENT, division))
 
 
 def _share(gguf: GgufFile, layers: re.Pattern[str], division: Division) -> float:
-    """Of the layers that have such a tensor, how many lie on a graphics processor; where none has one, of all."""
+    """The share of the layers with such a tensor, or of all if none has one, that lies on a graphics processor."""
     names = [tensor.name for tensor in gguf.tensors if layers.fullmatch(tensor.name)]
     names = names or [f"blk.{layer}." for layer in range(division.blocks)]
     return sum(map(division.on_device, names)) / len(names)
@@ -301,7 +301,7 @@ def looks_up(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> bool:
 
 
 def loading_bytes(gguf: GgufFile, weights: str) -> int:
-    """Pages of the file that are in memory beside the copies while those are made."""
+    """Bytes of pages of the file that are in memory while the copies are made."""
     return gguf.tensor_bytes if weights == "mapped" else min(gguf.tensor_bytes, _READ_BYTES)
 
 
@@ -329,7 +329,6 @@ def vocabulary_bytes(gguf: GgufFile) -> int:
 
 
 def session_bytes(gguf: GgufFile) -> int:
-    """A context, without its cache and its activations."""
     return _CONTEXT_BYTES + len(gguf.tensors) * _TENSOR_BYTES
 
 
@@ -340,7 +339,6 @@ def is_head_packed(gguf: GgufFile, weights: str) -> bool:
 
 
 def _packed(gguf: GgufFile, weights: str, gpu_layers: int) -> list[GgufTensor]:
-    """The matrices that are copied."""
     if weights == "mapped":
         return []
     division = Division.of(gguf, gpu_layers)
@@ -361,7 +359,6 @@ def _is_packed(tensor: GgufTensor, head: str, weights: str) -> bool:
 
 @cache
 def _packable() -> dict[str, int]:
-    """The types that are packed on this processor."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return _ARM
     try:
@@ -381,7 +378,7 @@ def _largest(gguf: GgufFile, name: str) -> int:
 
 
 def _inner(gguf: GgufFile) -> int:
-    """Numbers for each token that the widest MLP computes beside its input and output."""
+    """Numbers that the widest MLP computes for each token, without its input and output."""
     hidden, used = geometry_of(gguf).hidden_size, _largest(gguf, "expert_used_count")
     # An MLP's matrix is (inner, D), those of experts are (E, inner, D).
     dense = [

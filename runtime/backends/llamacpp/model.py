@@ -74,7 +74,6 @@ class LlamaModel:
 
     @property
     def pointer(self) -> Any:
-        """llama.cpp's own."""
         return self._pointer
 
     @property
@@ -152,7 +151,6 @@ class LlamaModel:
         return LookedUp(self._files[table.split].part([(table.offset, table.nbytes)]))
 
     def rows(self, count: int) -> None:
-        """So many rows of the embedding were looked up."""
         if self._looked_up is not None:
             self._looked_up.rows(count)
 
@@ -193,6 +191,5 @@ def _overridden(lib: Any, gguf: GgufFile, expert_count: int) -> Any:
 
 
 def features(lib: Any) -> tuple[str, ...]:
-    """Names as llama.cpp prints them, such as "AVX512_VNNI"."""
     text = lib.llama_print_system_info().decode("ascii", "replace")
     return tuple(name for name, value in re.findall(r"(\w+) = (\d+)", text) if value != "0")

@@ -90,11 +90,9 @@ class StateCodec:
         self._arrays = [(heads, self._kind.width(size) if heads else 0) for heads, size in (*keys, *values)]
 
     def nothing(self) -> CopiedRows:
-        """A snapshot of no rows."""
         return self._snapshot([np.empty((heads, 0, width), self._dtype) for heads, width in self._arrays], 0)
 
     def check(self, snapshot: CacheSnapshot, capacity: int) -> None:
-        """Refuses rows that are not those of such a cache, and more than it has room for."""
         check_type(snapshot, capacity, self._kind.name, "")
         check_rows(snapshot, [(heads, width, self._kind.dtype) for heads, width in self._arrays])
 
@@ -208,7 +206,7 @@ class StateCodec:
         return starts
 
     def _part_bytes(self, layers: Sequence[int], rows: int) -> int:
-        """Of the part of a copy of so many rows that these layers have."""
+        """Bytes of these layers' part of a copy of so many rows."""
         matrices = [heads * width * self._dtype.itemsize for _, heads, width in self._stored(layers)]
         return _CELLS.size + self._cell_bytes(rows) + _LAYERS.size + sum(_ROWS.size + rows * each for each in matrices)
 
@@ -232,7 +230,6 @@ class StateCodec:
         return self._transposed and place >= self._half
 
     def _rows(self, stored: NDArray[np.uint8], place: int, count: int) -> NDArray[Any]:  # (bytes,) -> (H, n, width)
-        """An array of so many cells as a view of its bytes."""
         heads, items = self._arrays[place][0], stored.view(self._dtype)
         if self._in_columns(place):
             return items.reshape(heads, -1, count).transpose(0, 2, 1)
@@ -244,7 +241,6 @@ class StateCodec:
         return self._turn(np.array(floats, np.float32), keys)
 
     def store(self, floats: Floats, *, keys: bool) -> NDArray[Any]:  # (H, n, h) -> (H, n, width)
-        """Rows as the cache holds them."""
         floats = np.ascontiguousarray(floats, np.float32)
         return store_rows(self._kind, self._turn(floats, keys))
 
@@ -272,7 +268,6 @@ def _foreign() -> CapabilityError:
 
 @cache
 def _hadamard(size: int) -> Floats:  # (n, n)
-    """Sylvester's matrix, orthonormal and symmetric."""
     matrix: Floats = np.ones((1, 1), np.float32)
     block = np.array([[1, 1], [1, -1]], np.float32)
     while len(matrix) < size:

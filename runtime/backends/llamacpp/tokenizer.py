@@ -56,7 +56,7 @@ class ExactWords:
 
     @classmethod
     def of(cls, gguf: GgufFile, vocabulary: GgufVocabulary) -> Self | None:
-        """Those of a file; None where nothing is known of its pre-tokenizer."""
+        """The words of a file; None if its pre-tokenizer is unknown."""
         known = steps_of(vocabulary.pre) if vocabulary.model == "gpt2" and vocabulary.merges else None
         return None if known is None else cls(gguf, vocabulary, *known)
 
@@ -128,8 +128,7 @@ class ExactWords:
 
 
 class _Places:
-    """Where texts stand in an array of a file, in twelve bytes each: by their hashes, which are seeded anew in every
-    process."""
+    """Places of texts in an array of a file, in twelve bytes each, by their hashes, whose seed differs by process."""
 
     def __init__(self, texts: GgufArray) -> None:
         hashes = np.frombuffer(array("q", map(hash, texts.spellings())), np.int64)  # (count,)
@@ -147,7 +146,6 @@ class _Places:
     @overload
     def get(self, text: bytes, default: int) -> int: ...
     def get(self, text: bytes, default: int | None = None) -> int | None:
-        """The place of a text."""
         wanted = hash(text)
         at = int(self._hashes.searchsorted(wanted))
         return int(self._places[at]) if at < len(self._hashes) and self._hashes[at] == wanted else default
@@ -289,12 +287,11 @@ class LlamaTokenizer:
 
     @cached_property
     def _special_tokens(self) -> SpecialTokens:
-        """All special tokens."""
         return SpecialTokens(self._texts(self.special_ids | self._user_defined))
 
     @cached_property
     def _plain(self) -> SpecialTokens:
-        """Those that are tokens in any text, whether special tokens are parsed or not."""
+        """Special tokens that are tokens in any text, whether special tokens are parsed or not."""
         return SpecialTokens(self._texts(self._user_defined))
 
     @cached_property

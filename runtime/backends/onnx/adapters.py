@@ -1,4 +1,4 @@
-"""Adapters beside a bundle's weights: packed into two arrays, and graphs with an operator where they change a layer.
+"""Adapters of a bundle: packed into two arrays, and graphs with an operator where they change a layer.
 
 The operator edgeinfer.Adapter stands behind the product of a layer that any adapter changes. It is in no bundle: graphs
 get it when they are loaded with adapters, so that without any nothing is different. What one pass has of each adapter
@@ -53,7 +53,6 @@ class PackedAdapters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return self.weights.nbytes + self.table.nbytes
 
 
@@ -68,7 +67,6 @@ class _Place:
 
 
 def pack_adapters(manifest: Manifest, adapters: Mapping[str, str]) -> PackedAdapters:
-    """Reads adapters of a bundle's model."""
     places = _places(manifest)
     files = [open_adapter(Path(path)) for path in adapters.values()]
     for file in files:
@@ -96,7 +94,6 @@ def pack_adapters(manifest: Manifest, adapters: Mapping[str, str]) -> PackedAdap
 
 
 def _places(manifest: Manifest) -> dict[str, list[_Place]]:
-    """Of each module all places that have rows of it."""
     found = dict[str, list[_Place]]()
     for entry in manifest.tensors:
         first, rows = 0, sum(module.rows for module in entry.modules)
@@ -188,7 +185,6 @@ class _Rewriter:
 
     @property
     def missing(self) -> list[str]:
-        """Sites that no node was found of."""
         return [site for site in self._adapters.sites if site not in self._done]
 
     def graph(self, body: bytes, *, whole: bool = False) -> bytes:
@@ -288,7 +284,6 @@ def _attribute(name: str, value: int) -> bytes:
 def _node(
     kind: str, inputs: Sequence[str], output: str, attributes: Sequence[bytes], domain: str = graph.NATIVE_DOMAIN
 ) -> bytes:
-    """A node as a field of its graph."""
     present = list(inputs)
     while not present[-1]:
         present.pop()

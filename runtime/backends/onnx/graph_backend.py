@@ -104,7 +104,7 @@ class GraphBackend(ABC):
         return pages
 
     def _watch_embedding(self) -> LookedUp | None:
-        """Drops what only loading read; the native head reads the pages of the tokens' own embedding anyway."""
+        """Release pages that only loading read, and watch the embedding; the native head reads all of it anyway."""
         if self._graph.layout == NATIVE:
             return None if self._decoder.per_layer is None or self.pages is None else LookedUp(self.pages.per_layer())
         file = MappedFile(self._graph.weights)
@@ -128,7 +128,7 @@ class GraphBackend(ABC):
         """One pass; see `contract.Backend.forward`."""
 
     def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
-        """Has the passes within be windows of this one, each of which runs other layers over the same rows."""
+        """Treat the passes within as windows of this one, each of which runs other layers over the same rows."""
         return nullcontext()
 
     @abstractmethod
@@ -159,7 +159,7 @@ class GraphBackend(ABC):
         return step
 
     def _output(self, step: Pass, size: int, rows: int) -> ForwardOutput:
-        """What the pass that ran gave, without its padding."""
+        """The results of the pass that ran, without its padding."""
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
@@ -191,7 +191,7 @@ class GraphBackend(ABC):
         self._buffers = self._new_buffers(size=2, rows=2)
 
     def _bind(self, step: Pass) -> Pass:
-        """Binds all that stays where it is for passes of one shape."""
+        """Bind all inputs and outputs of passes of one shape."""
         step.binding = self._session.binding()
         inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs()}
         if self.capabilities.high_planes:
@@ -218,7 +218,6 @@ class GraphBackend(ABC):
 
     @property
     def _buffer_bytes(self) -> int:
-        """Bytes of inputs and outputs of passes."""
         return self._buffers.nbytes + sum(int(t.tensor_size_in_bytes()) for t in self._tables.values())
 
     def close(self) -> None:

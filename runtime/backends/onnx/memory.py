@@ -90,7 +90,6 @@ class OnnxMemory:
 
     @cached_property
     def _known_weights(self) -> dict[tuple[int, int, int], Footprint]:
-        """The same of weights."""
         return {}
 
     def _running(self, context: int, rows: int, kv: str) -> Footprint:
@@ -136,7 +135,6 @@ class OnnxMemory:
 
     @cached_property
     def _parsing(self) -> Footprint:
-        """While the tokenizer is parsed."""
         tokens = self.bundle.manifest.geometry.vocab_size
         return Footprint({"tokenizer": parsing_bytes(self._tokenizer_bytes, tokens, pairs=self.merge_pairs)}, {})
 
@@ -145,7 +143,6 @@ class OnnxMemory:
         return self.layout == NATIVE and self.bundle.manifest.decoder is not None and not self.floats
 
     def _cache(self, kv: str, context: int) -> int:
-        """Bytes of a cache for so many tokens."""
         manifest = self.bundle.manifest
         if self._paged or (self.floats and kv != FLOAT32):
             states = StateLayout(manifest.geometry.states).slot_bytes * SLOTS_IN_USE if manifest.geometry.states else 0
@@ -158,7 +155,6 @@ class OnnxMemory:
 
     @cached_property
     def _mapped_tokenizer(self) -> tuple[Footprint, Footprint]:
-        """Before it is used, and used."""
         if not self.bundle.has(TABLE):
             return Footprint({}, {}), Footprint({}, {})
         table = self.bundle.path / TABLE
@@ -227,7 +223,7 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     if (moe := decoder.moe) is not None:
         widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
     for state in geometry.states:
-        # What the convolution reads and gives, then queries, keys, values and results; beside the gate.
+        # Inputs and outputs of the convolution, then queries, keys, values and results, and the gate.
         widest = max(widest, 3 * state.channels + 3 * state.heads * state.value_size)
     if (latent := decoder.latent) is not None:
         # What queries meet and what heads take of it, and the former put together.
@@ -238,14 +234,13 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     row = 2 * hidden + (_PORTABLE_WIDTHS if context else _LIVE_WIDTHS) * widest + biases * context + vectors
     if (module := manifest.module) is None:
         return _FLOAT_BYTES * (chunk * (row + 2 * len(manifest.taps) * hidden) + 2 * geometry.vocab_size)
-    # What the module reads in a pass and what waits for it, embeddings beside states, and its drafter's logits.
+    # Inputs of the module in a pass and those that wait for it, embeddings and states, and its drafter's logits.
     rows = max(WAITING_ROWS, 2 * module.block)
     waiting = rows * (row + 3 * module.width + 4 * hidden)
     return _FLOAT_BYTES * (waiting + (5 + module.block) * geometry.vocab_size)
 
 
 def _scores(manifest: Manifest, chunk: int, context: int) -> int:
-    """Bytes of the scores of all heads of one layer."""
     geometry, decoder = manifest.geometry, manifest.decoder
     heads = -(-geometry.hidden_size // geometry.head_dim) if decoder is None else decoder.num_heads
     return _FLOAT_BYTES * heads * chunk * context

@@ -44,7 +44,7 @@ from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.paging.states import StatePool
 from edgeinfer.runtime.weights.layouts import Progress
 
-# Addresses of further pages, which take no memory until snapshots, forks and searches need them beside a full context.
+# Addresses of further pages for snapshots, forks and searches while the context is full; untouched they take no memory.
 _FURTHER_PAGES = 64
 
 Sequences = Sequence[tuple[PagedCache, ForwardInput]]
@@ -56,7 +56,7 @@ class PagedBackend(GraphBackend):
     Args:
         exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.geometry.PAGED_KV.
-        pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
+        pages: of the pool in addition to those of one sequence, for other sequences and kept prefixes.
         weighed: the cache's rows have weights, for those that stand for several tokens.
     """
 
@@ -221,7 +221,6 @@ class PagedBackend(GraphBackend):
         return step
 
     def _bind_sequences(self, step: Pass, caches: Sequence[PagedCache]) -> None:
-        """Binds the pages and states of the sequences of a pass."""
         alone = caches[0].table[None]  # read where it lies
         bind_input(step.binding, graph.KV_PAGES, alone if len(caches) == 1 else _tables_of(caches))
         rows = [cache.state.row for cache in caches if cache.state is not None]
@@ -287,7 +286,7 @@ def _least_rows(manifest: Manifest) -> tuple[int, int]:
     """Rows of a pass, and of its logits if there are any, from which on every row has the same bits."""
     floats = {t.name for t in manifest.tensors if t.bits == 32 and len(t.shape) == 2 and not is_looked_up(t.name)}
     if any(t.bits < 32 for t in manifest.tensors):
-        # Beside quantized matrices those of floats have an operator of ours, all but experts.
+        # In a quantized model, float matrices other than experts have an operator of ours.
         floats = {name for name in floats if find_expert(name) is not None}
     head = "head" in floats
     return 2 if floats - {"head"} else 1, 2 if head else 0

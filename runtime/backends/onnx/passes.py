@@ -60,7 +60,6 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
 
@@ -138,7 +137,7 @@ class ExpertInputs:
 
 
 class AttentionBias:
-    """Who attends to whom, bound to every pass, as its shape changes with each.
+    """Which rows attend to which, bound to every pass, as its shape changes with each.
 
     Args:
         window: of layers with a sliding window; 0 without.
@@ -178,7 +177,6 @@ class AttentionBias:
 
 
 def bind_cache(binding: Binding, cache: KVBuffers) -> None:
-    """Binds keys and values."""
     for layer, arrays in enumerate(zip(cache.keys, cache.values, strict=True)):
         names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
         for past, present, array in names:
@@ -223,18 +221,17 @@ class PathTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return self.rows.nbytes + self.slots.nbytes + self._counting.nbytes
 
     def tell_chain(self, start: int, size: int) -> None:
-        """Tells of rows that follow `start` ones of the first sequence, each seeing all before it."""
+        """Set the paths of rows that follow `start` ones of the first sequence, each seeing all before it."""
         if not self._plain:
             self.rows[:] = 0
             self._plain = True
         self.rows[:size, _PREFIX] = self._counting[start + 1 : start + 1 + size]
 
     def tell_block(self, start: int, size: int, block: int) -> None:
-        """Tells of rows that follow `start` ones of the first sequence, of which the last see all, the others nothing.
+        """Set the paths of rows that follow `start` ones of the first sequence: the last see all, the others nothing.
 
         A row sees something, be it the first slot. Who reads keys and values alone does not mind.
         """
@@ -245,7 +242,7 @@ class PathTables:
         self._plain = False
 
     def tell(self, sequences: Sequence[Sequence[Path]]) -> None:
-        """Tells of the rows of each sequence, for whose further slots there must be room."""
+        """Set the paths of the rows of each sequence, for whose further slots there must be room."""
         row = first = 0
         for sequence, paths in enumerate(sequences):
             for prefix, further in paths:

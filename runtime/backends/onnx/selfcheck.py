@@ -116,7 +116,6 @@ _TOKENS = 3
 
 
 def check_device(device: Device) -> None:
-    """Runs what the device's traits promise: the static model, and the ordinary one with a cache in its memory."""
     models = [_static] + ([_ordinary] if device.traits.dynamic_shapes else [])
     for run in models:
         try:

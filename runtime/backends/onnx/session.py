@@ -33,15 +33,12 @@ class _CopiedInputs:
         self._inputs: dict[str, ort.OrtValue] = {}
 
     def bind_ortvalue_input(self, name: str, value: ort.OrtValue) -> None:
-        """Binds an input from the next run on."""
         self._inputs[name] = value
 
     def bind_ortvalue_output(self, name: str, value: ort.OrtValue) -> None:
-        """Binds an output; it is copied back after a run."""
         self._binding.bind_ortvalue_output(name, value)
 
     def renewed(self) -> ort.IOBinding:
-        """With the inputs as they are now."""
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
         return self._binding
@@ -149,7 +146,6 @@ class OrtSession:
         return binding if self._device.memory == CPU_MEMORY else _CopiedInputs(binding)
 
     def run(self, binding: Binding) -> None:
-        """One run over what is bound."""
         self._run_options.terminate = False
         try:
             self._session.run_with_iobinding(_bound(binding), self._run_options)
@@ -164,7 +160,6 @@ class OrtSession:
             raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
 
     def cancel(self) -> None:
-        """Ends the running run; safe from any thread."""
         self._run_options.terminate = True
 
 

@@ -88,7 +88,6 @@ class ReadAhead:
         self._wanted = tuple(each for each in self._wanted if each != done)
 
     def close(self) -> None:
-        """Ends thread and mapping."""
         self._wanted = ()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._map.close()
@@ -237,7 +236,7 @@ class StreamedBackend(WindowedBackend):
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
         window_layers: layers whose weights are in memory together; all of them stay there.
-        kept_layers: that stay beside the windows, with head and embedding.
+        kept_layers: layers that stay in memory, with head and embedding.
         room: bytes of the weights that the system's cache can keep; None where it keeps all.
     """
 
@@ -291,7 +290,7 @@ class StreamedBackend(WindowedBackend):
         return found
 
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
-        """Those in which something runs; at least one, which appends the rows."""
+        """The windows in which something runs; at least one, which appends the rows."""
         if self._stay:
             # A tied head is the embedding. Looked up in each pass: when others end mappings of the file, places change.
             places = list({*self._head.large, *self._embedding.large})

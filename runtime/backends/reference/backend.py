@@ -187,7 +187,6 @@ class ReferenceMixture:
     def _mixed(
         self, routed: Floats, x: Floats, choice: ExpertChoice | None
     ) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
-        """What the chosen experts of every token and the shared one make of it, and which were used."""
         moe, prefix = self.moe, self._prefix
         bias = None if choice is None or choice.bias is None else choice.bias[self.layer]
         scores, norm = self.linear(f"{prefix}.router", routed), self.weights.get(f"{prefix}.router_norm")
@@ -211,7 +210,7 @@ class ReferenceMixture:
 
 
 def expert_bias_weights(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
-    """Of every expert that has some, by the names of its matrices."""
+    """Biases of experts by the names of their matrices."""
     found: dict[str, Floats] = {}
     for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
         joined = weights.get(expert_biases(layer, part))
@@ -222,7 +221,6 @@ def expert_bias_weights(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[s
 
 
 def two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
-    """Weights that have two planes to choose from."""
     return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
 
 
@@ -296,10 +294,10 @@ class ReferenceBackend:
         return PagedCache(pool, capacity)
 
     def _cached_geometry(self) -> Geometry:
-        """Of the cache, which keeps what recurrences read of every token, and no states: those are computed again."""
+        """The cache's geometry: it keeps the inputs of recurrences, from which states are computed again."""
         if not self.geometry.states:
             return self.geometry
-        # Behind the layers, as one may have attention beside a recurrence.
+        # After the layers, as one may have both attention and a recurrence.
         read = (KVLayer(1, 0, wide) if wide else KVLayer(0, 0, 0) for wide in recurrent.widths(self._spec))
         kept = (*self.geometry.kept, *read)
         return dataclasses.replace(self.geometry, num_layers=len(kept), kv_layers=kept, states=())
@@ -339,7 +337,6 @@ class ReferenceBackend:
         return ForwardOutput(logits, x, self._choices(run.used, size, batch.experts))
 
     def _layer(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D), or of all streams -> likewise
-        """The hidden states after a layer."""
         spec, (mixes, feeds) = self._spec, run.mask[layer].tolist()
         begun = None if spec.streams is None else self._ends.predicted(layer, x, feeds)
         before = x = x if begun is None else begun[:, 0]
@@ -528,7 +525,6 @@ class ReferenceBackend:
         return self._linear(f"{prefix}.down", inner)
 
     def _choices(self, used: dict[int, Ints], size: int, choice: ExpertChoice | None) -> Ints | None:  # (L, S, k)
-        """The experts used in every layer, -1 where none were."""
         if self._spec.moe is None:
             return None
         nothing = np.full((size, self._spec.moe.top_k if choice is None else choice.count), -1, np.int64)

@@ -66,7 +66,6 @@ class StaticSession:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
         return sum(a.nbytes for a in (*self._inputs.values(), *self._outputs.values()))
 
     def bind_cache(self, keys: Sequence[NDArray[Any]], values: Sequence[NDArray[Any]]) -> None:
@@ -104,12 +103,10 @@ class StaticSession:
         self._session.run(self._binding)
 
     def new(self, layer: int) -> tuple[Floats, Floats]:  # 2 x (H, S, h)
-        """Keys and values of the last run."""
         key, value = io.new_names(layer)
         return self._outputs[key][0], self._outputs[value][0]
 
     def cancel(self) -> None:
-        """Ends the running run; safe from any thread."""
         self._session.cancel()
 
     def _bind_input(self, name: str, array: NDArray[Any]) -> None:
@@ -142,7 +139,6 @@ def check_graph_file(bundle: Bundle, graph: StaticGraph, spec: DecoderSpec) -> s
 
 
 def _values(model: bytes) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Inputs and outputs by name."""
     inputs: dict[str, Value] = {}
     outputs: dict[str, Value] = {}
     for graph in _parts(model, _MODEL_GRAPH):
@@ -182,7 +178,7 @@ class StaticBackend:
 
     Args:
         capacity: tokens the cache may hold, at most as many as the graphs' caches have rows.
-        exact: use such graphs only whose rows are bit-identical, as `passes.choose_graphs` says.
+        exact: use such graphs only whose rows are bit-identical, as `memory.choose_graphs` says.
         rows: of the widest pass that is no prompt; None for any.
         chunk: prompt tokens per pass; None for as many as the graph for prompts takes.
     """
@@ -263,7 +259,6 @@ class StaticBackend:
         return ForwardOutput(logits, None)
 
     def _take(self, session: StaticSession, run: Run, start: int) -> None:
-        """Copies what a run computed into the cache."""
         count = run.stop - run.start
         for layer in range(self.geometry.num_layers):
             keys, values = session.new(layer)

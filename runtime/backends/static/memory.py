@@ -47,7 +47,6 @@ class GraphSet:
 
     @property
     def all(self) -> tuple[StaticGraph, ...]:
-        """Every graph."""
         return self.narrow if self.prompts is None else (*self.narrow, self.prompts)
 
     def runs(self, size: int, rows: Ints) -> Iterator[Run]:
@@ -169,12 +168,10 @@ class StaticMemory:
 
 
 def _packed(tensor: TensorEntry) -> int:
-    """Most bytes of the copy of a weight in a session."""
     return tensor.nbytes + (0 if tensor.scales is None else _SUMS * tensor.scales.nbytes)
 
 
 def _buffers(graph: StaticGraph, spec: DecoderSpec) -> int:
-    """Inputs and outputs of a session, but the cache."""
     biases = 2 if spec.window_size else 1
     new = 2 * spec.num_layers * graph.rows * spec.kv_size
     logits = graph.logit_rows * spec.vocab_size

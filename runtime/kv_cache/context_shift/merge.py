@@ -150,7 +150,7 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class _Past:
-    """Of a layer's rows as the last context shift left them: their attention, and how many tokens they stand for."""
+    """A layer's rows as the last context shift left them: their attention, and how many tokens they stand for."""
 
     scores: Floats  # (H, n)
     counts: Floats  # (H, n)
@@ -208,7 +208,6 @@ class MergePolicy:
         return Removed(self._freed, merged / (self._spec.num_layers * self._spec.num_kv_heads))
 
     def _scored(self, layer: int, received: Floats) -> tuple[Floats, Floats]:  # (H, n) -> 2 x (H, n)
-        """Scores and counts of a layer's rows."""
         scores, counts = received.copy(), np.ones_like(received)
         if (past := self._past.get(layer)) is not None:
             known = past.scores.shape[1]
@@ -217,7 +216,6 @@ class MergePolicy:
         return scores, counts
 
     def _kept(self, scores: Floats) -> Indices:  # (n,) -> (n',)
-        """The rows that stay, in order."""
         rows, first, last = len(scores), self._options.sinks, len(scores) - self._recent
         middle = _pooled(scores, self._options.pooled)[first:last]
         # Stable: of rows with one score the older leaves.

@@ -108,7 +108,6 @@ class Rotation:
         return self.turned(keys, *self.between(old, new))
 
     def between(self, old: Positions, new: Positions) -> tuple[Floats, Floats]:  # (..., n, r/2) each
-        """Cosines and sines of the angles from `old` positions to `new` ones."""
         cos_old, sin_old, cos_new, sin_new = self._cos[old], self._sin[old], self._cos[new], self._sin[new]
         cos = (cos_new * cos_old + sin_new * sin_old) * self._scale
         return cos, (sin_new * cos_old - cos_new * sin_old) * self._scale
@@ -135,11 +134,9 @@ class LayerRotations:
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """Bytes of the tables, and of what is picked from them for one layer's rows."""
         return sum(Rotation.planned_bytes(rope, capacity) for rope in spec.ropes)
 
     def moved(self, layer: int, keys: Floats, old: Positions, new: Positions) -> Floats:  # (H, n, h) -> (H, n, h)
-        """Keys of a layer at `old` positions as they would be at `new` ones."""
         index = self._spec.rope_index(layer)
         return keys if index < 0 else self._rotations[index].moved(keys, old, new)
 
