@@ -32,7 +32,7 @@ answered gets one that says why.
 example:
   edgeinfer batch prompts.jsonl -o replies.jsonl -m qwen2.5-0.5b -n 256
 """
-# Fields of requests that leave them out.
+# Defaults for fields that requests leave out.
 _DEFAULTS = ("max_tokens", "temperature")
 # Invalid lines listed on stderr.
 _MOST_TOLD = 10
@@ -59,7 +59,7 @@ def add_batch(commands: Subparsers) -> None:
 def execute(args: argparse.Namespace) -> int:
     from edgeinfer.tools.batch import (
         BatchInput,
-        answer_batch,  # not for --help's sake
+        answer_batch,  # keeps --help fast
     )
 
     if args.parallel < 1:
@@ -83,7 +83,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
     """Load the model with memory for as many replies at once as requested, if possible."""
-    from edgeinfer.apps.server.host import load_with_room  # not for --help's sake
+    from edgeinfer.apps.server.host import load_with_room  # keeps --help fast
 
     name, options = prepared(args.model, options)
     with progress_bar() as progress:
@@ -118,7 +118,7 @@ def _told(output: Path, requests: BatchInput) -> Iterator[None]:
 
     try:
         yield
-    except UsageError:  # before the first reply
+    except UsageError:  # raised before the first reply
         raise
     except BaseException:
         partial = ReplyFile.partial_of(output)

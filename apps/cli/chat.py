@@ -96,7 +96,7 @@ class _SwitchedModel:
 
     def switch(self, name: str) -> None:
         """Load another model; if that fails, load the former one again and raise the error."""
-        prepared(name, self._options)  # one that is missing leaves all as it is
+        prepared(name, self._options)  # if it is missing, nothing changes
         self.model.close()
         try:
             self.model = load_model(name, self._options)

@@ -40,9 +40,9 @@ _OPTIONS = (
 )
 # Options that are fields of StaticOptions, named --static-*.
 _STATIC = ("context", "chunk", "widths", "layers")
-# The most that a manifest may have.
+# The most layers of a manifest.
 _MOST_LAYERS = 2048
-# What bits of single tensors mean in a GGUF model.
+# GGUF types by bits.
 _BITS_TYPES = {"2": "Q2_K", "3": "Q3_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
 
 

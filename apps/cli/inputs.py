@@ -43,7 +43,7 @@ def utf8(text: str, source: str) -> str:
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, or in the encoding of its byte order mark, without its last line end."""
     try:
-        # A pipe without a writer is empty; opening it as usual would wait for one.
+        # A pipe without a writer is empty; a blocking open would wait for one.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(handle, "rb") as file:
             if hasattr(os, "O_NONBLOCK"):
@@ -60,7 +60,7 @@ def is_piped() -> bool:
     """
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or another program's stand-in
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without a file
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
@@ -105,7 +105,7 @@ class _Notes(logging.Handler):
     """Shows downloads and conversions as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Straight to stderr, which a bar that is shown has taken over: the line appears above it.
+        # Straight to stderr, which a progress bar redirects: the line appears above the bar.
         sys.stderr.write(f"{record.getMessage()}\n")
 
 
@@ -125,7 +125,7 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
     rest = {name: value for name, value in options.items() if name != "bits"}
     if model is None and "bits" not in options:
         return None, rest
-    from edgeinfer import hub  # not before a model is loaded: help needs none of what it brings
+    from edgeinfer import hub  # keeps --help fast
 
     show_notes()
     chosen: list[str] = []
@@ -139,7 +139,7 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
         )
     if chosen:
         return chosen[0], rest
-    # The bits that were asked for, also where others are here too.
+    # The path with these bits; others may be here too.
     return (str(path) if "bits" in options else model), rest
 
 

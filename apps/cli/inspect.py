@@ -223,9 +223,9 @@ def _plain(value: str | int | float | bool | None) -> str:
 
 _TENSOR_HEADER = ("name", "shape", "type", "size", "offset")
 _TYPE_HEADER = ("type", "tensors", "size", "bits per value")
-# Tokens whose keys and values are shown as an example.
+# Tokens of the example of a KV cache.
 _EXAMPLE_TOKENS = 2048
-# What is shown of an array and of a text.
+# Most items of an array, and characters of a text.
 _ITEMS, _CHARACTERS = 4, 80
 
 
@@ -301,7 +301,7 @@ def _shown(value: Value) -> str:
         more = ", ..." if value.count > _ITEMS else ""
         return f"{value.count:,} x {value.item_type}: {items}{more}" if value.count else f"no {value.item_type}"
     if isinstance(value, str):
-        # A file may hold anything, such as what moves a terminal's cursor.
+        # Escaped: a file may contain terminal control codes.
         return repr(value) if len(value) <= _CHARACTERS else f"{value[:_CHARACTERS]!r}... ({len(value):,} characters)"
     if isinstance(value, bool):
         return "yes" if value else "no"

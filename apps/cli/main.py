@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
-# The commands under the headings of help: modules of this package, each imported where it is asked for, because all of
-# them together take seconds on an old machine.
+# Commands by heading of the help. Each is a module of this package, imported on demand: all of them together take
+# seconds on an old machine.
 _GROUPS = {
     "use a model": {
         "run": "answer a prompt or continue a text",
@@ -67,7 +67,7 @@ _GROUPS = {
 COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
 # Commands that share the module of another.
 _SHARED = {"pull": "models", "devices": "plan", "convert": "export", "completion": "parser"}
-# What other programs call a command.
+# Names of commands in other programs.
 _ELSEWHERE = {
     **{"ask": "run", "generate": "run", "complete": "run", "talk": "chat", "ui": "chat", "app": "chat"},
     **{"server": "serve", "api": "serve", "download": "pull", "fetch": "pull", "get": "pull", "show": "inspect"},
@@ -75,7 +75,7 @@ _ELSEWHERE = {
     **{"info": "inspect", "fit": "plan", "quantize": "export", "train": "distill", "benchmark": "bench"},
     **{"perplexity": "eval", "version": "--version"},
 }
-# What writing to a full disk, past a quota or past a size limit ends in.
+# Errors of a full disk, a quota or a size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _GREETING = """\
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None takes the process's own.
     """
-    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks how its line can go on
+    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         from edgeinfer.apps.cli.parser import complete
 
         complete(build_parser)
@@ -177,11 +177,11 @@ def _prepare_streams() -> None:
     _fill_places()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the caller, as `>&-` does: what is said goes nowhere
-            # Left open to the end of the process, as the streams it stands for.
+        if stream is None:  # closed by the caller (`>&-`): discard the output
+            # Stays open to the end of the process, like the stream it replaces.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", closefd=False))
         elif isinstance(stream, io.TextIOWrapper) and name == "stdout":
-            # A console that lacks a character shows "?" rather than ending the story.
+            # A console that lacks a character shows "?".
             stream.reconfigure(errors="replace")
 
 
@@ -191,7 +191,7 @@ def _fill_places() -> None:
         try:
             os.fstat(place)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def _execute(arguments: list[str]) -> int:
@@ -216,14 +216,14 @@ def _execute(arguments: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         raise
-    except Exception as error:  # the last resort of a program: whatever it is, the user gets one line
+    except Exception as error:  # the last resort: the user gets one line
         return _report(arguments, error)
 
 
 def _report(arguments: list[str], error: Exception) -> int:
     """Print an error in one line and return the exit code."""
     if isinstance(error, OSError) and error.errno in _FULL:
-        # Files are written under `storage_errors`, so it was stdout that did not take all of its text.
+        # Files are written under `storage_errors`, so this came from stdout.
         abandon_stdout()
         print_error(f"The output cannot be written: {error.strerror}. Free some space or send it to another place.")
         return StorageError.exit_code
@@ -239,7 +239,7 @@ def _report(arguments: list[str], error: Exception) -> int:
 
 
 def _flag(arguments: list[str], setting: Setting) -> str:
-    from edgeinfer.apps.cli.options import as_flag  # a message without options must not wait for it
+    from edgeinfer.apps.cli.options import as_flag  # slow to import, so only for messages with options
     from edgeinfer.apps.cli.parser import own_flag
 
     told = as_flag(setting)

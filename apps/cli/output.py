@@ -14,12 +14,12 @@ from typing import Any
 
 Progress = Callable[[str, int, int], None]
 
-_UNBOUNDED = 1_000_000  # columns; otherwise rich takes a file to have 80
+_UNBOUNDED = 1_000_000  # columns; rich's default for files is 80
 
 
 def print_error(text: str) -> None:
     """Print an error on stderr as one line."""
-    # Names of files may hold bytes that are no text.
+    # File names may contain bytes that are not text.
     line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode("utf-8")
     if sys.stderr.isatty():
         from rich.console import Console
@@ -28,7 +28,7 @@ def print_error(text: str) -> None:
         console.print("[bold red]error:[/]", end=" ")
         console.print(line, markup=False, soft_wrap=True)
     else:
-        # Where stderr takes nothing, a full disk perhaps, the exit code still tells.
+        # If stderr cannot be written, the exit code still tells.
         with contextlib.suppress(OSError):
             sys.stderr.write(f"error: {line}\n")
 
@@ -72,7 +72,7 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
         table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
     for row in body:
         table.add_row(*row)
-    # A file or pipe has no width: nothing may be cut or folded for the sake of one.
+    # A file or pipe has no width: nothing is cut or folded.
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _UNBOUNDED)
     if title:
         console.print(title, style="bold", markup=False, soft_wrap=True)

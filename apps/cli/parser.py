@@ -77,7 +77,7 @@ def help_text(
     """Format the help of a command without the actions in `left_out`."""
     layout = _Layout(parser.prog)
     layout.add_text(parser.description)
-    # What argparse collects without a heading of its own comes last.
+    # Options without a heading come last.
     for group in sorted(parser._action_groups, key=lambda group: group is parser._optionals):
         actions = [action for action in group._group_actions if action not in left_out]
         if any(action.help is not argparse.SUPPRESS for action in actions):
@@ -96,7 +96,7 @@ def _with_help(action: argparse.Action, text: str) -> argparse.Action:
     return shown
 
 
-# What the extras bring.
+# The extra that provides a module.
 _EXTRAS = {
     "onnx": "export",
     "safetensors": "export",
@@ -189,7 +189,7 @@ class Parser(argparse.ArgumentParser):
         raise self._unknown(misspelt) if misspelt else UsageError(_sentence(message), f"See: {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        # argparse's own way to refuse a choice, which it has had since it exists; only the message differs.
+        # Overridden for the message only.
         if action.choices is None or value in action.choices:
             return
         name = action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
@@ -296,7 +296,7 @@ examples:
   edgeinfer completion fish > ~/.config/fish/completions/edgeinfer.fish     once
 """
 _SHELLS = ("bash", "zsh", "fish", "powershell")
-# Arguments that name a model which runs.
+# Arguments that name a model.
 _MODELS = ("model", "draft_model", "reference")
 
 
@@ -323,7 +323,7 @@ def complete(build_parser: Callable[..., Parser]) -> None:
 
     line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", sys.maxsize))]
     words = line.split()
-    # The word that is being typed is none yet.
+    # The word that is being typed does not count.
     command = words[1] if len(words) > 2 or (len(words) == 2 and line[-1:].isspace()) else ""
     parser = build_parser(command, beside=True)
     _name_models(parser)
@@ -344,7 +344,7 @@ def _models(prefix: str, **_: Any) -> list[str]:
     """Local models, those of the catalog, and paths."""
     import argcomplete
 
-    from edgeinfer import hub  # and not the face, which would import what models run on
+    from edgeinfer import hub  # not the package's face, which would import the runtime
 
     names = [hub.BUILTIN, *(model.source.name for model in hub.converted_models())]
     names += [*(model.name for model in hub.cached_models()), *(model.name for model in hub.catalog())]

@@ -32,7 +32,7 @@ example:
   edgeinfer plan -m my-bundle --curve
 """
 _PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", "rpc", "rpc_public", *DRAFTING)
-# Terms of a plan as people group them; the rest has a row of its own.
+# Rows of the table and their terms; other terms have rows of their own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts", "routers"),
     "KV cache": ("kv", "overflow"),
@@ -44,7 +44,7 @@ _ROWS = {
     "Python and libraries": ("interpreter", "objects", "libraries", "code"),
     "reserve": ("reserve",),
 }
-# Characters of the longest bar.
+# Length of the longest bar in characters.
 _BAR = 40
 
 
@@ -168,7 +168,7 @@ def _print_curve(plan: MemoryPlan) -> None:
     assert plan.curve is not None, "all ways were asked for"
     points = plan.curve.points
     best = max(point.tokens_per_second for point in points)
-    # Steps too small to see are left out, the last one is not.
+    # Steps too small to see are left out, except the last.
     shown = [
         point
         for point, after in zip_longest(points, points[1:])
@@ -207,7 +207,7 @@ def _print_terms(plan: MemoryPlan) -> None:
     settings = {
         "KV cache data type": choice.kv,
         "weights": choice.weights,
-        # A model file that brings its tokenizer, GGUF, has no layouts.
+        # GGUF models, which include their tokenizer, have no layouts.
         "layout": "" if choice.tokenizer == "model" else plan.layout,
         "tokenizer": choice.tokenizer,
         "drafters": ", ".join(choice.drafters),

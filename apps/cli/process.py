@@ -42,7 +42,7 @@ def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
         caller: the opening frame. Imports that were running before, as of a script that runs a command, do not count.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else's to decide
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the caller handles it
         yield
         return
     handler = _Handler(caller)
@@ -68,7 +68,7 @@ class _Handler:
             if frame.f_code.co_filename == _IMPORTS:
                 if not self.waiting:
                     self.waiting = True
-                    # Not `threading`, whose locks the interrupted thread may hold.
+                    # Not `threading`: the interrupted thread may hold its locks.
                     _thread.start_new_thread(self._ask_again, ())
                 return
             frame = frame.f_back
@@ -76,7 +76,7 @@ class _Handler:
         raise KeyboardInterrupt
 
     def _ask_again(self) -> None:
-        # More than once: a signal that comes just before the thread waits for input is seen after that input only.
+        # Repeatedly: a signal just before the thread waits for input is handled only after that input.
         while True:
             time.sleep(_AGAIN_SECONDS)
             if not self.waiting:
@@ -100,16 +100,16 @@ def end_start() -> None:
         gc.enable()
 
 
-# What importing the libraries and loading the built-in model takes on one thread.
+# Address space for the libraries and the built-in model, with one thread.
 _LEAST_BYTES = 320 * 1000**2
 _M_ARENA_MAX, _PR_SET_PDEATHSIG = -8, 1  # glibc's malloc.h, Linux's prctl.h
-# How libraries put it that are not asked for memory by edgeinfer itself.
+# Messages of libraries that were refused memory.
 _REFUSED = re.compile(r"failed to map segment|can't start new thread|cannot allocate|bad[ _]alloc|out of memory", re.I)
-# How Python puts it that a module written in C failed and did not say why (Objects/call.c, Python/ceval.c).
+# Python's messages when a C module failed without an exception (Objects/call.c, Python/ceval.c).
 _LOST = re.compile(r"without (exception set|setting an exception)")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if sys.platform == "linux" else ()
-_FROM_KERNEL = 0x80  # a terminal's Ctrl-C, which the child has heard itself
-# The last words of a process that was refused memory: its own code ends with none of these.
+_FROM_KERNEL = 0x80  # a terminal's Ctrl-C, which the child has received itself
+# Exit codes of a process that was refused memory; edgeinfer's own codes are others.
 _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, *((-signal.SIGBUS,) if sys.platform != "win32" else ()), 1)
 
 
@@ -138,7 +138,7 @@ def is_refused(error: BaseException) -> bool:
 def refusal(limit: int | None) -> BudgetError:
     if limit is None:
         return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
-    from edgeinfer.config import format_size  # not before it is needed: it takes others with it
+    from edgeinfer.config import format_size  # imported late, as it imports others
 
     message = f"The system limits this process to {format_size(limit)} of address space, which is too little."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))
@@ -179,13 +179,13 @@ def _begin(noise: int) -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if hasattr(libc, "mallopt"):
-        # Each thread would set 64 MB of addresses aside for itself.
+        # Otherwise each thread reserves 64 MB of addresses.
         libc.mallopt(_M_ARENA_MAX, 1)
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(noise, 2)
-    # All errors are caught. One that still gets out was raised by the interpreter, short of memory, in between.
+    # All errors are caught, except those of an interpreter short of memory.
     sys.excepthook = _leave_to_parent
 
 

@@ -38,10 +38,9 @@ examples:
   edgeinfer run -m qwen2.5-0.5b "What is a quark?" --memory 1GB
   cat notes.txt | edgeinfer run -m qwen2.5-0.5b -p "Summarize:"
 """
-# Tokens unless -n says otherwise: enough for nearly every answer, which ends by itself; a text that is continued may
-# never end.
+# Default of -n: enough for nearly every answer; a continued text may never end.
 _ANSWER, _CONTINUATION = 1024, 128
-# Tokens of a chat template around a prompt, and a system message of its own.
+# Tokens of a chat template and its default system message.
 _TEMPLATE = 128
 
 
@@ -86,7 +85,7 @@ def execute(args: argparse.Namespace) -> int:
         source = behind.chat(system=system) if answers else behind
         stream = source.stream(prompt, **options)
         end_start()
-        # A form is read by programs, which want nothing before it.
+        # Programs that read structured output want nothing before it.
         before = "" if answers or config.follows_grammar or config.choices else prompt
         with stream, cancel_on_interrupt(stream) as interrupt:
             if args.json:
@@ -110,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
 def _roomy_model(args: argparse.Namespace, loading: dict[str, Any], text: str, reply: int) -> Model:
     """Load the model, with a longer context than the default if this text needs it and memory allows."""
     model = load_model(args.model, loading)
-    # A token is a byte at least.
+    # A token has at least one byte.
     if "context" in loading or len(text.encode()) + reply <= model.context:
         return model
     needed = len(model.tokenize(text)) + reply + _TEMPLATE
@@ -148,7 +147,7 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _is_model(word: str) -> bool:
-    from edgeinfer import hub  # not for --help's sake
+    from edgeinfer import hub  # keeps --help fast
 
     return len(word.split()) == 1 and hub.catalog_model(word) is not None
 

@@ -168,5 +168,5 @@ class _Announcement:
         try:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
-        except BrokenPipeError:  # who started it reads no more; clients may come all the same
+        except BrokenPipeError:  # the parent no longer reads; clients may still connect
             abandon_stdout()

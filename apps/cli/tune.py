@@ -285,9 +285,9 @@ def _tune_layers(
             return None
 
 
-# Threads of other programs that disturb what is measured.
+# Busy threads of other programs that disturb measurements.
 _BUSY = 1.0
-# How a part of the work is called, and whether it is shown as a speed.
+# Name of each part of the work, and whether it is shown as a speed.
 _PARTS = {
     "prompt": ("prompt", True),
     "decode": ("plain reply", True),
@@ -376,7 +376,7 @@ def _gain(speedup: float, kept: bool) -> str:
     return f"{speedup:.2f}x, {'kept for auto' if kept else 'does not pay'}"
 
 
-# Places of a draft whose acceptance is printed.
+# Draft positions whose acceptance is printed.
 _PLACES = 4
 
 

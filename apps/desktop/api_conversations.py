@@ -41,12 +41,12 @@ from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, while_connected
 from edgeinfer.errors import TemplateError, UsageError
 
-# Keeps a new reply, and returns it after the message it answers where that is new too.
+# Saves a new reply; returns it after its question if that is new too.
 _Recorder = Callable[[], tuple[Message | None, Message]]
 
-# Between two pictures of a growing reply, and how much of the time making them may take.
+# Seconds between two renderings of a growing reply, and the share of time that they may take.
 _EVERY_S, _SHARE = 0.1, 0.25
-# What a conversation is called until its first message gives it a title.
+# The title before the first message.
 _UNNAMED = "New chat"
 _LONGEST_TITLE, _LONGEST_TEXT = 200, 1_000_000
 
@@ -316,7 +316,7 @@ class _Attachments:
     async def attach(self, request: Request) -> Response:
         """Store the request's body as a file; its name is in the query."""
         given = check_name(request.query_params.get("name", ""), "name", _LONGEST_NAME)
-        # Some browsers give a path of another machine.
+        # Some browsers send a whole path.
         name = PurePosixPath(given.replace("\\", "/")).name or "file"
         data = await request.body()
         kind, text, pages = await self._services.documents.read(name, data)
@@ -382,7 +382,7 @@ class _Attachments:
             each = {file.id: len(model.tokenize(file.content, parse_special=False)) for file in files}
             try:
                 return tokens_for(model, whole, reply, kept), each
-            except TemplateError:  # it takes no such messages, which the reply will say
+            except TemplateError:  # the template refuses such messages, as the reply will say
                 return sum(each.values()), each
 
         total, each = await count_on(self._services.host, model, count)

@@ -185,7 +185,7 @@ class _Catalog:
         found = await asyncio.to_thread(importable, path)
         if await asyncio.to_thread(hub.local, str(found)) is None:
             return JSONResponse({"download": asdict(self._services.downloads.begin(str(found)))}, status_code=202)
-        # What cannot be read is refused now, and not when it is loaded.
+        # A model that cannot be read is refused now, not when it is loaded.
         await asyncio.to_thread(edgeinfer.describe, found)
         await asyncio.to_thread(self._services.settings.used, str(found), default=False)
         return JSONResponse({"id": str(found)})

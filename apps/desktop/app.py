@@ -52,7 +52,7 @@ class Access:
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
-        # Not the key itself: a browser shows cookies to other servers of this machine.
+        # Not the key itself: browsers send cookies to other servers of this machine too.
         self._session = secrets.token_urlsafe(24)
 
     def admits(self, connection: HTTPConnection) -> bool:
@@ -146,7 +146,7 @@ def _same(given: str, wanted: str) -> bool:
 
 
 _HOST = "127.0.0.1"
-# Replies that take turns: the user's, and another program's.
+# Replies at once: the user's, and another program's.
 _PARALLEL = 2
 _SIZE = (1180, 820)
 
@@ -180,7 +180,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
     """
     folder = data_folder() if config.data is None else DataFolder(config.data.expanduser().absolute())
     access = Access()
-    # Other users of the machine reach its loopback too.
+    # Other users of the machine can connect too.
     security = Security(host=_HOST, max_body=MOST_BYTES, api_keys=(ApiKey(access.key),))
     services = Services(
         folder,
@@ -200,7 +200,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
         elif config.window:
             tell(f"edgeinfer is open at {url}")
             tell("Ctrl-C ends it.")
-            # Some browsers keep the call until they are closed.
+            # Some browsers block until they are closed.
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         else:
             tell(url)
@@ -226,7 +226,7 @@ def _run_in_window(server: Server, url: Future[str]) -> None:
         try:
             server.run()
         finally:
-            url.cancel()  # where the server ended before it had one
+            url.cancel()  # if the server ended before it had one
 
     with ThreadPoolExecutor(1, thread_name_prefix="edgeinfer-server") as pool:
         serving = pool.submit(serve)
@@ -242,7 +242,7 @@ def _run_in_window(server: Server, url: Future[str]) -> None:
 class _Dialogs:
     """The system's file dialogs, which the page calls from a window of its own."""
 
-    # Underscored, so that the page does not get it.
+    # Private names are not exposed to the page.
     _window: Any = None
 
     def choose_file(self) -> str | None:
@@ -270,7 +270,7 @@ def _open_window(url: str) -> None:
     dialogs._window = webview.create_window(
         "edgeinfer", url, width=width, height=height, min_size=(420, 480), js_api=dialogs
     )
-    # Cookies of one run are of no use to the next.
+    # Cookies are useless after this run.
     webview.start(private_mode=True)
 
 

@@ -45,7 +45,7 @@ class TooLargeError(UserError):
 
 
 LONGEST_NAME, LONGEST_SEARCH = 4_096, 1_000
-# Beyond, numbers of JSON are not the same for everybody who reads them.
+# Larger JSON numbers are read differently by different programs.
 _LARGEST = 2**53
 # They reverse the text around them, so that a name could look like another.
 _TURNING = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -90,8 +90,7 @@ def check_values(data: Any, name: str) -> None:
         level = inner
 
 
-# Sentences of hints by what is in them, and what the window says instead; "" leaves the sentence out. The first that
-# matches holds.
+# Sentences of hints by pattern, and what the window says instead; "" drops the sentence. The first match counts.
 _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
@@ -115,7 +114,7 @@ _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"`|(?<!\S)--?[a-z]|\b[a-z_]+=\S|\bedgeinfer [a-z]+ |\bpip\b", ""),
     )
 )
-# A sentence ends where the next one begins, not at the dots of names and numbers.
+# Boundaries of sentences, not dots in names and numbers.
 _BETWEEN = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 

@@ -23,7 +23,7 @@ from edgeinfer.hub import shown_name
 
 _log = logging.getLogger("edgeinfer.desktop")
 
-# Less than this share of the machine's memory left is worth a warning.
+# Share of free memory below which the window warns.
 _SHORT_SHARE = 0.05
 
 
@@ -50,7 +50,7 @@ class ModelControl:
         self._most_context: int | None = None
         self._kind: Kind | None = None
         self._not_apart: str | None = None
-        # Loads are numbered, so that one which was cancelled before it began does not begin.
+        # Numbers loads, so that one cancelled before its start does not start.
         self._number = 0
         self._wanted = ModelChoice()
         self._loads = 0
@@ -156,7 +156,7 @@ class ModelControl:
         options = {name: value for name, value in options.items() if value is not None}
         try:
             if measure:
-                # Whatever hinders the measurement hinders loading too, which says so.
+                # An error here would also occur while loading, which reports it.
                 with contextlib.suppress(EdgeInferError):
                     await asyncio.to_thread(self._planner.measure)
             facts = await asyncio.to_thread(self._library.facts, model)
@@ -169,7 +169,7 @@ class ModelControl:
                 self._most_context = None if facts is None else facts.context
                 await asyncio.to_thread(self._settings.used, model, default=default)
         except EdgeInferError as error:
-            # The host's state says so to the windows.
+            # The windows learn it from the host's state.
             _log.debug("not loaded: %s", error)
         finally:
             self._loads -= 1

@@ -17,7 +17,7 @@ from typing import Any, Self
 from edgeinfer.apps.desktop.checks import DiskFullError
 from edgeinfer.errors import StorageError
 
-# Another process holds the file for a few milliseconds at a time.
+# Other processes lock the file for a few milliseconds at a time.
 _BUSY_S = 15.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # Files that SQLite keeps next to a database.
@@ -62,7 +62,7 @@ class Database:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                # SQLite itself has already rolled back where the disk was full.
+                # SQLite has rolled back already if the disk was full.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -119,7 +119,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-    # What was deleted shall not stay readable in the file.
+    # Deleted text must not stay readable in the file.
     connection.execute("PRAGMA secure_delete = ON")
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
@@ -180,10 +180,10 @@ def _full(path: Path) -> DiskFullError:
     return DiskFullError(f"The disk is full: nothing more can be kept in {path}.", hint)
 
 
-# Deleting the longest message, a million characters, writes twice as much to the journal: zeros over its text, and what
-# takes its words out of the index.
+# Deleting the longest message, a million characters, writes twice as much to the journal: zeros over its text, and
+# changes of the index.
 RESERVE_BYTES = 8 * 1024**2
-# What SQLite's journal grows to before it starts over: left to it.
+# Room for SQLite's journal, which grows to this size.
 _JOURNAL_BYTES = 4 * 1024**2
 _CHUNK = bytes(1024**2)
 
@@ -212,7 +212,7 @@ class Reserve:
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             with os.fdopen(handle, "wb") as file:
-                # Written, as a file that is merely long takes no room.
+                # Written out, as a sparse file takes no room.
                 for _ in range(size // len(_CHUNK)):
                     file.write(_CHUNK)
         except OSError:

@@ -23,13 +23,13 @@ _READ_PDF = (sys.executable, "-m", "edgeinfer.apps.desktop.pdf_text")
 _PDF_SECONDS = 30.0
 _PDF_MEMORY = 1_000_000_000
 _WATCH_S = 0.05
-# The head of a PDF may stand behind some other bytes.
+# A PDF's header may come after some other bytes.
 _PDF_HEAD = 1024
 _KINDS = "Attach text, Markdown, code, a table as CSV, or a PDF."
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-# Control characters that text files have: tab, new line, form feed, carriage return, escape of coloured logs.
+# Control characters of text files: tab, new line, form feed, carriage return, escape in coloured logs.
 _IN_TEXT = frozenset("\t\n\f\r\x1b")
-# Of what `pdf_text` refuses: what is wrong, and what to do.
+# By refusal of `pdf_text`: what is wrong, and what to do.
 _REFUSALS = {
     "locked": ("is protected by a password.", "Save a copy without the password and attach that."),
     "damaged": ("is damaged, or not a PDF that can be read.", "Open it in another program and save it again."),

@@ -24,7 +24,7 @@ from edgeinfer.errors import EdgeInferError, StorageError
 
 _log = logging.getLogger("edgeinfer.desktop")
 
-# More would share the same line, and conversions the same processor.
+# More would share one network link, or one processor.
 _AT_ONCE = 2
 _PROGRESS_S = 0.1
 
@@ -136,7 +136,7 @@ class Downloads:
             unfinished = (s.id for s in self._states.values() if s.status not in ("done", "dismissed"))
             try:
                 self._remember(tuple(dict.fromkeys(unfinished)))
-            except StorageError as error:  # a full disk; the download itself says so too
+            except StorageError as error:  # a full disk, which the download reports too
                 _log.warning("unfinished downloads could not be kept: %s", error)
         self._changed(state)
 
@@ -162,7 +162,7 @@ class Downloads:
                 self._update(key, status="cancelled")
             else:
                 self._update(key, status="failed", error=error_view(error))
-        except Exception as error:  # it is this download's; the app goes on
+        except Exception as error:  # of any kind: it ends this download only
             _log.exception("a download failed")
             said = {"message": f"The download failed: unexpected {type(error).__name__}.", "hint": "Try again."}
             self._update(key, status="failed", error=said)

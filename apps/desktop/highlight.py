@@ -111,7 +111,7 @@ _GO = _language(
 )
 _RUST = _language(
     _c(f"{_SLASHES}|{_BLOCK}"),
-    _s(_DOUBLE),  # a single quote begins a lifetime as often as a character
+    _s(_DOUBLE),  # a single quote may begin a lifetime
     _NUMBER,
     _WORD,
     k=f"{_IN_MOST} fn let mut const static struct enum impl trait type use mod pub crate self super match loop in as "

@@ -35,12 +35,12 @@ from edgeinfer.apps.desktop.records import (
 from edgeinfer.errors import UsageError
 
 MOST_ATTACHMENTS = 10
-# Of all files of a message together: some 100,000 tokens, more than models on a device hold.
+# In all files of a message: some 100,000 tokens, more than models on a device hold.
 MOST_CHARACTERS = 400_000
-# Files that were never sent are kept for so long.
+# Seconds for which files of drafts are kept.
 _DRAFT_S = 7 * 24 * 3600.0
 _COLUMNS = "id, name, kind, bytes, content, pages, document, tokens"
-# Files that are kept for messages to come.
+# Most files kept for later messages.
 MOST_KEPT = 100
 _DRAFT = "message IS NULL AND document IS NOT id"
 
@@ -262,7 +262,7 @@ class History:
             self._delete(id)
         except DiskFullError:
             with self._database.emptying():
-                # The last first: what follows a message would go with it, all at once.
+                # Last first: deleting a message deletes all that follow it at once.
                 rows = self._database.rows(
                     "SELECT number FROM messages WHERE conversation = ? ORDER BY number DESC", (id,)
                 )
@@ -396,7 +396,7 @@ class History:
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (m.id, conversation, m.parent, m.role, m.content, m.created, m.status, *ended, holder),
             )
-        except sqlite3.IntegrityError as error:  # deleted meanwhile, by another window
+        except sqlite3.IntegrityError as error:  # deleted by another window
             raise NotFoundError("This conversation no longer exists.", "Open another.") from error
         for attachment in m.attachments:
             insert(connection, m.id, attachment)
@@ -436,7 +436,7 @@ def _holder(pid: int) -> str:
 def _alive(holder: str | None) -> bool:
     pid, _, started = (holder or "").partition("@")
     try:
-        # A corrected clock moves the times at which processes began.
+        # Correcting the clock shifts start times of processes.
         return abs(psutil.Process(int(pid)).create_time() - float(started)) < _CLOCK_S
     except (ValueError, psutil.Error):
         return False

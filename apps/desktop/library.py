@@ -25,16 +25,16 @@ from edgeinfer.apps.server.host import with_room
 from edgeinfer.errors import EdgeInferError, ModelError
 from edgeinfer.hub.ids import first_part, is_gguf_model
 
-# What a model is for, by which the window suggests what to ask it.
+# The purpose of a model, for suggestions in the window.
 Kind = Literal["stories", "code", "chat", "base"]
 _STORIES = re.compile(r"tales|stor(?:y|ies)", re.IGNORECASE)
 _CODE = re.compile(r"code|coding|devstral|starcoder", re.IGNORECASE)
 Source = Literal["built-in", "bundle", "gguf", "hub", "converted", "imported"]
 
-# How the window names the model that needs no name.
+# The id of the built-in model.
 BUILT_IN = "built-in"
 _GGUF_FILES = "*.gguf"
-# The first part of a GGUF model in several files stands for all.
+# A GGUF model in several files is listed by its first part.
 _OTHER_PART = "*-of-[0-9][0-9][0-9][0-9][0-9].gguf"
 _FIRST_PART = "*-00001-of-[0-9][0-9][0-9][0-9][0-9].gguf"
 
@@ -122,7 +122,7 @@ class Library:
         with self._lock:
             found: dict[str, Source] = {}
             for id, source in self._find(recent):
-                # A folder that is searched may hold what was downloaded; it is listed as that.
+                # A searched folder may contain a download, which is listed as such.
                 found.setdefault(id, source)
             return _told_apart([self._describe(id, source, context) for id, source in found.items()])
 
@@ -139,7 +139,7 @@ class Library:
             yield str(converted.path), "converted" if converted.source.directory is None else "imported"
         for folder in self._folders:
             for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-                # A bundle's own drafter is no model to talk to.
+                # A bundle's own drafter is not listed.
                 if hub.is_bundle(path) and not hub.is_bundle(path.parent):
                     yield str(path), "bundle"
                 elif _is_gguf(path):
@@ -212,11 +212,11 @@ def _changed(id: str) -> float:
         return 0.0
 
 
-# The terms of the process around a model.
+# Terms of a plan about the process, not the model.
 _PROCESS = ("interpreter", "libraries")
-# Budgets that a plan names besides its minimum, or None.
+# Further budgets of a plan, each may be None.
 _BOUNDS = ("speculation_bytes", "best_speed_bytes")
-# What a model leaves in the heap when it is freed: 5 MB, measured over loads of the built-in one.
+# Heap left after a model is freed: 5 MB, measured over loads of the built-in model.
 _LEFT_BYTES = 6_000_000
 
 
@@ -238,7 +238,7 @@ class Planner:
         """Measure the process before a model is loaded."""
         with self._lock:
             if self._empty is None:
-                # Of these terms all plans say the same, and of plans with few choices they say it at once.
+                # These terms are the same in all plans; one with few choices is quick.
                 terms = edgeinfer.plan(None, context=64, speculation="off").terms
                 self._empty = {name: terms.get(name, 0) for name in _PROCESS}
 
@@ -259,10 +259,10 @@ class Planner:
         with self._lock:
             if memory is not None:
                 _, counted = self._excess(edgeinfer.plan(model, **given))
-                # No more than the machine has, which a plan refuses.
+                # A plan refuses more than the machine has.
                 given["memory"] = max(memory, min(memory + counted, psutil.virtual_memory().total))
             alone = edgeinfer.plan(model, **given)
-            # As the host would load it; where memory is short it makes do without what others need.
+            # As the host would load it, without memory for other replies if it is short.
             roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel, alone))
             data = roomy.to_dict() | {"alternatives": [way.to_dict() for way in alone.useful_alternatives]}
             told = alone.to_dict()
@@ -291,9 +291,9 @@ def _corrected(data: dict[str, Any], excess: Mapping[str, int], counted: int, me
 
 Fit = Literal["yes", "tight", "no"]
 
-# A model may take so much of this machine's memory; what is left is for the system and other programs.
+# The share of memory that a model may take; the rest is for the system and other programs.
 _ROOM_SHARE = 0.75
-# Beyond this share of the memory that is free now, other programs feel it.
+# Beyond this share of free memory, other programs slow down.
 _EASY_SHARE = 0.6
 _RECOMMENDED = 3
 # A first impression should not take an hour.
@@ -404,7 +404,7 @@ def _kind(entry: Path) -> Literal["model", "folder"] | None:
         if entry.is_dir():
             return "model" if _holds_model(entry) else "folder"
         return "model" if is_gguf_model(entry.name) and first_part(entry.name) else None
-    except OSError:  # one that may not be looked at
+    except OSError:  # not readable
         return None
 
 
@@ -444,7 +444,7 @@ def _recommended(models: Sequence[dict[str, Any]], room: Room) -> list[str]:
         m for m in models if m["fit"] == "yes" and m["download"] <= _MOST_DOWNLOAD and (room.gguf or not m["gguf"])
     ]
     fitting = [m for m in fitting if m["download"] + m["disk"] <= room.disk_bytes]
-    # Models for one purpose only come last, whatever their size.
+    # Models for a single purpose come last.
     fitting.sort(key=lambda m: (_CHAT in m["purpose"], m["parameters"]), reverse=True)
     chosen: list[dict[str, Any]] = []
     for model in fitting:

@@ -26,15 +26,15 @@ from mdit_py_plugins.tasklists import tasklists_plugin
 
 from edgeinfer.apps.desktop.highlight import highlighted
 
-# What stands for a formula while Markdown is parsed: private characters, which a letter is to all its rules.
+# Placeholders of formulas: private characters, which Markdown's rules treat as letters.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _STAND_IN = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
-# As a link's address has them.
+# Placeholders as they are in a link's address.
 _ANY_STAND_IN = re.compile(f"(?:{_OPEN}|%EE%80%80)(\\d+)(?:{_CLOSE}|%EE%80%81)")
 _LONGEST = 4_000
-# Beyond so many in one message they stay as typed: each takes the window a millisecond.
+# Most formulas of a message; rendering one takes a millisecond.
 _MOST = 1_000
-# What may open a formula, or something in which there is none.
+# The start of a formula, or of code or an address, which contain none.
 _SIGN = re.compile(
     r"(?P<fence>^(?:[ \t>]|[-*+][ \t]|\d{1,9}[.)][ \t])*(?P<mark>`{3,}|~{3,}))|(?P<code>`+)|(?P<address>\]\(|<?https?://)"
     r"|(?P<dollars>\$+)|(?P<bracket>\\[\[(])|(?P<environment>\\begin\{(?P<name>[a-z]+\*?)\})|\\.",
@@ -46,11 +46,11 @@ _ESCAPED_LINK = re.compile(r"[ xX]\]|[^\]\n]*\][(:\[]")
 _ADDRESS = re.compile(r"[^\s<>)|]*")
 _BLANK_LINE = re.compile(r"\n[ \t>]*\n")
 _QUOTED_LINE = re.compile(r"\n[ \t]*>[ \t]?")
-# Ordinals and plurals may follow a formula without a space: $n$th. Otherwise a letter says that it is none: $A:$B.
+# Only ordinals and plurals may follow a formula without a space: $n$th, not $A:$B.
 _AFTER = re.compile(r"(?![A-Za-z0-9_$])|(?:th|st|nd|rd|s|d)\b")
-# Without spaces at its ends; or with one at each, where the rest cannot be but a formula.
+# No space at either end; or one at each if the rest is clearly a formula.
 _INNER = re.compile(r"\S(?:.*\S)?|[ \t](?=[^\n]*[\\^_=])[^\d\s][^\n]*[ \t]", re.DOTALL)
-# An amount and the words behind it, as in "$5 or 6$".
+# An amount and the words after it, as in "$5 or 6$".
 _AMOUNT = re.compile(r"\d[\d.,]*(?:[kKmMbB]|bn)?(?:\s+[A-Za-z]{2,}|\s*[-/]\s*\$)")
 
 
@@ -86,7 +86,7 @@ class Lifted:
     def __init__(self, text: str) -> None:
         self._formulas: list[Formula] = []
         self._text = text.replace(_OPEN, "\ufffd").replace(_CLOSE, "\ufffd")
-        # Where each closing sign was last found, so that no text is searched twice.
+        # The last place of each closing delimiter, so that no text is searched twice.
         self._next: dict[str, int] = {}
         self.text = "".join(self._parts()) if "$" in text or "\\" in text else self._text
 
@@ -212,15 +212,15 @@ class Lifted:
         return _QUOTED_LINE.sub("\n", source) if line.lstrip().startswith(">") else source
 
 
-# Beyond these, text is shown as it is: rendering goes on while a reply is made, and must not fall behind.
+# Longer text is shown as it is: rendering must keep up with a growing reply.
 _MOST_RENDERED = 60_000
 _MOST_HIGHLIGHTED = 20_000
 _LONGEST_LANGUAGE = 30
 _LINK = re.compile(r"(?:https?://|mailto:)[^\s]", re.IGNORECASE)
 _THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)(?P<end></think>|\Z)", re.DOTALL)
-# Lists, quotes and brackets in one another: each level looks at the rest of the text again.
+# Depth of nested lists, quotes and brackets: each level scans the rest of the text again.
 _DEEPEST = 20
-# What a text may ask of rules that look far ahead or make much of little; beyond, its characters stand for themselves.
+# Budgets of a text for rules that scan far ahead or produce much output.
 _MOST_BRACKETS, _MOST_CELLS = 3_000, 6_000
 
 
@@ -240,7 +240,7 @@ class _Renderer(RendererHTML):
         return _code(_lifted(env).typed(tokens[index].content), "")
 
     def th_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
-        # The page allows no styles of its own.
+        # The page's policy forbids inline styles.
         style = str(tokens[index].attrs.pop("style", ""))
         if style:
             tokens[index].attrSet("class", f"align-{style.removeprefix('text-align:')}")
@@ -250,7 +250,7 @@ class _Renderer(RendererHTML):
 
     def link_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
         if not tokens[index].attrGet("href"):
-            # A link to nowhere would lead to this page.
+            # An empty link would lead to this page.
             tokens[index].attrs.pop("href", None)
             return self.renderToken(tokens, index, options, env)
         tokens[index].attrSet("rel", "noopener noreferrer")
@@ -311,7 +311,7 @@ def _parser(preset: str, options: dict[str, Any]) -> MarkdownIt:
     return parser
 
 
-# Numbers alone: links within the page would need names that no other message has.
+# Only numbers: links within the page would need unique names.
 _FOOTNOTES: dict[str, Callable[[Token], str]] = {
     "footnote_ref": lambda token: f'<sup class="footnote">{token.meta["id"] + 1}</sup>',
     "footnote_open": lambda token: "<li>",
@@ -326,14 +326,14 @@ def _reply_parser() -> MarkdownIt:
     parser = _parser("js-default", {"linkify": True}).use(tasklists_plugin).use(footnote_plugin, inline=False)
     for name, html in _FOOTNOTES.items():
         parser.add_render_rule(name, lambda self, tokens, index, options, env, html=html: html(tokens[index]))
-    # Names of files, such as main.py, are no addresses.
+    # File names such as main.py are not addresses.
     assert parser.linkify is not None, "linkify-it-py comes with the extra"
     parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
     return parser
 
 
 _REPLY = _reply_parser()
-# What people type is no Markdown but for the code they paste.
+# Users' text is not Markdown, except for code.
 _USER = _parser("zero", {"breaks": True}).enable(["fence", "backticks", "newline"])
 
 
@@ -374,7 +374,7 @@ def _code(content: str, info: str) -> str:
     )
 
 
-# While a reply grows, the blocks it has are rendered again and again.
+# The blocks of a growing reply are rendered repeatedly.
 @lru_cache(maxsize=128)
 def _coloured(content: str, language: str) -> str:
     return highlighted(content, language) if len(content) <= _MOST_HIGHLIGHTED else escape(content)

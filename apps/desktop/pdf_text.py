@@ -13,7 +13,7 @@ import logging
 import sys
 from typing import Any
 
-# Virtual memory, of which Python itself takes a quarter; no page of text needs more than some megabytes.
+# Virtual memory: Python takes a quarter of it, and a page of text a few megabytes.
 _MOST_MEMORY = 1_200_000_000
 _MOST_PAGES = 1000
 
@@ -21,13 +21,13 @@ _MOST_PAGES = 1000
 def main(characters: int) -> int:
     """Read a PDF from standard input; refuse more than so many characters."""
     _bound_memory()
-    # Its complaints about files that are not quite in order are of no use to anybody here.
+    # pypdf's warnings about imperfect files are useless here.
     logging.disable(logging.CRITICAL)
     try:
         said = _read(sys.stdin.buffer.read(), characters)
     except MemoryError:
         said = {"refusal": "memory"}
-    except Exception:  # the file is a stranger's, and there is no end of what can be wrong with it
+    except Exception:  # of any kind: the file is untrusted
         said = {"refusal": "damaged"}
     sys.stdout.write(json.dumps(said) + "\n")
     return 0

@@ -14,7 +14,7 @@ from edgeinfer.results import Result
 
 _T = TypeVar("_T", "ReplyFailure", "Figures")
 Role = Literal["user", "assistant"]
-# How a message stands: "interrupted" is what a program that ended left of a reply.
+# "interrupted" is a reply whose program ended.
 Status = Literal["complete", "replying", "stopped", "error", "interrupted"]
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 STATUSES: tuple[Status, ...] = typing.get_args(Status)

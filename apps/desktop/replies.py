@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from edgeinfer import Model, TokenStream
 
 
-# Of the user's messages.
+# User messages dropped at once.
 _AT_ONCE = 2
 
 
@@ -78,7 +78,7 @@ def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Att
 def tokens_for(model: Model, conversation: Conversation, reply: Message, kept: Collection[str]) -> int:
     """The tokens that a model reads before a reply, whether or not they fit."""
     apart = files_apart(model, conversation, reply.parent, kept)
-    # Each ends with an empty line there.
+    # In a prompt each file ends with an empty line.
     before = sum(len(model.tokenize(f"{file.quoted}\n\n", parse_special=False)) for file in apart)
     return before + len(model.tokenize_chat(messages_for(conversation, reply, apart), prefill=reply.content))
 
@@ -100,7 +100,7 @@ def without_oldest(model: Model, messages: Sequence[dict[str, str]], prefill: st
     """Drop the oldest messages, except a system message, until there is room for a reply or one is left."""
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(system) :]
-    # A text begins with what a user says, and several are left out at once: the next replies then begin alike.
+    # Start at a user's message, and drop several at once, so that later prompts share a prefix.
     starts = [place for place, message in enumerate(turns) if message["role"] == "user"]
     starts = sorted({*starts[_AT_ONCE::_AT_ONCE], *starts[-1:]})
     most = model.context - min(room, model.context // 4)
@@ -113,7 +113,7 @@ def without_oldest(model: Model, messages: Sequence[dict[str, str]], prefill: st
     def fits(start: int) -> bool:
         try:
             return len(behind(start).tokens) <= most
-        except ContextLengthError:  # so much too long that not all of it was made tokens of
+        except ContextLengthError:  # far too long: only part of it was tokenized
             return False
 
     if not starts or fits(0):
@@ -141,7 +141,7 @@ def stream_behind(
 _T = TypeVar("_T")
 _log = logging.getLogger("edgeinfer.desktop")
 
-# How often a growing reply is written to the disk.
+# Seconds between two writes of a growing reply.
 _KEEP_S = 0.4
 
 
@@ -317,7 +317,7 @@ class ConversationReplies:
             failure = await self._too_long(error, conversation, running)
         except EdgeInferError as error:
             failure = _failure(error)
-        except Exception as error:  # whatever it is, it is this reply's; the app goes on
+        except Exception as error:  # of any kind: it ends this reply only
             _log.exception("a reply failed")
             failure = ReplyFailure(f"Unexpected {type(error).__name__}.", "Try again; the program's output says more.")
         try:
@@ -362,7 +362,7 @@ class ConversationReplies:
         tokenized_by, fitted = self._host.model, None
         apart = files_apart(tokenized_by, whole, running.message.parent, kept)
         if tokenized_by is not None and tokenized_by.tokenizes_beside and not apart:
-            # Not on the model's thread, where other replies would wait for it.
+            # Not on the model's thread, where it would delay other replies.
             fitted = await asyncio.to_thread(fit, tokenized_by)
         async with self._host.submit(start, whole.id) as reply:
             running.attach(reply)
@@ -375,7 +375,7 @@ class ConversationReplies:
                         written = time.monotonic()
         try:
             result = reply.result
-        except UsageError:  # cancelled before it began
+        except UsageError:  # cancelled before it started
             return None
         return Figures.of_result(result, context, left_out)
 

@@ -24,7 +24,7 @@ _log = logging.getLogger("edgeinfer.desktop")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# As `edgeinfer.openai.errors` has them for its API; the window's tells more kinds apart.
+# Like the kinds of `edgeinfer.openai.errors`, but finer.
 _KINDS: Kinds = (
     (UsageError, 400, "invalid"),
     (BudgetError, 409, "memory_short"),
@@ -34,7 +34,7 @@ _KINDS: Kinds = (
     (UserError, 409, "refused"),
     (EdgeInferError, 500, "internal"),
 )
-# Fields that hold text of many lines; all others hold names.
+# Fields with text of many lines; all others are names.
 _TEXTS = ("content", "system")
 
 
@@ -113,7 +113,7 @@ def event_stream(events: AsyncGenerator[Event, None], security: Security) -> Res
                 async for event in events:
                     await stream.events([event])
 
-        # Windows are closed all the time; nothing went wrong then.
+        # Closing a window is not an error.
         with contextlib.suppress(ClientGoneError):
             await while_connected(receive, forward(), stream.comment())
             await stream.end()

@@ -20,14 +20,14 @@ from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import options_of
 from edgeinfer.user_files import user_data
 
-# Options of generation that the window offers.
+# Generation options in the window.
 OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "max_tokens", "speculation", "when_full"),
 )
-# What the window does where a conversation outgrows the context; not the model's own `overflow`, which forgets tokens.
+# What to do when the context is full; not the model's `overflow`, which drops tokens.
 WHEN_FULL = ("stop", "leave_out_oldest")
-# The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
+# The most likely reply tends to repeat itself, above all with small models.
 CONVERSATIONAL: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 THEMES = ("light", "dark", "system")
 _MOST_RECENT = 20
@@ -169,7 +169,7 @@ class SettingsFile:
         hint = "Free some space, check its permissions, or name another folder with --data."
         temporary = None
         try:
-            # Readable for this user only, as all files that mkstemp makes.
+            # mkstemp makes files that only this user can read.
             handle, temporary = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)

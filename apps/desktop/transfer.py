@@ -106,7 +106,7 @@ def _written(message: Message) -> dict[str, Any]:
     figures = None if message.figures is None else dataclasses.asdict(message.figures)
     failure = None if message.failure is None else dataclasses.asdict(message.failure)
     files = [{name: getattr(file, name) for name in _FILE} for file in message.attachments]
-    # Left out where there are none: such a file can be imported by programs that know no attachments.
+    # Omitted if there are none.
     return ({"attachments": files} if files else {}) | {
         "id": message.id,
         "parent": message.parent,

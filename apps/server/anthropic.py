@@ -32,7 +32,7 @@ _HINT = (
 )
 # A model does not read its earlier thoughts again.
 _THOUGHT = ("thinking", "redacted_thinking")
-# What tools of another server did, of which blocks hold no text or text that only that server can read.
+# Blocks about tools of other servers, without text or with text that only those servers can read.
 _ELSEWHERE = (
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "advisor_tool_result",
     "code_execution_tool_result", "bash_code_execution_tool_result", "text_editor_code_execution_tool_result",
@@ -102,7 +102,7 @@ def _text(content: Any, where: str) -> str:
 def _block_text(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     match kind:
-        case "text" | "compaction":  # the latter is a summary, null where none could be made
+        case "text" | "compaction":  # compaction is a summary, null if it failed
             text = block.get("text" if kind == "text" else "content")
             if isinstance(text, str) or (text is None and kind == "compaction"):
                 return text or ""
@@ -135,7 +135,7 @@ def _refused(what: str, where: str) -> RequestError:
     return RequestError(f"{where} {what}.", _HINT, param=where, code="unsupported_content")
 
 
-# Who asks, what it may cost and what is kept of it: of no text.
+# Fields about users, costs and storage, which do not change the text.
 _IGNORED = (
     "metadata", "service_tier", "inference_geo", "speed", "cache_control", "user_profile_id", "workspace_id", "betas",
     "billing_policy",
@@ -152,11 +152,11 @@ class MessagesReply(OneReply):
         most = fields.take("max_tokens", int, "a whole number")
         if most is None:
             raise fields.missing("max_tokens", "Say how many tokens the reply may have.")
-        # Of 0 tokens is a reply that only fills the cache with the prompt; here its first token does that.
+        # A reply of 0 tokens only fills the cache with the prompt; here that takes its first token.
         self._told = most != 0
         options = fields.checked("max_tokens", "max_tokens", most or 1)
         options |= fields.option("stop_sequences", "stop")
-        options |= sampling(fields) | form(fields, "output_format")  # by which older clients ask for a form
+        options |= sampling(fields) | form(fields, "output_format")  # the older name of output_config.format
         prompt = _read_prompt(fields, model, options)
         prompt.require_whole()
         fields.ignore(*_IGNORED)

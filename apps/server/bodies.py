@@ -22,11 +22,11 @@ from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
-# Where a scope has the context manager in which something is made of the request's body.
+# Key of a scope: the context manager around the use of a request's body.
 UPLOAD = "edgeinfer.upload"
-# Reading a larger body takes long enough for others' streams to notice: one such is read at a time, by another thread.
+# Parsing a larger body would delay other streams: one is parsed at a time, on another thread.
 _LARGE = 64 * 1024
-# Clients that wait for their refusals; each keeps a connection.
+# Clients whose refusal is delayed; each keeps a connection.
 _MOST_PUT_OFF = 256
 _HINT = "Try again in a moment."
 
@@ -65,7 +65,7 @@ class Uploads:
                 return min(rivals, key=lambda upload: (upload is latest, upload.deadline))
         if self._kept_bytes <= max(security.max_bodies, security.max_body):
             return None
-        # What is complete is not taken back; one of many bytes goes before many of few.
+        # Complete bodies stay; one large body goes before many small ones.
         return max((*unfinished, latest), key=lambda upload: upload.size)
 
     async def put_off(self) -> None:
@@ -74,7 +74,7 @@ class Uploads:
             return
         self._put_off += 1
         try:
-            # Spread, so that clients refused together do not come back together.
+            # Spread out, so that clients refused together do not retry together.
             await asyncio.sleep(self._security.refusal_seconds * random.uniform(0.5, 1.5))
         finally:
             self._put_off -= 1
@@ -126,7 +126,7 @@ class Upload:
     def give_up(self) -> None:
         """Drop the body to make room for others."""
         self.end()
-        self.deadline = 0.0  # which every clock is past
+        self.deadline = 0.0  # in the past
         if self._waiting is not None and not self._waiting.expired():
             self._waiting.reschedule(self.deadline)
 
@@ -141,13 +141,13 @@ class Upload:
         self.size = 0
 
 
-# Fields whose values are compiled, or put before the model as they are; compiling takes time that grows with them.
+# Fields that are compiled, or put into the prompt as they are; compiling takes time that grows with their size.
 _COMPILED = (
     "response_format", "format", "output_config", "tools", "functions", "text", "json_schema", "regex", "grammar",
     "choices", "structured_outputs", "output_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "ebnf",
 )  # fmt: skip
-# Texts are left out where values are counted, as what stands in them is none.
+# Strings, which are left out when values are counted.
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -214,7 +214,7 @@ def parse_json(data: bytes, security: Security) -> dict[str, Any]:
     except RecursionError as error:
         raise _too_deep(security) from error
     except ValueError as error:
-        # What json says of a mistake tells its place, and quotes nothing.
+        # Messages of json name the place of a mistake and quote nothing.
         raise _malformed(str(error) if isinstance(error, json.JSONDecodeError) else "a number is too long") from error
     if not isinstance(body, dict):
         raise RequestError("The request's body is not a JSON object.", "Send one, as {...}.", code="invalid_json")

@@ -38,7 +38,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.results import Result
 
 Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
-# Streams whose events are named by their type, and end with the last of them.
+# Streams whose events are named by their type and have no end mark.
 NAMED_EVENTS = Framing(SERVER_SENT.media_type, lambda data: Event(data, data["type"]).encoded(), SERVER_SENT.comment)
 
 
@@ -101,14 +101,14 @@ async def _read(
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = await using.enter_async_context(service.use(body.get("model"), request.receive))
         if body.get("model") is not None and body["model"] in model.adapters:
-            body.setdefault("adapter", body["model"])  # adapters are chosen as vLLM's are
+            body.setdefault("adapter", body["model"])  # as vLLM selects adapters
         service.name_contexts(body)
         answer = None if kind.aside is None else kind.aside(service, request.url.path, body)
         if answer is not None:
             return answer
         if kind.is_brief(body):
             return _made(kind, body, model)
-        # Not on the model's thread: a hostile schema takes seconds, in which no reply would go on.
+        # Not on the model's thread: a hostile schema takes seconds, during which no reply would advance.
         async with service.compiling if compiles(body) else contextlib.nullcontext():
             completion = await asyncio.to_thread(_made, kind, body, model)
         del body
@@ -158,7 +158,7 @@ def _answer(service: Service, completion: Completion, emit: Emit, request: Reque
         if use is not None:
             use.add(result)
 
-    # Fair shares are between requests: one that wants several replies gets no more than one that wants one.
+    # Turns are shared between requests, whatever the number of their replies.
     owner = secrets.token_hex(8)
     return _make_replies(service.host, completion, owner, emit, finished, service.metrics.failed)
 

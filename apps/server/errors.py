@@ -17,7 +17,7 @@ logger = logging.getLogger("edgeinfer.server")
 _HEADERS: Mapping[int, Mapping[str, str]] = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
-    # Seconds after which there may well be room.
+    # Seconds after which a retry may succeed.
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
@@ -52,7 +52,7 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     status, body = error_body(known)
     if status == _OUR_FAULT:
         if isinstance(known, BundleError):
-            # Found once the model was loaded, and of its files, not of anybody's prompt.
+            # Found in the files of the loaded model; it quotes no prompt.
             logger.error("%s", known)
             return status, body
         frames = traceback.extract_tb(error.__traceback__)
@@ -74,7 +74,7 @@ def shape_of(path: str) -> Shape:
     return next((shape for prefix, shape in _SHAPES.items() if path.startswith(prefix)), _as_openai)
 
 
-# Takes status and body by OpenAI.
+# Converts a status and OpenAI's body.
 Shape = Callable[[int, dict[str, Any]], dict[str, Any]]
 
 
@@ -94,7 +94,7 @@ def _as_anthropic(status: int, body: dict[str, Any]) -> dict[str, Any]:
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
     told = body["error"]
     message = told["message"]
-    if "n_prompt_tokens" in told:  # words by which agents know that they have to shorten the conversation
+    if "n_prompt_tokens" in told:  # agents recognize this wording and shorten the conversation
         message = f"prompt is too long: {told['n_prompt_tokens']} tokens > {told['n_ctx']} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 

@@ -17,10 +17,10 @@ Work = Coroutine[Any, Any, None]
 
 _HEAD = (
     (b"cache-control", b"no-cache"),
-    # nginx would otherwise hold events back.
+    # Otherwise nginx buffers events.
     (b"x-accel-buffering", b"no"),
 )
-# JSON leaves these as they are, and some clients take them for ends of lines.
+# JSON does not escape these, and some clients take them for line ends.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
@@ -56,7 +56,7 @@ class Framing:
     last: bytes = b""
 
 
-# As OpenAI ends streams of completions; those whose events are named end with their last event.
+# OpenAI's end mark of completions; streams of named events have none.
 SERVER_SENT = Framing(
     "text/event-stream; charset=utf-8", lambda data: Event(data).encoded(), b": still here\n\n", b"data: [DONE]\n\n"
 )
@@ -126,7 +126,7 @@ class EventStream:
             await self._write(data)
 
     async def _write(self, data: bytes, more: bool = True) -> None:
-        # One at a time: of several replies, and of comments, each calls in its own task.
+        # One at a time: replies and comments write from tasks of their own.
         async with self._writing:
             if not self.started:
                 self.started = True
@@ -134,7 +134,7 @@ class EventStream:
                 data = self._opening + data
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._written = self._time()
-        # Sending need not suspend; the loop must get to hear of a client that hung up before more is sent to no one.
+        # Sending need not suspend, but the loop must learn of a client that hung up before more is sent.
         await asyncio.sleep(0)
 
 

@@ -21,9 +21,9 @@ from edgeinfer.openai.errors import RequestError
 
 logger = logging.getLogger("edgeinfer.server")
 
-# nginx's word for a client that hung up before it was answered; only the log sees it.
+# nginx's status for a client that hung up; only the log shows it.
 _CLIENT_GONE = 499
-# Statuses of bodies that were refused while they came, or before.
+# Statuses of bodies refused while they were received, or before.
 _PUT_OFF = (408, 413)
 
 
@@ -55,7 +55,7 @@ class Guard:
             scope.pop(UPLOAD, None)
             self._metrics.answered(answer.status)
             ms = (time.perf_counter() - started) * 1e3
-            # Neither query nor body, which may hold what was said; the path quoted, as it may hold anything.
+            # Neither query nor body, which may quote a prompt; the path is quoted, as it may contain anything.
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class Guard:
                 await self._app(scope, body.receive, answer)
         except ClientGoneError:
             raise
-        except Exception as error:  # the last resort: whatever it is, the client gets an answer of the usual shape
+        except Exception as error:  # the last resort: the client gets an answer of the usual shape
             await answer.instead(error_response(error, scope["path"]), scope, body.receive)
 
     def _admit(self, headers: Headers) -> None:
@@ -102,7 +102,7 @@ class Guard:
         }
 
 
-# Where a request's scope has what its key has asked for.
+# Key of a scope: the use of the request's API key.
 KEY_USE = "edgeinfer.key_use"
 
 
@@ -115,10 +115,10 @@ class KeyRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        # Anthropic's clients send a bare key in a header of their own.
+        # Anthropic's clients send the bare key in this header.
         own = headers.get("x-api-key")
         given = f"Bearer {own}" if own is not None else headers.get("authorization")
-        # Every key is compared, so that the time tells nothing of which one it is.
+        # Every key is compared, so that timing does not tell which one matches.
         found = [use for use in self._uses if use.key.is_given(given)]
         if not found:
             hint = "Send it as the header Authorization: Bearer KEY."
@@ -170,7 +170,7 @@ class _Body:
         self._announced = headers.get("content-length", "")
         self._received = 0
         self._started = False
-        # Without these there is no body, and nothing to wait for.
+        # Without these headers there is no body to wait for.
         self._complete = "transfer-encoding" not in headers and self._announced.strip("0") == ""
         self._upload: Upload | None = None
         scope[UPLOAD] = self.read

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Between two signs of progress.
+# Seconds between two reports of progress.
 _PROGRESS_S = 0.05
 
 
@@ -82,8 +82,7 @@ _REFUSALS: Mapping[Status, tuple[str, str, str]] = {
     "closed": ("The server is stopping.", "Ask another, or this one in a moment.", "stopping"),
 }
 
-# Chunks that are passed on together where a client waits for the whole reply: few enough that the event loop does not
-# stand still for them.
+# Chunks passed on together to a client that waits for the whole reply: few enough not to block the event loop.
 _TOGETHER = 16
 
 
@@ -141,7 +140,7 @@ class HostReply:
                     try:
                         raise item
                     finally:
-                        del item  # whose traceback leads here
+                        del item  # its traceback refers to this frame
                 if isinstance(item, ReplyEnd):
                     self._result = item.result
                     return
@@ -216,7 +215,7 @@ class ModelHost:
             try:
                 loaded = await self._do(partial(self._work_to_load, model, options, self._progress(model)))
             except (LoadCancelledError, asyncio.CancelledError):
-                # Who waits may give up while it goes on: it ends at its next step, or what it made is dropped again.
+                # The waiting task may be cancelled: loading then ends at its next step, or its result is dropped.
                 self._cancelled.set()
                 self._worker.do(self._drop_model)
                 self._set(HostState("empty"))
@@ -224,7 +223,7 @@ class ModelHost:
             except EdgeInferError as error:
                 self._set(HostState("failed", model, error=error))
                 raise
-            except Exception as error:  # whatever it is, nothing is being loaded any more
+            except Exception as error:  # of any kind: loading has ended
                 self._set(HostState("failed", model, error=InternalError(f"Unexpected {type(error).__name__}.")))
                 raise
             self._set(HostState("ready", model))
@@ -271,7 +270,7 @@ class ModelHost:
         async with self._loading:
             if self.state.status == "closed":
                 return
-            # First, so that nothing is asked of a model that goes.
+            # First, so that no request reaches the model any more.
             self._set(HostState("empty"))
             await self._do(self._drop_model)
 
@@ -285,7 +284,7 @@ class ModelHost:
     async def ask(self, question: Callable[[Model], T]) -> T:
         """Run a function of the model between two turns."""
         self.require_model()
-        # It may go while the question waits.
+        # The model may be unloaded while this waits.
         return await self._do(lambda: question(self.require_model()))
 
     async def bring_back(self) -> None:
@@ -328,7 +327,7 @@ class ModelHost:
         def task() -> None:
             try:
                 value = work()
-            except Exception as error:  # the caller's, on its own thread
+            except Exception as error:  # raised in the caller
                 _on(loop, resolve, future.set_exception, error)
             else:
                 _on(loop, resolve, future.set_result, value)
@@ -345,8 +344,7 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments
 
 _log = logging.getLogger("edgeinfer")
 
-# Of the contexts of replies side by side, for what there must be room, and for so many tokens at most; where it is
-# short, some are evaluated again.
+# The share, and the tokens, of the contexts of replies at once that the cache must have room for.
 _LEAST_SHARE, _LEAST_TOKENS = 0.25, 512
 
 
@@ -364,7 +362,7 @@ def with_room(
     mine = alone.configuration
     fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
     if alone.budget_bytes is not None and importlib.util.find_spec("llguidance") is not None:
-        # Once the cache has what is left, there is no room for them.
+        # The cache takes all memory that is left, so grammars must be planned for.
         fixed["structured"] = edgeinfer.plan(model, **(fixed | {"structured": True})).fits
     sized = given.get("prefix_cache") is None and given.get("overflow", "stop") == "stop"
     while parallel >= 1:

@@ -18,13 +18,13 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 
 _HIGHEST_ID = 2**31
-# Contexts of the model that may be turned into tokens or text at once.
+# Largest input of /tokenize and /detokenize, in contexts of the model.
 _MOST_CONTEXTS = 16
-# Of a token of ordinary text.
+# Characters per token of ordinary text.
 _CHARACTERS = 4
 
 
-# What the root tells of, by whose API it is.
+# Paths listed at the root, by API.
 _SERVED = {
     "OpenAI": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/contexts"],
     "Anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
@@ -45,7 +45,7 @@ class InfoEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
-        # By path; those of OpenAI's API are also served under /v1.
+        # By path; also served under /v1.
         self.asked: dict[str, Endpoint] = {
             "/models": self.models,
             "/models/{name:path}": self.model,

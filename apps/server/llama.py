@@ -152,7 +152,7 @@ class LlamaCompletion:
 
 
 LLAMA_KINDS: Mapping[str, CompletionKind] = {
-    # Its streams end with the event that says so.
+    # Its streams have no end mark.
     "/completion": CompletionKind(
         LlamaCompletion, Framing(SERVER_SENT.media_type, SERVER_SENT.encode, SERVER_SENT.comment)
     ),
@@ -238,7 +238,7 @@ def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> _Prompt:
             message = "prompt has images or sound."
             raise RequestError(message, "This model reads text only.", param="prompt", code="unsupported_content")
         prompt = prompt.get("prompt_string")
-    if prompt == "" and model.begin_ids:  # an empty text begins as the model's texts do
+    if prompt == "" and model.begin_ids:  # an empty text is the begin token
         return [*model.begin_ids]
     if isinstance(prompt, str) and prompt:
         return prompt
@@ -265,7 +265,7 @@ def _entry(logprob: TokenLogprob) -> Event:
     return {**token, "logprob": logprob.logprob}
 
 
-# By path, what is said of it.
+# Refusals by path.
 _REFUSED = {
     "/embeddings": "{name} generates text and has no embeddings.",
     "/embedding": "{name} generates text and has no embeddings.",
@@ -300,7 +300,7 @@ class LlamaEndpoints:
         data = {
             "model": dataclasses.asdict(model.info),
             "model_alias": service.names(model)[-1],
-            # Its own name there: where it lies on this machine is private.
+            # The file name only: its place on this machine is private.
             "model_path": "" if loaded is None else loaded.path.name,
             "context": model.context,
             "plan": model.plan.to_dict(),

@@ -31,7 +31,7 @@ from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 
 _TEXT_ONLY = "This model reads text only."
-# Of a model that is loaded as it is already, and of a machine.
+# Options of loading and of the machine, ignored for a model that is loaded already.
 _OF_LOADING = (
     "num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "num_thread", "numa", "low_vram", "f16_kv",
     "vocab_only", "logits_all", "draft_num_predict", "embedding_only",
@@ -59,7 +59,7 @@ class OllamaReply(OneReply):
         if self._logprobs_wanted:
             options["logprobs"] = alternatives or 0
         made = prompt(options)
-        # How long the model stays is the server's matter; what does not fit is refused, never cut.
+        # The server decides how long the model stays, and refuses prompts that do not fit.
         fields.ignore("keep_alive", "truncate", "shift")
         fields.end()
         super().__init__(made, stream=stream is not False, ignored=fields.ignored)
@@ -110,7 +110,7 @@ class OllamaReply(OneReply):
             "prompt_eval_count": result.usage.prompt_tokens,
             "prompt_eval_duration": _nanoseconds(figures["prompt_ms"]),
             "eval_count": result.usage.completion_tokens,
-            # Clients divide by it.
+            # Clients divide by this.
             "eval_duration": max(1, _nanoseconds(figures["predicted_ms"])),
             **({"logprobs": told} if told else {}),
             **warnings(self.ignored),
@@ -171,9 +171,9 @@ class OllamaText(OllamaReply):
         return {"response": text}
 
 
-# By path, the field that says what is to be answered, and how it says nothing.
+# By path, the field with the input, and its empty value.
 _ASKING: Mapping[str, tuple[str, Any]] = {"/api/chat": ("messages", []), "/api/generate": ("prompt", "")}
-# What may stand in a request that asks for nothing.
+# Fields of a request that generates nothing.
 _BESIDE = {"model", "keep_alive", "stream", "options"}
 
 
@@ -200,7 +200,7 @@ OLLAMA_KINDS: Mapping[str, CompletionKind] = {
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
-# Timers take no more seconds everywhere.
+# The longest timeout that every event loop takes.
 _LONGEST_S = 4_000_000.0
 
 
@@ -241,7 +241,7 @@ def _options(fields: Fields, model: ChatModel[Any]) -> dict[str, Any]:
         return {}
     options: dict[str, Any] = {}
     most = inner.take("num_predict", int, "a whole number")
-    if most is not None and most > 0:  # others stand for no limit
+    if most is not None and most > 0:  # other values mean no limit
         options |= inner.checked("num_predict", "max_tokens", most)
     seed = inner.take("seed", int, "a whole number")
     if seed is not None and seed >= 0:
@@ -319,7 +319,7 @@ def _called(place: int, call: Call) -> dict[str, Any] | None:
     return {"id": call.id, "function": {"index": place, "name": call.name, "arguments": arguments}}
 
 
-# Of which these endpoints follow the reference; clients refuse servers that are older than what they need.
+# The version of Ollama's API that these endpoints follow; clients refuse older servers.
 _FOLLOWED = "0.12.6"
 _FETCH = "Fetch models on the machine itself: edgeinfer pull NAME."
 _KEEP = "Manage models on the machine itself: edgeinfer models."
@@ -332,7 +332,7 @@ _REFUSED = {
     "/api/embed": ("Models here generate text and have no embeddings.", "Use another server."),
     "/api/embeddings": ("Models here generate text and have no embeddings.", "Use another server."),
 }
-# Far enough for clients to take it for never.
+# A time that clients take for never.
 _NEVER_S = 100 * 365 * 86400
 
 

@@ -114,10 +114,10 @@ class KeyUse:
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-# Bound to all interfaces, a server is addressed by any of the machine's addresses.
+# Interfaces that stand for every address of the machine.
 _ALL_INTERFACES = ("0.0.0.0", "[::]")
 _AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
-# Of a budget, all bodies may take one part of so many.
+# Bodies may take this fraction (1/N) of a memory budget.
 _SHARE_OF_BODIES = 16
 
 
@@ -209,7 +209,7 @@ class Security:
             return False
         name = match["name"].lower()
         known = {_written(host) for host in (self.host, *self.allowed_hosts)}
-        # An address cannot be made to point elsewhere, as a name can.
+        # An address cannot be rebound, as a name can.
         return name in known.union(_LOOPBACK) or (not known.isdisjoint(_ALL_INTERFACES) and _is_address(_bare(name)))
 
     def is_same_origin(self, origin: str, authority: str) -> bool:

@@ -26,7 +26,7 @@ from edgeinfer.apps.server.switching import ModelSwitch, load_refusal
 from edgeinfer.errors import EdgeInferError, HubError, shown
 from edgeinfer.openai.errors import RequestError, unknown_model
 
-# For which a listing is good: it plans every model, and clients ask for it with each window that they open.
+# Seconds for which a listing is cached: making it plans every model, and clients request it often.
 _FRESH_S = 10.0
 _LATEST = ":latest"
 
@@ -93,7 +93,7 @@ class NamedModels:
         wanted = plain_name(name)
         if not wanted:
             return None
-        # Short names of the catalog stand for those of the hub.
+        # The catalog has short names for models of the hub.
         short = hub.catalog_model(wanted)
         meant = {wanted} if short is None else {wanted, plain_name(short.repo)}
         listed = self.listed()
@@ -108,7 +108,7 @@ class NamedModels:
             paths.add(served.path)
             yield served
         for local in edgeinfer.list_models():
-            # What cannot run here is not offered, and what was damaged since then not either.
+            # Models that cannot run here, or are damaged, are not listed.
             if local.error is not None or local.path in paths:
                 continue
             with contextlib.suppress(EdgeInferError):
@@ -136,7 +136,7 @@ def _model(
     if path is None:
         raise HubError(f"{source} is not on this machine yet.", f"Fetch it first: edgeinfer pull {source}")
     changed = path.stat()
-    # Of what tells the files from others; reading all of them for it would take too long.
+    # From facts that identify the files; hashing the files would take too long.
     digest = hashlib.sha256(f"{path} {facts.bytes} {changed.st_mtime_ns}".encode()).hexdigest()
     own = tuple(dict.fromkeys([*(names or [facts.name]), *aliases]))
     return NamedModel(own, source, path, facts, changed.st_mtime, digest, (*others, facts.name))
@@ -144,8 +144,8 @@ def _model(
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# Bytes of a request besides its prompts, and for each token of the context: the longest tokens of most vocabularies
-# have 128, and JSON may write a byte as several, or a request have several prompts.
+# Bytes of a request without its prompts, and per token of the context: the longest tokens have 128 in most
+# vocabularies, JSON may escape bytes, and a request may have several prompts.
 _OTHER_FIELDS = 1000**2
 _BYTES_A_TOKEN = 512
 
@@ -184,7 +184,7 @@ class Service:
     def name_contexts(self, body: MutableMapping[str, Any]) -> None:
         """Replace the names of contexts in a request by the texts."""
         names = body.get("contexts")
-        if not isinstance(names, list):  # nothing, or what is refused as every field of a wrong type
+        if not isinstance(names, list):  # absent, or refused later for its type
             return
         for name in names:
             if not isinstance(name, str) or name not in self.contexts:
@@ -276,7 +276,7 @@ class Service:
     def _loaded(self, name: str | None) -> Model:
         """The loaded model, if it has this name."""
         model = self.model()
-        # As it was asked for on the command line will do too, though a path is not listed.
+        # The argument of the command line is accepted too, though a path is not listed.
         asked_for = [self.host.state.model] if self.host.state.model else []
         if name and plain_name(name) not in map(plain_name, [*self.names(model), *model.adapters, *asked_for]):
             raise unknown_model(name, [*self.names(model), *model.adapters])

@@ -25,7 +25,7 @@ from edgeinfer.openai.errors import RequestError, error_body
 
 # Seconds for open streams to end by themselves once the server stops.
 _GRACE = 5
-# SIGHUP comes when the terminal goes; Windows has none.
+# SIGHUP is sent when the terminal closes; Windows has none.
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -58,7 +58,7 @@ class Server:
         stopping: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self._socket = _bind(host, port)
-        # One protocol for all: what else is installed must not change how the server behaves.
+        # Fixed choices: other installed packages must not change how the server behaves.
         config = uvicorn.Config(
             app,
             http=ServerProtocol,
@@ -144,7 +144,7 @@ class _Uvicorn(uvicorn.Server):
             self.force_exit = self.should_exit
             self.should_exit = True
 
-        # What was started by nohup stays when the terminal goes.
+        # A server started by nohup stays when the terminal closes.
         heard = [number for number in _SIGNALS if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
         previous = {number: signal.signal(number, stop) for number in heard}
         try:
@@ -159,7 +159,7 @@ def _bind(host: str, port: int) -> socket.socket:
         raise UsageError(Setting("port", port) + " is out of range.", "Ports are 0 (a free one) to 65535.")
     bare = host.removeprefix("[").removesuffix("]")
     try:
-        # Where a name has addresses of both kinds, the older: every client tries it.
+        # IPv4 first: every client tries it.
         found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(
@@ -173,7 +173,7 @@ def _bind(host: str, port: int) -> socket.socket:
         else:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen()  # or two could be bound to one port until the first listens
+        bound.listen()  # otherwise two could bind to one port until the first listens
     except OSError as error:
         bound.close()
         raise _refused(host, port, error) from error
@@ -225,7 +225,7 @@ class ServerProtocol(H11Protocol):
     most_connections: int = 512
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
-    _active = 0.0  # by the loop's clock: since when it waits for a request
+    _active = 0.0  # when it began to wait for a request, by the loop's clock
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

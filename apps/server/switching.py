@@ -15,14 +15,14 @@ from edgeinfer.apps.server.host import HostState, ModelHost, NotReadyError
 from edgeinfer.errors import BudgetError, EdgeInferError
 from edgeinfer.openai.errors import RequestError
 
-# Of the options that a model was served with, those that mean the same for every other.
+# Load options of the served model that also apply to others.
 _OF_ANY_MODEL = (
     "context", "memory", "threads", "exact", "prefill_chunk", "speculation", "remember", "overflow", "counted",
     "prefix_cache", "inter_token_latency", "idle_unload", "device",
 )  # fmt: skip
 
 
-_USUAL_CONTEXT = 8192  # where nothing is said, at most
+_USUAL_CONTEXT = 8192  # the most tokens if none are given
 
 _log = logging.getLogger("edgeinfer.server")
 
@@ -147,13 +147,13 @@ class ModelSwitch:
     async def _load(self, source: str | None) -> None:
         error: Exception | None = None
         try:
-            # What a client wished for the one before is not meant for this one.
+            # Keep-alive set for the previous model does not apply.
             self._keep_s = None
             options = self._options if source == self.source else await asyncio.to_thread(self._fitting, source)
             await self._host.load(source, options)
         except EdgeInferError as caught:
             error = _stopping() if self._closed else load_refusal(caught)
-        except Exception as caught:  # whatever it is, who waits must hear of it
+        except Exception as caught:  # of any kind: the waiting requests must learn of it
             error = caught
         finally:
             self._loading = None
@@ -196,7 +196,7 @@ class ModelSwitch:
 
     async def _unload(self) -> None:
         try:
-            # It loads again by itself when it is next asked for.
+            # It loads again with its next request.
             with contextlib.suppress(EdgeInferError):
                 await self._host.ask(lambda model: model.unload())
         finally:

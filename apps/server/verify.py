@@ -28,18 +28,17 @@ from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.remote_options import VERIFIED_OPTIONS
 from edgeinfer.results import Chunk, Result
 
-# Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
+# Most tokens of a draft: more than any client drafts, and few enough not to delay others.
 _MOST_DRAFTED = 64
-# Fields of a request that is read at once, and characters of each; rounds have seven at most.
+# Limits of requests that are read on the event loop: fields (rounds have up to seven), and characters of each.
 _FEW_FIELDS, _SHORT = 8, 64
-# Replies that are kept, and tokens of all of them: some 40 MB.
+# Most sessions, and tokens of all of them: some 40 MB.
 _MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
-# Share of drafted tokens that is expected to be right before any was seen, and how many tokens that weighs; and tokens
-# that count, as older ones count less.
+# The prior of the acceptance rate, its weight in tokens, and the tokens over which older ones fade.
 _PRIOR, _PRIOR_TOKENS, _MEMORY = 0.7, 8.0, 64.0
-# Seconds of silence after which a device is thought to be gone: more than lie between two rounds over a slow link.
+# Seconds of silence after which a device counts as gone: more than between two rounds over a slow link.
 _SILENT_S = 2.0
-# Characters of a session's name: of too few one could be guessed.
+# Characters of a session's name, enough that it cannot be guessed.
 _NAME = (20, 64)
 _LOST = "session_lost"
 _AGAIN = "Send the prompt and the reply so far again."
@@ -109,7 +108,7 @@ class VerifySessions:
     def __init__(self, most: int = _MOST_SESSIONS, tokens: int = _MOST_TOKENS) -> None:
         self._most, self._tokens = most, tokens
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        # Requests are read on threads.
+        # Requests are read on several threads.
         self._lock = threading.Lock()
 
     def open(self, session: _Session, name: str | None = None, former: str | None = None) -> str:
@@ -181,7 +180,7 @@ class VerifyCompletion:
                 raise fields.wrong("session", f"{len(name)} characters", f"Draw {_NAME[0]} to {_NAME[1]} at random.")
             former = fields.text("replaces")
             self._vocabulary = fields.text("vocabulary")
-            fields.end(strict=True)  # before a session is lost to a request that is refused
+            fields.end(strict=True)  # before the session is replaced: the request may be refused
             self._name, self._reply = sessions.open(self._session, name, former), tuple(self._session.reply)
             self._facts = {"model": model.info.name, "model_digest": model.digest, "context": model.context}
         else:
@@ -224,8 +223,8 @@ class VerifyCompletion:
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         if not (self.stream and chunk.token_ids):
             return []
-        facts = {} if self._sent else self._facts  # with the first, as the rest may not be waited for
-        # A device that leaves a stream goes on behind what it has of it.
+        facts = {} if self._sent else self._facts  # in the first event, as the client may not wait for the rest
+        # A device that leaves a stream continues after what it has received.
         self._session.reaches(len(self._reply) + self._sent, chunk.token_ids)
         self._sent += len(chunk.token_ids)
         return [{**facts, **self._company(), "tokens": list(chunk.token_ids)}]
@@ -279,7 +278,7 @@ def _opened(fields: Fields, model: Model) -> _Session:
     if (bias := fields.any("logit_bias")) is not None:
         options |= fields.checked("logit_bias", "logit_bias", _bias(bias))
     if options.get("seed") is None:
-        # All rounds draw by the same.
+        # All rounds share the seed.
         options["seed"] = secrets.randbits(63)
     return _Session(model.digest, prompt, list(reply), options, fields.whole("max_tokens", 1, LARGEST_COUNT))
 

@@ -97,14 +97,14 @@ class ReplyQueue(Generic[T]):
             self._started.setdefault(owner, deque()).append(reply)
 
 
-# Seconds of a turn. It lasts longer where taking turns would cost more than this share of it.
+# Seconds of a turn; longer if switching would cost more than this share of it.
 _TURN_S = 0.02
 _SWITCHING_SHARE = 0.2
-# Tokens of a prompt between two looks at the clock.
+# Prompt tokens evaluated between two checks of the clock.
 _PROMPT_TOKENS = 64
-# Of a step's time: tokens that come sooner after another are of the same pass.
+# Share of a step's time: tokens that follow each other faster are of the same pass.
 _SAME_PASS = 0.1
-# By how much a new figure counts in a running mean.
+# Weight of a new value in a running mean.
 _WEIGHT = 0.1
 
 
@@ -154,7 +154,7 @@ class ModelThread(threading.Thread):
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._ending = False
-        self._unpausable: Job | None = None  # cannot be paused: no other runs before it is over
+        self._unpausable: Job | None = None  # cannot be paused: others run after it
         self._switch_s = 0.0
         self._step_s = 0.0
         self.model: Model | None = None
@@ -237,7 +237,7 @@ class ModelThread(threading.Thread):
                 task()
             elif self.model is not None:
                 self._work_with(self.model)
-            # Nothing of what was done is kept while this thread waits.
+            # Keep nothing alive while this thread waits.
             task = None
 
     def _work_with(self, model: Model) -> None:
@@ -245,12 +245,12 @@ class ModelThread(threading.Thread):
         with self._changed:
             started = self._queue.started
         for job in started:
-            # A reply that began in a batch stays there, even with what would keep it from joining one, as contexts.
+            # A reply that began in a batch stays in it, even with contexts, which keep others from joining.
             job.alone = job.alone or not (job.shares or job.stream is None or job.stream.shareable)
         waiting = any(job.alone for job in started)
         if self._batch is None and self._unpausable is None:
             searches = any(job.stream is not None and job.stream.searches for job in started)
-            # While one waits for the model, no reply joins a batch: it would stay empty, and none would go on.
+            # While a reply waits for the model, none joins a batch, which would otherwise never end.
             if (len(started) > 1 or searches) and not waiting:
                 self._batch = self._open_batch(model)
         if self._batch is None:
@@ -294,7 +294,7 @@ class ModelThread(threading.Thread):
                 self._over(job, ReplyEnd(job.stream.result))
             except UnshareableError:
                 job.alone, job.shares = True, False
-            except Exception as error:  # whatever it is, it is this reply's, and the others go on
+            except Exception as error:  # of any kind: it ends this reply only
                 self._failed(job, error)
 
         return make
@@ -316,14 +316,14 @@ class ModelThread(threading.Thread):
             if job.stream is None:
                 self._start(job, model)
                 if job.stream is not None and job.stream.searches and job.stream.pause():
-                    return  # others may come meanwhile, so it shares passes from the beginning
+                    return  # more may arrive, so it shares passes from the beginning
             if job.stream is None:
                 self._over(job, ReplyEnd(None))
             elif self._work(job, job.stream, started):
                 self._unpausable = None if job.stream.pause() else job
             else:
                 self._over(job, ReplyEnd(job.stream.result))
-        except Exception as error:  # whatever it is, it is this reply's, and the others go on
+        except Exception as error:  # of any kind: it ends this reply only
             self._failed(job, error)
 
     def _work(self, job: Job, stream: TokenStream, started: float) -> bool:
@@ -359,7 +359,7 @@ class ModelThread(threading.Thread):
     def _failed(self, job: Job, error: Exception) -> None:
         if job.stream is not None:
             job.stream.close()
-        # Where the beginning of one that is to end was broken off, as while it read contexts, nothing went wrong.
+        # A cancelled reply that had not begun, as while it read contexts, has not failed.
         self._over(job, ReplyEnd(None) if job.stream is None and job.cancelled else error)
 
     def _over(self, job: Job, end: ReplyEnd | Exception) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgeinfer import Chat, Model, Result
 
 
-# Words and the blanks between them; line ends stand alone.
+# Words, blanks and line ends.
 _PIECES = re.compile(r"\n|[^\S\n]+|[^\s]+")
 
 
@@ -40,7 +40,7 @@ def keyboard() -> Callable[[str], str]:
         return _with_waiting_lines
     if "libedit" in (readline.__doc__ or ""):
         return _with_waiting_lines
-    # Python switches it off, as its own prompt reads line by line.
+    # Python switches it off for its own prompt.
     readline.parse_and_bind("set enable-bracketed-paste on")
     return input
 
@@ -373,7 +373,7 @@ def _lines(source: TextIO) -> Callable[[str], str]:
 
 def _checked(source: TextIO) -> Iterator[str]:
     file: BinaryIO | None = getattr(source, "buffer", None)
-    # Not as Python decodes them, which in the C locale takes them for ASCII. Another program's stand-in has text alone.
+    # Decoded here, as Python expects ASCII in the C locale. A stand-in for stdin may have text only.
     if file is None:
         yield from (line.removesuffix("\n") for line in source)
         return
