@@ -30,8 +30,8 @@ from edgeinfer.option_types import GenerationOptions, LoadOptions, Prompt
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.text.stopping import CallMark
+from edgeinfer.runtime.system.memory import allocating
+from edgeinfer.runtime.text.streaming import CallMark
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import chat_template, several, token_ids
 from edgeinfer.verification_round import VerificationStream

@@ -27,9 +27,8 @@ from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
-from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.forks import keep_for_good
-from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
+from edgeinfer.runtime.system.memory import allocating, name_refusal, process_memory, proportional_bytes
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.streaming import ReplyText
 

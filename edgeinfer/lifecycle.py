@@ -48,7 +48,7 @@ from edgeinfer.version import SAMPLING
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
-    from edgeinfer.runtime.remote.deciding import RemoteDeciding
+    from edgeinfer.runtime.remote.decoding import RemoteDeciding
     from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
 

@@ -14,12 +14,11 @@ from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, Pr
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.option_types import Prompt
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.planning.configuration import TOKENIZER
+from edgeinfer.runtime.planning.plan_input import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
 from edgeinfer.runtime.text.contract import TokenizerLike, surely_longer
-from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.template import ChatTemplate
-from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.tokenizer import MappedTokenizer, Tokenizer
 
 TOOL_TEMPLATE = "chat_template.tool_use.jinja"  # as transformers names the template of conversations with tools
 # By what a plan says of the tokenizer; that of a model's own file is the backend's.

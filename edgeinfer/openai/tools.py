@@ -18,7 +18,7 @@ from edgeinfer.openai.schemas import ArgumentRules, argument_rules, closed
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
 from edgeinfer.runtime.text.fitting import calls_in_text
-from edgeinfer.runtime.text.stopping import CallMark
+from edgeinfer.runtime.text.streaming import CallMark
 
 # OpenAI's names, and those of other makers: dots of modules, slashes and colons of servers.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

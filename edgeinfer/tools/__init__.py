@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.profile.settings import TunedSettings
     from edgeinfer.runtime.profile.uncertainty import MeasuredUncertainty
     from edgeinfer.runtime.tuning.drafting_search import TuneResult
-    from edgeinfer.runtime.tuning.measure import WorkTimes
-    from edgeinfer.runtime.tuning.reply_reading import ReplyReading
+    from edgeinfer.runtime.tuning.measure import ReplyReading, WorkTimes
     from edgeinfer.tools.cache_policies import CacheLoss, CacheTuning, Foreseen, tune_cache
     from edgeinfer.tools.devices import DeviceTuning, PartGain, forget_tuning, list_devices, measure_device, tune_device
     from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters

@@ -16,7 +16,7 @@ from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
-from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY, MeasuredPolicy
+from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 
 _STOP, _WINDOW = "stop", "window"

@@ -33,14 +33,20 @@ from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
-from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY
-from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
-from edgeinfer.runtime.profile.tuned import OFF, TunedProfile, forget_profile, keep_profile, write_profile
+from edgeinfer.runtime.profile.kept import KEPT_POLICY
+from edgeinfer.runtime.profile.settings import (
+    OFF,
+    TUNED_WEIGHTS,
+    TunedProfile,
+    TunedSettings,
+    forget_profile,
+    keep_profile,
+    write_profile,
+)
 from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY
-from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
-from edgeinfer.runtime.tuning.comparison import FULL, QUICK
-from edgeinfer.runtime.tuning.search import Attempt, SettingChoices, SettingsFound, search_settings
+from edgeinfer.runtime.system.memory import allocating
+from edgeinfer.runtime.tuning.search import FULL, QUICK, Attempt, SettingChoices, SettingsFound, search_settings
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
 
 Progress = Callable[[str, int, int], None]

@@ -16,7 +16,7 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import Result
 from edgeinfer.runtime.speculation.drafters.contract import State
-from edgeinfer.runtime.tuning.comparison import GAIN
+from edgeinfer.runtime.tuning.search import GAIN
 from edgeinfer.tools.measuring import drafting_state, restore_drafting
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 

@@ -13,9 +13,8 @@ from edgeinfer.results import PassWork
 from edgeinfer.runtime.backends.wrapped import ExpertCounts
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure
-from edgeinfer.runtime.tuning.measure import WorkTimes
-from edgeinfer.runtime.tuning.reply_reading import ReplyReading
-from edgeinfer.runtime.tuning.reply_reading import read_reply as read
+from edgeinfer.runtime.tuning.measure import ReplyReading, WorkTimes
+from edgeinfer.runtime.tuning.measure import read_reply as read
 
 
 def measure_passes(model: Model, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:

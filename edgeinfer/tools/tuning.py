@@ -8,8 +8,7 @@ import numpy as np
 
 from edgeinfer.api import Model
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.tuning.drafting_search import TuneResult, tune
-from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
+from edgeinfer.runtime.tuning.drafting_search import Sample, TuneResult, calibrate_entropy, calibrate_skips, tune
 
 # What a model is tuned by where its user has nothing better: openings that any model goes on with.
 TUNING_PROMPTS = (

@@ -17,8 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device
-from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
-from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import usable_cores
 from edgeinfer.runtime.text.contract import TokenizerLike

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import format_size
 from edgeinfer.runtime.devices.providers import CPU_MEMORY, Device, device_error, require
-from edgeinfer.runtime.system.allocation import is_refusal
+from edgeinfer.runtime.system.memory import is_refusal
 
 Zeros = Callable[[tuple[int, ...], Any], Any]
 

@@ -10,9 +10,8 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, memory_on, weights_modes_on
-from edgeinfer.runtime.profile.cache_policy import with_measured_policy
+from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, PlanInput, memory_on, weights_modes_on
+from edgeinfer.runtime.profile.kept import with_measured_policy
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.weights.layouts import Progress

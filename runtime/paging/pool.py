@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.paging.layout import PageLayout, PageRows
-from edgeinfer.runtime.system.allocation import refused
+from edgeinfer.runtime.system.memory import refused
 
 # Bytes of pages that stay in memory when they are free, but one page at least: one that is given back costs its
 # zeroing when it is taken again, and a search over several texts lets go of a page and takes one in every step.

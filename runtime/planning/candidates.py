@@ -13,8 +13,7 @@ from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import ContextLengthError, Setting, UsageError
-from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.plan_input import Configuration, GrammarMode, PlanInput
 from edgeinfer.runtime.weights.experts import ExpertBytes
 from edgeinfer.runtime.weights.streaming import layer_runs, window_bytes
 

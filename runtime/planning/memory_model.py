@@ -14,8 +14,7 @@ from edgeinfer.bundle.peft import adapter_bytes
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.candidates import draft_configuration
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
 from edgeinfer.runtime.system.memory import ProcessMemory
 
 # Terms of the process around the model.

@@ -19,13 +19,11 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.planning.candidates import configurations, weights_ways
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.planning.search import search
+from edgeinfer.runtime.planning.plan_input import Configuration, PlanInput
+from edgeinfer.runtime.planning.search import drafting_ways, search
 from edgeinfer.runtime.planning.speed_model import (
     LEAST_MS,
     ROUND_MS,
@@ -36,10 +34,10 @@ from edgeinfer.runtime.planning.speed_model import (
     guessed_passes,
     token_beside_ms,
 )
-from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
+from edgeinfer.runtime.profile.kept import with_measured_policy
 from edgeinfer.runtime.system.machine import free_memory, machine_memory
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.weights.disk_rate import kept_rate

@@ -1,7 +1,9 @@
-"""Decoding of one reply whose text a model elsewhere decides, and whose drafts this model makes."""
+"""Decoding of replies that a server's model decides and this one drafts: rounds, streams, and which API is spoken."""
 
 from __future__ import annotations
 
+import importlib
+import math
 import queue
 import threading
 import time
@@ -10,15 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import ContextLengthError, RemoteError
-from edgeinfer.remote_options import RemoteUse
+from edgeinfer.adaptive import ComputeUse
+from edgeinfer.config import GenerationConfig, LoadConfig
+from edgeinfer.errors import CapabilityError, ContextLengthError, RemoteError
+from edgeinfer.options import options_of
+from edgeinfer.remote_options import VERIFIED_OPTIONS, RemoteUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
-from edgeinfer.runtime.remote.channel import Channel
-from edgeinfer.runtime.remote.contract import Decided, RemoteReply, RemoteServer
+from edgeinfer.runtime.layer_skip.divergence import entropy_bits
+from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy
+from edgeinfer.runtime.remote.channel import Channel, Prices
+from edgeinfer.runtime.remote.contract import Decided, RemoteAccess, RemoteReply, RemoteServer
 from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.text.contract import TokenizerLike
 
 # Seconds between two looks at whether the reply was cancelled.
 _LOOK_S = 0.05
@@ -328,3 +337,169 @@ def _agreeing(tokens: Sequence[int], draft: Sequence[int]) -> int:
 
 def _no_room() -> ContextLengthError:
     return ContextLengthError("The server's context is full.", "Shorten the text, or load its model with more context.")
+
+
+class RoutedDecoding(RemoteDecoding):
+    """Writes what is easy to predict here, and has the rest decided in rounds, drafts included.
+
+    Args:
+        policy: who writes the next token; the others are those of `RemoteDecoding`.
+    """
+
+    def __init__(self, *args: Any, policy: EntropyPolicy, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._policy = policy
+        self._own = self._tokens = self._switches = 0
+        self._wrote_here = False
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """See `RemoteDecoding.first`."""
+        tokens = super().first(prompt, logits, room)
+        if self._reply is not None and not self._reply.verifies:
+            message = "The server decides such a reply in one piece, so no other model can write parts of it."
+            raise CapabilityError(message, "Ask for greedy text, or for an edgeinfer server.")
+        return tokens
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """One token of this model's, or those that a round decides."""
+        if self._local:
+            return super().next(room, lost)
+        self._drafts = []
+        logits = self._logits()
+        self._policy.seen(entropy_bits(logits))
+        here = not self._policy.large()
+        self._switches += here != self._wrote_here
+        self._wrote_here = here
+        if here:
+            token = self._sampler.sample(logits, len(self._text))
+            self._text.append(token)
+            tokens: Sequence[int] = self._accept(token, logits)
+            self._own += 1
+        else:
+            tokens = super().next(room, lost)
+            self._policy.large_made(len(tokens) - 1)
+        self._tokens += len(tokens)
+        return tokens
+
+    def _length(self) -> int | None:
+        """Streams would write what this model is sure of, too."""
+        return super()._length() or 0
+
+    def compute_use(self) -> ComputeUse:
+        """How much of the text each model wrote."""
+        return ComputeUse(
+            compute="entropy",
+            lossless=self._own == 0,
+            tokens=self._tokens,
+            reduced=self._own,
+            large_share=1 - self._own / self._tokens if self._tokens else None,
+            switches=self._switches,
+        )
+
+
+# What speaks with servers.
+_CLIENT = "edgeinfer.runtime.remote.http"
+# Tokens of a draft at most.
+_MOST = 32
+# Servers that name themselves as owners of their models, and verify drafts.
+_VERIFYING = ("edgeinfer", "sglang", "vllm")
+
+
+class RemoteDeciding:
+    """Makes the strategies of replies that a server decides.
+
+    Args:
+        config: as the model was loaded.
+        access: which server decides.
+
+    Raises:
+        CapabilityError: httpcore is not installed.
+    """
+
+    def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
+        importlib.import_module(_CLIENT)  # which raises an error where httpcore is not installed
+        self._config, self._access = config, access
+        self._channel = Channel(_MOST, Prices(config.remote_draft_price, config.remote_kilobyte_price))
+        self._server: RemoteServer | None = None
+        self._entropies: Entropies | None = None
+        if config.remote_api is not None:
+            self._server = _new_server(config.remote_api, access)
+
+    def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
+        """The strategy of one reply."""
+        server, options = self._answering(), _sent(config)
+        server.check(options)
+        given = (engine.backend, sampler, server, options | {"seed": sampler.seed}, self._channel)
+        others: dict[str, Any] = {
+            "chunk": engine.chunk,
+            "goes_on": self._config.remote_loss == "local",
+            "cancelled": lambda: engine.cancelled,
+        }
+        if config.compute == "full":
+            return RemoteDecoding(*given, **others)
+        self._entropies = self._entropies or Entropies()
+        chosen = (config.compute_share, config.entropy_threshold, config.entropy_stay)
+        return RoutedDecoding(*given, **others, policy=EntropyPolicy(self._entropies, *chosen))
+
+    def _answering(self) -> RemoteServer:
+        """The server, by the API that it speaks; where it does not answer now, the next reply looks again."""
+        if self._server is None:
+            api = _find_api(self._access)
+            server = _new_server(api or "edgeinfer", self._access)
+            if api is None:
+                return server
+            self._server = server
+        return self._server
+
+
+def remote_deciding(
+    config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], end_ids: frozenset[int]
+) -> RemoteDeciding | None:
+    """What has replies decided as a configuration says; None where this model decides. Errors as `RemoteDeciding`."""
+    if config.remote is None:
+        return None
+    url = config.remote.rstrip("/").removesuffix("/v1")
+    given = (config.remote_key, config.remote_model, config.remote_digest)
+    return RemoteDeciding(config, RemoteAccess(url, *given, tokenizer, begin_ids, end_ids))
+
+
+def _sent(config: GenerationConfig) -> dict[str, Any]:
+    """The options that are not as usual, in the form of /v1/verify."""
+    declared = options_of(GenerationConfig)
+    given = {name: value for name in VERIFIED_OPTIONS if (value := getattr(config, name)) != declared[name].default}
+    if bias := config.logit_bias:
+        given["logit_bias"] = {str(token): False if value == -math.inf else value for token, value in bias.items()}
+    return given
+
+
+def _new_server(api: str, access: RemoteAccess) -> RemoteServer:
+    """A server by the API that it speaks."""
+    # Here, as few programs need an HTTP client.
+    from edgeinfer.runtime.remote.edgeinfer_server import EdgeInferServer
+    from edgeinfer.runtime.remote.openai_server import OpenAIServer
+    from edgeinfer.runtime.remote.sglang import SGLangServer
+    from edgeinfer.runtime.remote.vllm import VLLMServer
+
+    servers: dict[str, Callable[[RemoteAccess], RemoteServer]] = {
+        "edgeinfer": EdgeInferServer,
+        "sglang": SGLangServer,
+        "vllm": VLLMServer,
+        "openai": OpenAIServer,
+    }
+    return servers[api](access)
+
+
+def _find_api(access: RemoteAccess) -> str | None:
+    """The API of a server, as its list of models names its owner; None where it does not answer now."""
+    from edgeinfer.runtime.remote.http import UNANSWERED, Connection
+
+    connection = Connection(access)
+    try:
+        owner = str(connection.get("/v1/models")["data"][0]["owned_by"])
+    except UNANSWERED:
+        return None
+    except (ValueError, TypeError, KeyError, IndexError):
+        return "openai"
+    finally:
+        connection.close()
+    return owner if owner in _VERIFYING else "openai"

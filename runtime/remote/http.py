@@ -7,18 +7,76 @@ import json
 import ssl
 import threading
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
+
+import httpcore
 
 from edgeinfer.errors import CapabilityError, RemoteError, shown
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.version import VERSION
 
+# Seconds for which an unused connection is kept: no longer than servers keep theirs.
+_KEPT_S = 5.0
+
+
+def connection_pool(trusted: ssl.SSLContext | None) -> httpcore.ConnectionPool:
+    """Connections by HTTP/1.1 that send a request when its answer is waited for; no proxy sees texts.
+
+    Args:
+        trusted: certificates; None for servers without TLS.
+    """
+    return httpcore.ConnectionPool(ssl_context=trusted, keepalive_expiry=_KEPT_S, network_backend=_JoiningBackend())
+
+
+class _JoiningBackend(httpcore.SyncBackend):
+    """Opens connections that join what is written."""
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        return _JoiningStream(super().connect_tcp(host, port, timeout, local_address, socket_options))
+
+
+class _JoiningStream(httpcore.NetworkStream):
+    """A connection that keeps what is written until something is read."""
+
+    def __init__(self, stream: httpcore.NetworkStream) -> None:
+        self._stream, self._kept = stream, b""
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._kept = self._kept + buffer if self._kept else buffer
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        kept, self._kept = self._kept, b""
+        if kept:
+            # Who refuses a request may answer before all of it was sent.
+            with contextlib.suppress(httpcore.WriteError):
+                self._stream.write(kept, timeout)
+        return self._stream.read(max_bytes, timeout)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        return _JoiningStream(self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
 try:
     import httpcore
 
-    from edgeinfer.runtime.remote.segments import connection_pool
+    from edgeinfer.runtime.remote.http import connection_pool
 except ImportError as error:
     raise CapabilityError(
         "Replies that another machine decides need httpcore.", "Install it: pip install 'edgeinfer[remote]'"

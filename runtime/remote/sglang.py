@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.runtime.remote.contract import Decided
 from edgeinfer.runtime.remote.http import tokens_in
-from edgeinfer.runtime.remote.other_engines import OtherEngine, OtherEngineReply, decided_greedily
+from edgeinfer.runtime.remote.openai_server import OtherEngine, OtherEngineReply, decided_greedily
 
 _PATH = "/generate"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import RemoteRefusalError, tokens_in
-from edgeinfer.runtime.remote.other_engines import OtherEngine, OtherEngineReply, decided_greedily
+from edgeinfer.runtime.remote.openai_server import OtherEngine, OtherEngineReply, decided_greedily
 
 # Token ids in and out, where a server has it; the other evaluates the whole text again in each round.
 _TOKENS_PATH, _TEXT_PATH = "/inference/v1/generate", "/v1/completions"

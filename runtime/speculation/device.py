@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
-from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
+from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts, RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
-from edgeinfer.runtime.profile.following import RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import (
     filler_tokens,

@@ -10,8 +10,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.backends.contract import HEAD_ROWS
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.plan_input import OptionBytes
+from edgeinfer.runtime.planning.plan_input import Configuration, OptionBytes
 from edgeinfer.runtime.sampling.grammar_tokens import grammar_bytes
 from edgeinfer.runtime.speculation.prospects import priors_of
 from edgeinfer.runtime.speculation.registry import KINDS

@@ -14,9 +14,8 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device
-from edgeinfer.runtime.tuning.comparison import Effort
-from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
-from edgeinfer.runtime.tuning.work import Times
+from edgeinfer.runtime.tuning.search import Effort
+from edgeinfer.runtime.tuning.stopwatch import LOADED, PROMPTS, Times
 from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.speculation import random_bundle

@@ -24,8 +24,8 @@ from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableErr
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.decoding.scheduler import RowRequest, SequenceTask
 from edgeinfer.runtime.decoding.shares import draft_rows
-from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool

@@ -14,7 +14,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
-from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY, MeasuredPolicy
+from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy
 from edgeinfer.tools import cache_policies
 from edgeinfer.tools.cache_policies import CacheLoss, Foreseen, tune_cache
 from tests.speculation import needs_builtin, random_bundle

@@ -18,10 +18,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device as device_costs
 from edgeinfer.runtime.system.machine import usable_processors
-from edgeinfer.runtime.tuning.comparison import Effort
-from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
-from edgeinfer.runtime.tuning.stopwatch import Stopwatch
-from edgeinfer.runtime.tuning.work import Times
+from edgeinfer.runtime.tuning.search import Effort
+from edgeinfer.runtime.tuning.stopwatch import LOADED, PROMPTS, Stopwatch, Times
 from edgeinfer.tools import devices
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.speculation import PROMPT

@@ -29,9 +29,9 @@ from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text.contract import TokenizerLike
-from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.runtime.text.tokenizer import MappedTokenizer
 from edgeinfer.runtime.text.tokenizer import Tokenizer as Tokenized
 from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
 from tests.factories import make_checkpoint

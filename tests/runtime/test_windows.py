@@ -20,7 +20,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
 from edgeinfer.runtime.planning import planner
-from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.plan_input import Configuration
 from edgeinfer.runtime.planning.speed_model import DiskReads
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights import streaming

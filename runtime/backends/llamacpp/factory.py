@@ -41,8 +41,7 @@ from edgeinfer.runtime.backends.llamacpp.memory import (
     vocabulary_bytes,
 )
 from edgeinfer.runtime.devices.providers import Device, device_error
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
-from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.contract import TokenizerLike
 
 # Of free memory of a graphics processor, what is left to its driver and other programs: an eighth, and no more than

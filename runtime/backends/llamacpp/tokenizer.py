@@ -24,7 +24,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
-from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.runtime.text.contract import SPECIAL, byte_token, token_bytes
 from edgeinfer.runtime.text.special_tokens import SpecialTokens
 

@@ -19,8 +19,7 @@ from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
 from edgeinfer.runtime.paging.layout import PageLayout
-from edgeinfer.runtime.planning.configuration import ModelMemory
-from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.planning.plan_input import BackendChoice, ModelMemory
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of, weights_place

@@ -14,9 +14,8 @@ from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device, add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel
-from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
 from edgeinfer.runtime.system.forks import keep_for_good, renewed_in_children
-from edgeinfer.runtime.system.memory import stack_bytes
+from edgeinfer.runtime.system.memory import is_refusal, refused, require_room, stack_bytes
 
 _TERMINATED = "terminate flag"
 _SILENT = 4  # severity of messages that are logged

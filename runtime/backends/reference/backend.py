@@ -46,8 +46,7 @@ from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
-from edgeinfer.runtime.planning.configuration import ModelMemory
-from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.planning.plan_input import BackendChoice, ModelMemory
 
 # Source: transformers' Gemma3nTextModel: the least mean square that a stream is divided by the root of.
 _LEAST_SQUARE = np.float32(1e-5)

@@ -14,8 +14,7 @@ from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
 from edgeinfer.runtime.devices.providers import Device, Graphs
-from edgeinfer.runtime.planning.configuration import TOKENIZER, ModelMemory
-from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.planning.plan_input import TOKENIZER, BackendChoice, ModelMemory
 from edgeinfer.runtime.text.tokenizer import file_has_pairs
 
 

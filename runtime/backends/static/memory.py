@@ -19,7 +19,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
+from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, TokenizerMode
 
 Bools = NDArray[np.bool_]
 

@@ -17,9 +17,8 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import CheckpointError
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint
-from edgeinfer.runtime.planning.curve import BudgetPoint, SpeedCurve
-from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
+from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
+from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
 from tests.recorded import check_recorded
 from tests.tables import each_row

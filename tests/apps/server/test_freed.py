@@ -16,7 +16,7 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.openai.chat import ChatCompletion
 from edgeinfer.openai.text import TextCompletion
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.text.stopping import StopMatcher
+from edgeinfer.runtime.text.streaming import StopMatcher
 from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
 from tests.waiting import wait_until

@@ -15,7 +15,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory
+from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, ModelMemory
 from tests.cache import export_checkpoint
 from tests.recorded import check_recorded
 

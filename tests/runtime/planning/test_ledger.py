@@ -11,9 +11,9 @@ import pytest
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning import ledger as ledgers
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
 from edgeinfer.runtime.system.memory import ProcessMemory
 

@@ -17,18 +17,13 @@ from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.candidates import configurations
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.plan_input import Configuration, PlanInput
 from edgeinfer.runtime.planning.planner import speed_model
-from edgeinfer.runtime.planning.search import search
-from edgeinfer.runtime.planning.speed_model import (
-    Pace,
-    SpeedModel,
-)
+from edgeinfer.runtime.planning.search import drafting_ways, search
+from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings

@@ -12,17 +12,10 @@ import pytest
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import drafters_in
 from edgeinfer.runtime.planning import planner as planner_module
-from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.plan_input import Configuration, PlanInput
 from edgeinfer.runtime.planning.planner import make_plan, speed_model
-from edgeinfer.runtime.planning.speed_model import (
-    REPLY_TOKENS,
-    SpeedModel,
-    cache_ms,
-    guessed_passes,
-    token_beside_ms,
-)
+from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, SpeedModel, cache_ms, guessed_passes, token_beside_ms
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from tests.runtime.planning.conftest import PACE, PROCESS, Measured, pace_of, plan_input_of

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.drafting import DRAFTERS
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.planning.economics import Prior, prospects_by
-from edgeinfer.runtime.profile.drafting import DraftHistory, drafter_records
-from edgeinfer.runtime.profile.seen_texts import MOST_SEEN, SeenTexts
+from edgeinfer.runtime.profile.drafting import MOST_SEEN, DraftHistory, SeenTexts, drafter_records
 
 _NUMBERS = itertools.count()
 

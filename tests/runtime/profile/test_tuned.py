@@ -14,10 +14,12 @@ import pytest
 
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.profile import tuned
-from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
-from edgeinfer.runtime.profile.tuned import (
+from edgeinfer.runtime.profile import settings
+from edgeinfer.runtime.profile.settings import (
+    UNTUNED,
+    Fingerprint,
     TunedProfile,
+    TunedSettings,
     forget_profile,
     keep_profile,
     kept_profile,
@@ -35,7 +37,7 @@ PROFILE = TunedProfile(MODEL, "tales", MACHINE, 3, SETTINGS, "2026-11-22T10:00:0
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tuned, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(settings, "user_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -128,7 +130,7 @@ def test_a_folder_that_is_a_file_is_said(cache: Path) -> None:
 
 
 def test_only_so_many_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "_MOST_KEPT", 3)
+    monkeypatch.setattr(settings, "_MOST_KEPT", 3)
     for number in range(5):
         path = keep_profile(dataclasses.replace(PROFILE, model=f"{number:064x}"))
         os.utime(path, (number, number))

@@ -8,8 +8,7 @@ from statistics import fmean
 import pytest
 
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, worth_in_company
-from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.profile.following import RanPasses
+from edgeinfer.runtime.profile.costs import PassCosts, RanPasses
 from edgeinfer.runtime.remote.channel import Channel
 from tests.runtime.remote.simulated import SimulatedReplies, SimulatedServer, SimulatedWay
 

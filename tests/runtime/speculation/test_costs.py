@@ -22,9 +22,8 @@ from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.following import following
-from edgeinfer.runtime.profile.following import pace as pace_of
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
+from edgeinfer.runtime.profile.costs import pace as pace_of
 from edgeinfer.runtime.speculation import measuring as module
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess
 from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes

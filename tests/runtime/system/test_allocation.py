@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.runtime.system.allocation import allocating, is_refusal, require_room
+from edgeinfer.runtime.system.memory import allocating, is_refusal, require_room
 from tests.cli import TIME_LIMIT
 from tests.tables import each_row
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
 from edgeinfer.errors import TokenizerError
 from edgeinfer.export.gguf.route import ORDINARY, RARE
-from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.streaming import StreamDecoder
-from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.tokenizer import MappedTokenizer, Tokenizer
 from edgeinfer.user_files import user_cache
 from tests.export.made_tokenizers import TOKENIZERS, byte_level
 from tests.marked_tokenizers import KINDS, MARKS

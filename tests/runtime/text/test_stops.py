@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.text.stopping import CallMark, CallStops, StopMatcher
-from edgeinfer.runtime.text.streaming import ReplyText
+from edgeinfer.runtime.text.streaming import CallMark, CallStops, ReplyText, StopMatcher
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.marked_tokenizers import tokenizer
 

@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.tuning.comparison import FULL, GAIN, QUICK, Effort, compare, judge, median_below
-from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, SettingChoices, SettingsFound, search_settings
-from edgeinfer.runtime.tuning.work import DECODE, LOAD, PREFILL, TURN, VERIFY, Times
+from edgeinfer.runtime.tuning.search import (
+    FULL,
+    GAIN,
+    QUICK,
+    Effort,
+    SettingChoices,
+    SettingsFound,
+    compare,
+    judge,
+    median_below,
+    search_settings,
+)
+from edgeinfer.runtime.tuning.stopwatch import DECODE, LOAD, LOADED, PREFILL, PROMPTS, TURN, VERIFY, Times
 from tests.tables import each_row
 
 SEEDS = range(60)

@@ -17,8 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.speculation.drafters.self_drafters import SkipDrafter
-from edgeinfer.runtime.tuning.drafting_search import best_exit, best_skip_set
-from edgeinfer.runtime.tuning.skip_search import Sample
+from edgeinfer.runtime.tuning.drafting_search import Sample, best_exit, best_skip_set
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import EXPORTS, make_backend, take_in
