@@ -1,9 +1,9 @@
 """Trains an EAGLE-3 head for a target by training-time test: on states of its own, as it drafts (Li et al. 2025).
 
 The row of a token reads its embedding and the state before it: the target's in the first of some steps, the head's own
-of the step before in each further one, in which every row goes one token on. So all drafts of a window, one behind each
-of its tokens, are learnt from together. The loss is the divergence from the target's probabilities among the tokens
-that the head can draft, where the target's likeliest is one of them.
+of the step before in each further one, in which every row moves one token on. So all drafts of a window, one after each
+of its tokens, are learned together. The loss is the divergence from the target's probabilities among the tokens that
+the head can draft, where the target's likeliest token is one of them.
 """
 
 from __future__ import annotations
@@ -16,31 +16,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.chain_task import ChainTask, Taught, drafted_tokens
-from edgeinfer.export.training.eagle_head import EagleHead, HeadShape, default_taps
+from edgeinfer.export.training.distill import KindOptions
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.module_training import ModuleTraining, sizes_like, train_module
-from edgeinfer.export.training.options import DraftTrainOptions
-from edgeinfer.export.training.samples import Replier
-from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.text import TextSource, TokenFile
+from edgeinfer.export.training.modules import (
+    ChainModule,
+    ChainTask,
+    ModuleAttention,
+    ModuleLayer,
+    ModuleShape,
+    Taught,
+    common_config,
+    drafted_tokens,
+    draw_matrices,
+    mapped_tokens,
+    save_module,
+    sizes_like,
+)
+from edgeinfer.export.training.text import TokenFile
 from edgeinfer.options import require
-from edgeinfer.results import Progress
+
+_EPS = 1e-5
+# Shallower targets are read before other layers than EAGLE-3 reads (eagle/model/modeling_llama_kv.py).
+_USUAL_LAYERS = 8
 
 
 @dataclass(frozen=True)
-class EagleOptions(DraftTrainOptions):
+class EagleOptions(KindOptions["EagleTask"]):
     """How a head is trained.
 
     Attributes:
         depth: steps of drafting that a window is unrolled over.
         tokens: that the head can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-        taps: layers of the target before which states are read; None is `default_taps`.
     """
+
+    kind = "eagle"
 
     depth: int = 5
     tokens: int | None = None
-    taps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,58 +60,134 @@ class EagleOptions(DraftTrainOptions):
         require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
         require(self.length >= 2 * self.depth, "length", self.length, f"{2 * self.depth} or more")
 
-    def shape(self, target: Target) -> HeadShape:
-        """The sizes of a head for a target, whose own layers it resembles."""
-        sizes, layers = sizes_like(target), target.config.get_text_config().num_hidden_layers
-        drafted = drafted_tokens(self.tokens, sizes["vocabulary"])
-        return HeadShape(**sizes, drafted=drafted, taps=self.taps or default_taps(layers))
+    def task(self, target: Target, sources: tuple[TokenFile, ...]) -> EagleTask:
+        """A head of the sizes of the target's layers."""
+        sizes = sizes_like(target)
+        taps = _default_taps(target.config.get_text_config().num_hidden_layers)
+        shape = HeadShape(**sizes, drafted=drafted_tokens(self.tokens, sizes["vocabulary"]), taps=taps)
+        return EagleTask(target, sources, self, shape)
+
+
+def _default_taps(layers: int) -> tuple[int, int, int]:
+    """The layers of a target before which its states are read: EAGLE-3's, and different ones in shallow targets."""
+    if layers >= _USUAL_LAYERS:
+        return 2, layers // 2, layers - 3
+    return min(1, layers - 1), layers // 2, layers - 1
+
+
+@dataclass(frozen=True)
+class HeadShape(ModuleShape):
+    """Sizes of a head.
+
+    Attributes:
+        drafted: Vd, tokens that it can draft.
+        taps: layers of the target before which it reads states.
+    """
+
+    drafted: int
+    taps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require(1 <= self.drafted <= self.vocabulary, "tokens", self.drafted, f"from 1 to {self.vocabulary}")
 
 
 class EagleTask(ChainTask):
-    """A head over a frozen target; arguments as `ModuleTask`, and:
-
-    Args:
-        depth: as EagleOptions.
-    """
+    """A head over a frozen target."""
 
     name = "EAGLE-3"
     module: EagleHead
+    shape: HeadShape
 
-    def __init__(
-        self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, shape: HeadShape, depth: int
-    ) -> None:
-        super().__init__(target, sources, batches, {"depth": depth}, depth, shape.drafted)
+    def __init__(self, target: Target, sources: tuple[TokenFile, ...], options: EagleOptions, shape: HeadShape) -> None:
+        super().__init__(target, sources, options, {"depth": options.depth}, options.depth, shape.drafted)
+        self.shape = shape
         self.module = self._draw(lambda: EagleHead(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        """As `ModuleTask.save`."""
-        self.module.save(folder, self.tokens)
+        """Writes the head in its published layout."""
+        config = common_config(self.shape, _EPS) | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": self.shape.drafted,
+            "eagle_aux_hidden_state_layer_ids": list(self.shape.taps),
+            "tie_word_embeddings": False,
+        }
+        save_module(folder, self.module, mapped_tokens(self.tokens, self.shape.vocabulary), config)
 
     def _read_states(self, output: Any) -> Tensor:  # (1, S, W)
-        return torch.cat([output.hidden_states[tap].float() for tap in self.module.shape.taps], -1)
+        return torch.cat([output.hidden_states[tap].float() for tap in self.shape.taps], -1)
 
     def _unrolled(self, batch: Tensor, taught: Taught) -> list[Tensor]:
         rows = self._rows(batch)
-        states, past = self.module.states(taught.states[:, :rows]), list[tuple[Tensor, Tensor]]()
+        states, past = self.module.fc(taught.states[:, :rows]), list[tuple[Tensor, Tensor]]()
         found = []
         for place in range(self._places):
             embedded = F.embedding(batch[:, 1 + place : 1 + place + rows], self._embedding)
-            states = self.module.step(states, embedded, past)
+            states = self.module.midlayer.step(states, embedded, past)
             found.append(self.module.norm(states))
         return found
 
 
-def train_eagle(
-    target: Target,
-    text: TextSource,
-    options: EagleOptions,
-    work: Path,
-    replier: Replier | None = None,
-    progress: Progress | None = None,
-) -> ModuleTraining:
-    """Trains a head in a working folder, or resumes the training that was interrupted there; as `train_module`."""
+class EagleHead(ChainModule):
+    """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints.
 
-    def make(sources: tuple[TokenFile, ...]) -> EagleTask:
-        return EagleTask(target, sources, Batches.of(options), options.shape(target), options.depth)
+    Args:
+        head: initial LM head, over the tokens that can be drafted. (Vd, D)
+    """
 
-    return train_module("eagle", make, target, text, options, work, replier, progress)
+    def __init__(self, shape: HeadShape, head: Tensor) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(len(shape.taps) * shape.width, shape.width, bias=False)
+        self.midlayer = _Layer(shape)
+        self.norm = torch.nn.RMSNorm(shape.width, _EPS)
+        self.lm_head = torch.nn.Linear(shape.width, shape.drafted, bias=False)
+        draw_matrices(self)
+        with torch.no_grad():
+            # At first the state is that of the last tap, which is the nearest to the target's prediction.
+            self.fc.weight[:, -shape.width :] += torch.eye(shape.width)
+            self.lm_head.weight.copy_(head)
+
+
+class _Attention(ModuleAttention):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__(shape, 2 * shape.width)
+
+    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, 2 D) -> (B, S, D)
+        """Each row attends to the text up to itself and, of each drafted step, to the row of its own chain.
+
+        Args:
+            past: keys and values of earlier steps, the text's first; this step's are appended. (B, H, S, Dh) each
+        """
+        places = torch.arange(x.shape[1], device=x.device) + len(past)
+        queries = self._queries(x, places)
+        past.append((self._keys(x, places), self._values(x)))
+        if len(past) > 1:
+            return self._joined(_chain_attention(queries, past))
+        keys, values = past[0]
+        return self._joined(F.scaled_dot_product_attention(queries, keys, values, is_causal=True))
+
+
+def _chain_attention(queries: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, H, S, Dh)
+    (keys, values), drafted = past[0], past[1:]
+    queries = queries / queries.shape[-1] ** 0.5
+    rows = queries.shape[2]
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).triu(1)
+    scores = (queries @ keys.transpose(2, 3)).masked_fill(hidden, -torch.inf)  # (B, H, S, S)
+    own = torch.stack([(queries * key).sum(-1) for key, _ in drafted], -1)  # (B, H, S, steps)
+    weights = torch.softmax(torch.cat([scores, own], -1), -1)
+    mixed = weights[..., :rows] @ values
+    for place, (_, value) in enumerate(drafted):
+        mixed = mixed + weights[..., rows + place, None] * value
+    return mixed
+
+
+class _Layer(ModuleLayer):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__(shape, _Attention(shape), _EPS)
+        self.hidden_norm = torch.nn.RMSNorm(shape.width, _EPS)
+
+    def step(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
+        """The states after the next token of every row; `past` gets keys and values."""
+        entering = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+        return self._with_mlp(states + self.self_attn(entering, past))

@@ -1,211 +1,262 @@
-"""A whole training of heads: its text and replies, its task, its result."""
+"""Trains heads that draft from a target's last states: Medusa's residual blocks, and Hydra's, which also read tokens.
+
+The state at token t predicts the root, t + 1; head i, counted from 0, predicts the token at t + 2 + i, as the target
+would predict it after the tokens before that place.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional as F
 
-from edgeinfer.bundle.additions import JUDGED, TRUSTED, Heads
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
-from edgeinfer.export.training.draft_heads import HeadsShape, HydraTask, MedusaTask
+from edgeinfer.export.training.distill import DistillTask, KindOptions
+from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import TrainOptions
-from edgeinfer.export.training.prompt_tokens import PromptTask
-from edgeinfer.export.training.routers import RoutersTask, SkipAdapterTask
-from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
-from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.text import TextSource, TokenFile
-from edgeinfer.export.training.trainer import Task, Trained, Trainer
+from edgeinfer.export.training.text import TokenFile, frequent_tokens
 from edgeinfer.options import require
-from edgeinfer.results import Progress
 
-# Of the text and of the replies, what is kept for measuring.
-_VALIDATION = 0.05
-_PROMPTS = 4000
-# Windows of text at least, and of replies, so that one of them is kept for measuring.
-_FEWEST_WINDOWS, _FEWEST_DRAWN = 4, int(1 / _VALIDATION)
-_DRAFTING = ("medusa", "hydra", "prompt")
-_KINDS = (*_DRAFTING, "acceptance", "routers")
-# Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
-_RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2, "adapter": 1e-3}
+# A later place is reached less often, and counts so much less (Medusa).
+_FADING = 0.8
+# Tokens that Hydra's heads predict by default.
+_HYDRA_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class HeadsOptions:
+class HeadsOptions(KindOptions["HeadsTask"]):
     """How heads are trained.
 
     Attributes:
-        kind: one of bundle.heads.HEADS but for "judge", which `edgeinfer tune --judge` teaches.
-        steps: of the optimizer.
-        samples: tokens that the target writes, which take turns with the text; 0 trains on the text alone. None is a
-            tenth of what the training reads for heads that draft (Medusa's self-distillation), and none for others.
-        rows, length: windows of a step and their tokens.
-        learning_rate: at its highest; None is usual for the kind.
-        count, tokens: as HeadsShape.
-        keep: as RoutersTask.
-        adapter_rank: of an adapter that is trained behind routers, for as many steps; 0 trains none.
-        device, threads: as TrainOptions.
+        samples: tokens that the target writes; None is a tenth of what the training reads (Medusa's self-distillation).
+        count: heads, which predict one place each.
+        tokens: that can be predicted, the most frequent ones; None is all of them for Medusa, 1024 for Hydra.
     """
 
-    kind: str
-    steps: int = 600
-    samples: int | None = None
-    rows: int = 8
+    weight_decay = 0.0
+    most_warmup = 20
+
+    steps: int | None = 600
     length: int = 128
-    learning_rate: float | None = None
     count: int = 3
     tokens: int | None = None
-    keep: float = 0.75
-    adapter_rank: int = 0
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in _KINDS, "kind", self.kind, f"one of {', '.join(_KINDS)}")
-        require(self.samples is None or self.samples >= 0, "samples", self.samples, "0 or more")
-        require(0 <= self.adapter_rank <= 512, "adapter_rank", self.adapter_rank, "from 0 to 512")
-        for name, least in (("rows", 1), ("length", 8)):
-            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
-
-    @property
-    def drawn(self) -> int:
-        """Tokens that the target writes."""
-        if self.samples is None:
-            return self.steps * self.rows * self.length // 10 if self.kind in _DRAFTING else 0
-        return self.samples
-
-    @property
-    def training(self) -> TrainOptions:
-        """The trainer's options."""
-        return TrainOptions(
-            self.steps,
-            self.learning_rate or _RATES[self.kind],
-            weight_decay=0.0,
-            warmup=min(20, max(1, self.steps // 10)),
-            seed=self.seed,
-            device=self.device,
-            threads=self.threads,
-        )
-
-
-class _HeadsTask(Task, Protocol):
-    """A task that makes heads."""
-
-    def heads(self, notes: dict[str, str]) -> Heads:
-        """The trained heads."""
+        super().__post_init__()
+        require(1 <= self.count <= 8, "count", self.count, "between 1 and 8")
+        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
+        if self.samples is None and self.steps is not None:
+            object.__setattr__(self, "samples", self.steps * self.rows * self.length // 10)
 
 
 @dataclass(frozen=True)
-class HeadsTraining:
-    """Trained heads.
+class MedusaOptions(HeadsOptions):
+    """How Medusa's heads are trained."""
 
-    Attributes:
-        heads: as a bundle keeps them.
-        before, after: how well they do on text that was kept for measuring, by name: of heads that draft, the share of
-            their likeliest tokens that are the target's, by place.
-        seconds: in all, since it was last started.
-        prompts: for measuring on an engine. (n,) each
-        adapter: that goes with routers; None where none was trained.
+    kind = "medusa"
+
+    def task(self, target: Target, sources: tuple[TokenFile, ...]) -> MedusaTask:
+        """Untrained heads."""
+        return MedusaTask(target, sources, self)
+
+
+@dataclass(frozen=True)
+class HydraOptions(HeadsOptions):
+    """How Hydra's heads are trained."""
+
+    kind = "hydra"
+
+    def task(self, target: Target, sources: tuple[TokenFile, ...]) -> HydraTask:
+        """Untrained heads."""
+        return HydraTask(target, sources, self)
+
+
+@torch.no_grad()
+def final_states(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B, S, D)
+    """States after the final norm, as the model's head sees them."""
+    states: torch.Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return states
+
+
+def _unit(states: torch.Tensor) -> torch.Tensor:  # (..., D) -> (..., D)
+    """States divided by their root mean square."""
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + STATE_EPS)
+
+
+def _half(tensor: torch.Tensor) -> NDArray[np.float16]:
+    stored: NDArray[np.float16] = tensor.detach().cpu().numpy().astype(np.float16)
+    return stored
+
+
+def _ids(tokens: torch.Tensor) -> NDArray[np.int32]:  # (K,)
+    stored: NDArray[np.int32] = tokens.cpu().numpy().astype(np.int32)
+    return stored
+
+
+class HeadsTask(DistillTask):
+    """Heads over the states of a frozen target."""
+
+    kind: str
+    most_tokens: int | None = None  # that are predicted by default; None is all
+
+    def __init__(self, target: Target, sources: tuple[TokenFile, ...], options: HeadsOptions) -> None:
+        super().__init__(target, sources, options, {"count": options.count, "tokens": options.tokens})
+        if options.length < options.count + 2:
+            message = f"Windows of {options.length} tokens are too short for {options.count} heads."
+            raise UsageError(message, "Use longer windows.")
+        self.name, self.count = f"{self.kind} heads", options.count
+        model = target.model
+        vocabulary = len(model.lm_head.weight)
+        chosen = frequent_tokens(sources, min(vocabulary, options.tokens or self.most_tokens or vocabulary))
+        self._tokens = torch.from_numpy(chosen).to(target.device)  # (K,)
+        self._rows = model.lm_head.weight.detach()[self._tokens]  # (K, D)
+        self._norm = model.model.norm
+        self._all = len(chosen) == vocabulary
+        self.module: torch.nn.ModuleList = self._make(self._rows.shape[1]).to(target.device)
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Mean divergence of every head from the target's prediction at its place, later places counting less."""
+        batch = self._batch(step)
+        read, said = self._states(batch)  # (B, S, D) each
+        places, total, weights = batch.shape[1] - 1 - self.count, torch.zeros((), device=batch.device), 0.0
+        for head in range(self.count):
+            guessed = self._guess(head, read[:, :places], batch[:, 1:])  # (B, n, D)
+            taught = said[:, 1 + head : 1 + head + places]
+            weight = _FADING**head
+            total = total + weight * divergence(guessed.flatten(0, 1), self._rows, taught.flatten(0, 1), self._rows)
+            weights += weight
+        return total / weights
+
+    def heads(self, notes: Mapping[str, str]) -> Heads:
+        """The trained heads as a bundle stores them."""
+        return Heads(self.kind, self._arrays(), notes)
+
+    @torch.no_grad()
+    def figures(self, validation: TokenFile) -> dict[str, float]:
+        """How often each head's likeliest token is the target's."""
+        right = torch.zeros(self.count, dtype=torch.float64)
+        seen = 0
+        for batch in self._windows(validation):
+            read, states = self._states(batch)
+            said = (states @ self._target.model.lm_head.weight.T).argmax(-1)  # (1, S)
+            places = batch.shape[1] - 1 - self.count
+            for head in range(self.count):
+                guessed = self._guess(head, read[:, :places], batch[:, 1:]) @ self._rows.T
+                chosen = self._tokens[guessed.argmax(-1)]
+                right[head] += float((chosen == said[:, 1 + head : 1 + head + places]).sum())
+            seen += places
+        shares = (right / max(1, seen)).tolist()
+        return {f"agreement at place {place}": share for place, share in enumerate(shares, 1)}
+
+    def _states(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (B, S) -> (B, S, D) each
+        """The target's states as the heads read them, and as its own head does."""
+        states = final_states(self._target.model, ids)
+        return states, states
+
+    @abstractmethod
+    def _make(self, size: int) -> torch.nn.ModuleList:
+        """Untrained heads."""
+
+    @abstractmethod
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """A head's output, which the rows multiply; it may see the first n + i of the following tokens.
+
+        states (B, n, D), following (B, ...) -> (B, n, D)
+        """
+
+    @abstractmethod
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """The heads' arrays by their names in bundles."""
+
+
+class MedusaTask(HeadsTask):
+    """Head i is the target's final norm of n + SiLU(W n + b), n being a state divided by its root mean square.
+
+    Before training it gives the input of the target's own head.
     """
 
-    heads: Heads
-    before: dict[str, float]
-    after: dict[str, float]
-    trained: Trained
-    seconds: float
-    prompts: Sequence[NDArray[Any]]
-    adapter: SkipAdapterTask | None = None
+    kind = "medusa"
 
-    def facts(self) -> dict[str, Any]:
-        """The facts of a report."""
-        return {
-            "kind": self.heads.kind,
-            "bytes": len(self.heads.to_bytes()),
-            "before": self.before,
-            "after": self.after,
-            "steps": len(self.trained.losses),
-            "resumed_at": self.trained.resumed_at,
-            "final_loss": self.trained.final_loss,
-            "seconds": round(self.seconds, 1),
-            "losses": list(self.trained.losses),
+    def _make(self, size: int) -> torch.nn.ModuleList:
+        blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(self.count))
+        for parameter in blocks.parameters():
+            torch.nn.init.zeros_(parameter)
+        return blocks
+
+    @torch.no_grad()
+    def _states(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (B, S) -> (B, S, D) each
+        kept: list[torch.Tensor] = []
+        hook = self._norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+        try:
+            said = final_states(self._target.model, ids)
+        finally:
+            hook.remove()
+        return _unit(kept[0]), said
+
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        guessed: torch.Tensor = self._norm(states + F.silu(self.module[head](states)))
+        return guessed
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        values = dict(self.module.named_parameters())
+        arrays: dict[str, NDArray[Any]] = {
+            part: _half(torch.stack([values[f"{head}.{part}"] for head in range(self.count)]))
+            for part in ("weight", "bias")
         }
+        if self._all:
+            return arrays
+        return arrays | {"tokens": _ids(self._tokens), "rows": _half(self._rows * self._norm.weight.detach())}
 
 
-def train_heads(
-    target: Target,
-    text: TextSource,
-    options: HeadsOptions,
-    work: Path,
-    *,
-    drafter: Target | None = None,
-    replier: Replier | None = None,
-    progress: Progress | None = None,
-) -> HeadsTraining:
-    """Trains heads in a working folder, or resumes the training that was interrupted there.
+class HydraTask(HeadsTask):
+    """Head i reads the state, the root and i tokens after it; tokens that are not predicted enter as zeros."""
 
-    Args:
-        replier: draws the target's replies; None draws them in torch.
-    """
-    started = time.monotonic()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    with storage_errors(work):
-        work.mkdir(parents=True, exist_ok=True)
-    sources = [text.tokens(work)]
-    sources[0].require(_FEWEST_WINDOWS * options.length, "The text")
-    prompts = text.prompts(_PROMPTS)
-    asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
-    if options.drawn:
-        drawn = SampleOptions(max(options.drawn, _FEWEST_DRAWN * options.length), seed=options.seed)
-        replies = sample(replier or TorchReplier(target), asked, drawn, work / "samples", target.digest, progress)
-        sources.insert(0, replies)
-    halves = [tokens.split(_VALIDATION) for tokens in sources]
-    learnt, validation = tuple(most for most, _ in halves), halves[0][1]
-    validation.require(options.length, "What is kept of the text for measuring")
-    task = _make(target, drafter, learnt, options)
-    before = _figures(task, validation)
-    trained = Trainer(task, options.training, work / options.kind).run(progress)
-    after = _figures(task, validation)
-    adapter = None
-    if isinstance(task, RoutersTask) and options.adapter_rank:
-        adapter = SkipAdapterTask(task, options.adapter_rank)
-        rate = replace(options, learning_rate=options.learning_rate or _RATES["adapter"])
-        Trainer(adapter, rate.training, work / "adapter").run(progress)
-        lost, layers = task.figures(validation, adapter)
-        after |= {"divergence with the adapter": lost, "layers kept with the adapter": layers}
-    notes = {name: f"{value:.4f}" for name, value in after.items()} | {"target": target.digest}
-    seconds = time.monotonic() - started
-    return HeadsTraining(task.heads(notes), before, after, trained, seconds, kept or prompts, adapter)
+    kind = "hydra"
+    most_tokens = _HYDRA_TOKENS
+
+    def _make(self, size: int) -> torch.nn.ModuleList:
+        embedding = self._target.model.model.embed_tokens.weight.detach()  # (V, D)
+        self._known = torch.zeros_like(embedding)
+        # Scaled as states are, and rounded as they will be stored.
+        self._known[self._tokens] = _unit(embedding[self._tokens]).half().float()
+        return torch.nn.ModuleList(_Block(size, 2 + head) for head in range(self.count))
+
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        count = states.shape[1]
+        seen = [self._known[following[:, place : place + count]] for place in range(1 + head)]
+        guessed: torch.Tensor = self.module[head](torch.cat([states, *seen], -1))
+        return guessed
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {
+            "norm": self._norm.weight.detach().cpu().numpy().astype(np.float32),
+            "tokens": _ids(self._tokens),
+            "rows": _half(self._rows),
+            "embeddings": _half(self._known[self._tokens]),
+        }
+        for name, value in self.module.named_parameters():
+            head, part = name.split(".")
+            arrays[f"{part}.{head}"] = _half(value)
+        return arrays
 
 
-def _make(target: Target, drafter: Target | None, learnt: tuple[TokenFile, ...], options: HeadsOptions) -> _HeadsTask:
-    batches, shape = Batches(options.seed, options.rows, options.length), HeadsShape(options.count, options.tokens)
-    if options.kind == "acceptance":
-        if drafter is None:
-            raise UsageError("An acceptance predictor needs a drafter, but none was given.", "Name the drafter.")
-        return AcceptanceHeadTask(drafter, target, learnt, batches)
-    if options.kind == "routers":
-        return RoutersTask(target, learnt, batches, options.keep)
-    if options.kind == "prompt":
-        return PromptTask(target, learnt, batches, shape)
-    return (MedusaTask if options.kind == "medusa" else HydraTask)(target, learnt, batches, shape)
+class _Block(torch.nn.Module):
+    """P z + SiLU(W z + b), which is the state alone before training."""
 
+    def __init__(self, size: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, size, inputs * size))
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+        with torch.no_grad():
+            self.weight[0, :, :size] = torch.eye(size)
 
-def _figures(task: _HeadsTask, validation: TokenFile) -> dict[str, float]:
-    if isinstance(task, AcceptanceHeadTask):
-        judged, trusted = task.curves(validation)
-        return {JUDGED: judged, TRUSTED: trusted}
-    if isinstance(task, RoutersTask):
-        lost, kept = task.figures(validation)
-        return {"divergence in nats": lost, "layers kept": kept}
-    assert isinstance(task, MedusaTask | HydraTask | PromptTask)
-    return {f"agreement at place {place + 1}": share for place, share in enumerate(task.agreement(validation))}
+    def forward(self, z: torch.Tensor) -> torch.Tensor:  # (..., inputs * D) -> (..., D)
+        projected: torch.Tensor = F.linear(z, self.weight[0]) + F.silu(F.linear(z, self.weight[1], self.bias))
+        return projected

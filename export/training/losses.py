@@ -1,28 +1,48 @@
-"""Losses over a large vocabulary in pieces, so that few rows of logits are in memory at a time."""
+"""Losses over large vocabularies in pieces, and a target's probabilities recorded on disk to learn from.
+
+Of each distribution the most probable tokens are recorded, and the rest as one sum: a student reads them as often as it
+likes, in a fraction of the time that the target takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# Logits in memory at a time: 64 MB in float32, and as much again for what is derived from them.
+from edgeinfer.bundle.writing import new_file, storage_errors, write_file
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.models import Target, hidden_states
+from edgeinfer.export.training.text import TokenFile
+from edgeinfer.results import Progress
+
+# Logits in memory at a time: 64 MB in float32, and as much again for intermediate results.
 _MOST_LOGITS = 1 << 24
-# What is left to tokens that are not known one by one, at least.
+# Least probability of all tokens that are not recorded.
 _TINY = 1e-6
+# Recorded tokens of a distribution: they hold all but a few percent of it.
+TOP_TOKENS = 16
+_FOLDER = "probabilities"
+# Windows that the target reads at a time.
+_ROWS = 16
 
 
 def in_pieces(
     loss: Callable[..., torch.Tensor], vocabulary: int, *rows: torch.Tensor, most: int = _MOST_LOGITS
 ) -> torch.Tensor:
-    """The mean over rows of a loss that is computed for some of them at a time, and again for its gradient.
+    """The mean over rows of a loss, computed for some rows at a time, and again for its gradient.
 
     Args:
-        vocabulary: columns of the logits that it makes.
-        rows: what it takes. (N, ...) each
-        most: logits that it may make at a time.
+        vocabulary: columns of the logits.
+        rows: arguments of the loss. (N, ...) each
+        most: logits in memory at a time.
     """
     count = len(rows[0])
     size = max(1, most // vocabulary)
@@ -63,7 +83,7 @@ def divergence(
 
 
 def divergence_from_logits(hidden: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """As `divergence`, from a teacher's logits of the same tokens.  hidden (N, D), head (V, D), logits (N, V)"""
+    """`divergence` from a teacher's logits of the same tokens.  hidden (N, D), head (V, D), logits (N, V)"""
 
     def piece(states: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
         guessed, wanted = torch.log_softmax(states @ head.T, -1), torch.log_softmax(taught, -1)
@@ -75,7 +95,7 @@ def divergence_from_logits(hidden: torch.Tensor, head: torch.Tensor, logits: tor
 def taught_divergence(
     hidden: torch.Tensor, head: torch.Tensor, likeliest: torch.Tensor, logs: torch.Tensor
 ) -> torch.Tensor:
-    """As `divergence`, from distributions known by their most probable tokens and the sum of the others.
+    """`divergence` from recorded distributions: their most probable tokens, and the sum of the others.
 
     hidden (N, D), head (V, D), likeliest (N, K), logs (N, K)
     """
@@ -88,3 +108,72 @@ def taught_divergence(
         return (known * (wanted - guessed)).sum() + (rest * (rest / guessed_rest).log()).sum()
 
     return in_pieces(piece, len(head), hidden, likeliest, logs)
+
+
+@dataclass(frozen=True)
+class TeacherProbabilities:
+    """Windows of tokens with the target's probabilities after each token, mapped into memory.
+
+    Attributes:
+        table: tokens; ids and log probabilities of the likeliest next tokens. (n,) of fields (S,), (S, K), (S, K)
+        digest: of the tokens and the target.
+    """
+
+    table: NDArray[np.void]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def batch(self, seed: int, step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Windows by seed and step: tokens (B, S), ids (B, S, K) and log probabilities (B, S, K)."""
+        chosen = self.table[np.sort(np.random.default_rng((seed, step)).integers(0, len(self), rows))]
+        ids, likeliest = (torch.from_numpy(chosen[name].astype(np.int64)) for name in ("tokens", "likeliest"))
+        return ids, likeliest, torch.from_numpy(chosen["logs"].astype(np.float32))
+
+
+def teacher_probabilities(
+    target: Target, tokens: TokenFile, length: int, work: Path, progress: Progress | None = None
+) -> TeacherProbabilities:
+    """Records the target's probabilities over consecutive windows, or maps those that a working folder has."""
+    tokens.require(length, "The target's text")
+    record = {"target": target.digest, "tokens": tokens.digest, "length": length}
+    folder = work / _FOLDER
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    kind = np.dtype(
+        [("tokens", "<u4", length), ("likeliest", "<u4", (length, TOP_TOKENS)), ("logs", "<f2", (length, TOP_TOKENS))]
+    )
+    path, described = folder / f"{_FOLDER}.bin", folder / f"{_FOLDER}.json"
+    if path.exists():
+        if json.loads(described.read_text("utf-8")) != record:
+            hint = "Use another working folder, or remove this one to start over."
+            raise UsageError(f"{folder} contains probabilities of another target or text.", hint)
+    else:
+        write_file(described, json.dumps(record).encode())
+        with new_file(path) as file:
+            for windows in _read(target, tokens, length, kind, progress):
+                file.write(windows.tobytes())
+    return TeacherProbabilities(np.memmap(path, kind, "r"), f"{target.digest} {tokens.digest} {length}")
+
+
+@torch.inference_mode()
+def _read(
+    target: Target, tokens: TokenFile, length: int, kind: np.dtype[np.void], progress: Progress | None
+) -> Iterator[NDArray[np.void]]:
+    count = len(tokens) // length
+    for start in range(0, count, _ROWS):
+        stop = min(start + _ROWS, count)
+        found = np.empty(stop - start, kind)
+        found["tokens"] = tokens.ids[start * length : stop * length].reshape(-1, length)
+        inputs = torch.from_numpy(found["tokens"].astype(np.int64)).to(target.device)
+        states = hidden_states(target.model, inputs)  # (b * S, D)
+        # A window at a time, so that few logits are in memory.
+        for row, part in enumerate(torch.split(states, length)):
+            logits = target.model.lm_head(part).float()
+            best = torch.topk(logits, min(TOP_TOKENS, logits.shape[-1]))
+            found["likeliest"][row] = best.indices.cpu().numpy()
+            found["logs"][row] = (best.values - torch.logsumexp(logits, -1, keepdim=True)).cpu().numpy()
+        if progress is not None:
+            progress("reading with the target", stop, count)
+        yield found

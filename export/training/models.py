@@ -1,4 +1,4 @@
-"""Models in torch: targets from checkpoints or bundles, and students with their vocabulary. Runs no code of either."""
+"""Targets in torch, from checkpoints or bundles without running their code, and checkpoints of trained models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ from edgeinfer.export.source.checkpoint import (
 )
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_templates
-from edgeinfer.export.training.sizing import StudentSize
 
 _TOKENIZER, _GENERATION = "tokenizer.json", "generation_config.json"
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# What a tokenizer, a template and generation need, by the names that checkpoints and bundles have for them.
+# Files of a tokenizer, a template and generation, by their names in checkpoints and bundles.
 _SMALL = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -51,16 +50,15 @@ def no_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The model that is learned from.
+    """The model to learn from.
 
     Attributes:
-        model: transformers' own, in float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits.
-        tokenizer: of both.
+        model: in transformers, float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits.
         template: of conversations; None where it has none.
         begin: token that opens a text; None where there is none.
         ends: tokens that close a reply.
-        folder: of its small files.
-        digest: of its weights and sizes.
+        folder: with the tokenizer and other small files.
+        digest: of weights and sizes.
     """
 
     model: Any
@@ -73,17 +71,17 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """The model's configuration in transformers."""
+        """Its configuration in transformers."""
         return self.model.config
 
     @property
     def device(self) -> torch.device:
-        """The device that the model runs on."""
+        """Its device."""
         device: torch.device = self.model.device
         return device
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:  # (..., D) -> (..., V)
-        """Logits behind normed states, in float32, scaled and capped as the model's own code does."""
+        """Float32 logits of normed states, scaled and capped as the model's own code does."""
         config = self.config.get_text_config()
         logits: torch.Tensor = self.model.lm_head(states).float()
         logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
@@ -95,7 +93,7 @@ def load_target(source: Path, device: torch.device | None = None, *, any_family:
     """Loads a checkpoint folder, or a bundle.
 
     Args:
-        any_family: a checkpoint may be of any that transformers has, as its layers are not called one by one.
+        any_family: accept every family of transformers, for trainings that do not call layers one by one.
     """
     model, digest = _from_bundle(source) if (source / MANIFEST).is_file() else _from_checkpoint(source, any_family)
     model.requires_grad_(False)
@@ -137,7 +135,7 @@ def _from_checkpoint(path: Path, any_family: bool) -> tuple[Any, str]:
         raise ModelError(
             f"{path} is a {config.model_type or 'model of unknown type'}, which cannot be trained here.", hint
         )
-    with Checkpoint(path):  # says plainly what is wrong with its files
+    with Checkpoint(path):  # its errors are clearer than transformers'
         pass
     try:
         # Annotated, as the class is chosen by the configuration.
@@ -176,49 +174,8 @@ def _optional(path: Path) -> dict[str, Any]:
     return parse_object(read_bytes(path), str(path)) if path.is_file() else {}
 
 
-def make_student(size: StudentSize, target: Target, seed: int) -> Any:
-    """A Llama of random weights that has the target's tokens and room for its contexts.
-
-    The embedding is the head too: it is the largest part of a tiny model.
-    """
-    config = transformers.LlamaConfig(
-        vocab_size=target.config.vocab_size,
-        hidden_size=size.width,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=target.config.max_position_embeddings,
-        tie_word_embeddings=True,
-        bos_token_id=target.begin,
-        eos_token_id=target.ends[0] if target.ends else None,
-        pad_token_id=None,
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = transformers.LlamaForCausalLM(config)
-    _inherit_embedding(model, target.model)
-    return model.to(target.device)
-
-
-@torch.no_grad()
-def _inherit_embedding(student: Any, target: Any) -> None:
-    """Copies the target's head to the student in the directions in which its tokens differ most.
-
-    Which tokens are alike is most of what a tiny model would have to learn.
-    """
-    head = target.lm_head.weight.detach().float().cpu()  # (V, T)
-    directions = torch.linalg.eigh(head.T @ head).eigenvectors  # (T, T), ascending
-    width = min(student.config.hidden_size, head.shape[1])
-    student.lm_head.weight[:, :width] = head @ directions[:, -width:]
-    # Logits of about one, so that nothing is thought certain at first.
-    student.model.norm.weight.fill_(1 / float(student.lm_head.weight.square().sum(-1).mean().sqrt()))
-
-
 def hidden_states(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B * S, D)
-    """The normed states that the head multiplies."""
+    """The normed states that enter the head."""
     states: torch.Tensor = model.model(tokens, use_cache=False).last_hidden_state
     return states.flatten(0, 1)
 
@@ -233,7 +190,7 @@ def require_plain(model: Any) -> None:
 
 
 def layer_states(model: Any, tokens: torch.Tensor, dropped: Collection[int] = ()) -> list[torch.Tensor]:
-    """States after each layer, normed as the head takes them. (B, S) -> L of (B * S, D)"""
+    """States after each layer, normed for the head. (B, S) -> L of (B * S, D)"""
     inner = model.model
     states = inner.embed_tokens(tokens)  # (B, S, D)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -249,10 +206,7 @@ def layer_states(model: Any, tokens: torch.Tensor, dropped: Collection[int] = ()
 
 
 def save_checkpoint(model: Any, target: Target, out: Path) -> None:
-    """Writes a model with the target's small files as a checkpoint folder that `edgeinfer export` takes.
-
-    An older one there stays until this one is whole.
-    """
+    """Writes a model with the target's small files as a checkpoint for `edgeinfer export`, in place of an older one."""
     with storage_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
@@ -269,7 +223,7 @@ def _fill(model: Any, target: Target, folder: Path) -> None:
     try:
         with no_bars():
             model.save_pretrained(folder)
-    except SafetensorError as error:  # the library's own word for a full disk
+    except SafetensorError as error:  # the library's name for a full disk
         raise StorageError(f"Cannot write {folder}: {error}.", "Free some space.") from error
     for name in _SMALL:
         if (target.folder / name).is_file():

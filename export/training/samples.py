@@ -1,4 +1,4 @@
-"""What drafters learn from: text and prompts, and a target's own replies, written to disk as they come."""
+"""Text, prompts and a target's own replies to learn from; replies are written to disk as they are drawn."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from edgeinfer.results import Progress
 
 Ints = NDArray[np.int64]
 _TOKENS, _RECORD = "samples.u32", "samples.json"
-# Prompts of a text at most; of so many, one is kept for measuring.
+# Most prompts of a text, and one in so many that is set aside for validation.
 _PROMPTS, _KEPT = 4000, 20
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text as the training of a drafter reads it.
+    """A text to train on.
 
     Attributes:
         asked: prompts to sample replies to. (n,) each
-        kept: others, for measuring on an engine; the same where there are few. (n,) each
+        kept: other prompts, for measuring on an engine; the same ones where there are few. (n,) each
     """
 
     tokens: TokenFile
@@ -43,7 +43,7 @@ class TrainingText:
 
 
 def open_text(text: TextSource, work: Path, length: int, threads: int | None) -> TrainingText:
-    """Begins a training in a working folder, which it makes."""
+    """Tokenises a text into a working folder, which is made."""
     if threads is not None:
         torch.set_num_threads(threads)
     with storage_errors(work):
@@ -59,11 +59,10 @@ class SampleOptions:
     """How replies are drawn.
 
     Attributes:
-        tokens: to draw in all, at least.
+        tokens: least number in all.
         length: most tokens of a reply.
-        rows: replies that are drawn at a time.
-        temperatures: they take turns; 0 takes the most likely token.
-        seed: of what is drawn.
+        rows: replies drawn at a time.
+        temperatures: used in turn; 0 takes the most likely token.
     """
 
     tokens: int
@@ -84,7 +83,7 @@ class Replier(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of what draws them, as the record of the samples keeps it."""
+        """Its name in the record of the samples."""
 
     @property
     def context(self) -> int:
@@ -93,7 +92,7 @@ class Replier(Protocol):
     def replies(
         self, prompts: Sequence[Ints], temperatures: Sequence[float], most: int, seed: int
     ) -> Sequence[Sequence[int]]:
-        """A reply to each prompt, its end included; the same seed gives the same."""
+        """A reply to each prompt, end token included; the same seed gives the same replies."""
 
 
 def sample(
@@ -104,7 +103,7 @@ def sample(
     digest: str,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Samples a target's replies to prompts, each after its prompt, into a file; resumes where it stopped."""
+    """Samples replies to prompts into a file, each after its prompt; resumes an interrupted sampling."""
     if not prompts:
         raise UsageError("There are no prompts to sample from.", "Give more text.")
     record = {"target": digest, "by": replier.name, "prompts": _digest(prompts)} | asdict(options)
@@ -128,7 +127,7 @@ def sample(
 
 
 def _claim(folder: Path, record: dict[str, Any]) -> None:
-    """Records what a folder's samples belong to, or refuses samples of something else."""
+    """Records what the samples of a folder belong to, or refuses samples of something else."""
     file = folder / _RECORD
     if file.exists():
         if json.loads(file.read_text("utf-8")) != record:
@@ -141,14 +140,10 @@ def _claim(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _digest(prompts: Sequence[Ints]) -> str:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(prompt.astype("<u4").tobytes() + b"|")
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(prompt.astype("<u4").tobytes() + b"|" for prompt in prompts)).hexdigest()
 
 
 def _batch(replier: Replier, prompts: Sequence[Ints], options: SampleOptions, batch: int) -> Iterator[Ints]:
-    """Prompts with their replies."""
     count = min(options.rows, len(prompts))
     chosen = [prompts[(batch * count + row) % len(prompts)][: replier.context - 1] for row in range(count)]
     heat = [options.temperatures[(batch + row) % len(options.temperatures)] for row in range(count)]
@@ -158,7 +153,7 @@ def _batch(replier: Replier, prompts: Sequence[Ints], options: SampleOptions, ba
 
 @dataclass(frozen=True)
 class TorchReplier:
-    """Draws many replies at a time with a target's float weights. Implements `Replier`."""
+    """Draws replies with a target's float weights, many at a time. Implements `Replier`."""
 
     target: Target
     name: str = "torch"
@@ -176,7 +171,7 @@ class TorchReplier:
 
 
 class _Replies:
-    """Replies that are drawn together, one row each; finished rows are removed.
+    """Replies drawn together, one row each; finished rows are removed.
 
     Prompts are padded in front, so that all rows end at the same column.
     """
@@ -194,7 +189,7 @@ class _Replies:
 
     @torch.inference_mode()
     def draw(self, most: int) -> list[list[int]]:
-        """The reply of each row, its end included."""
+        """The reply of each row, end token included."""
         replies: list[list[int]] = [[] for _ in self._ids]
         alive = torch.arange(len(replies))
         device, cache = self._target.device, DynamicCache()

@@ -1,7 +1,7 @@
-"""Text as tokens of a model, kept on disk and mapped into memory, and prompts from it.
+"""Text as tokens of a model, stored on disk and mapped into memory, and prompts from it.
 
 A .txt file holds documents separated by "<|endoftext|>". A line of a .jsonl file is an object with "text", or with
-"messages", which the model's chat template renders; what it renders before a reply is a prompt.
+"messages", which the model's chat template renders; the text before a reply is a prompt.
 """
 
 from __future__ import annotations
@@ -14,29 +14,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgeinfer.bundle.writing import digest_of, new_file
 from edgeinfer.errors import StorageError, TemplateError, UsageError
-
-if TYPE_CHECKING:  # making dialogues needs no torch
-    from edgeinfer.export.training.models import Target
-
+from edgeinfer.export.training.models import Target
 
 Ints = NDArray[np.int64]
 
 SEPARATOR = "<|endoftext|>"
-# One story in so many is kept for measuring.
-_VALIDATION = 50
-Split = tuple[list[str], list[str]]
 _AT_ONCE = 256
-# Documents without a dialogue: a prompt is so many of their first tokens.
+# Tokens of a prompt that is the beginning of a document.
 _OPENING = 12
 _HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages".'
 
@@ -46,8 +39,7 @@ class TokenFile:
     """Documents one after the other, mapped into memory.
 
     Attributes:
-        ids: of all. (T,)
-        digest: of them.
+        ids: (T,).
     """
 
     ids: NDArray[np.uint32]
@@ -66,17 +58,17 @@ class TokenFile:
         return TokenFile(self.ids[:count], f"{self.digest}[:{min(count, len(self))}]")
 
     def split(self, share: float) -> tuple[TokenFile, TokenFile]:
-        """Splits off the last tokens, by their share, which are kept for measuring."""
+        """Splits off a share of the tokens at the end."""
         at = len(self) - int(len(self) * share)
         return TokenFile(self.ids[:at], f"{self.digest}[:{at}]"), TokenFile(self.ids[at:], f"{self.digest}[{at}:]")
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> Ints:
-        """Windows from random places, which the seed and the step decide. (rows, length)"""
+        """Windows at random places that depend on the seed and the step. (rows, length)"""
         starts = np.random.default_rng((seed, step)).integers(0, len(self) - length + 1, rows)
         return np.stack([self.ids[start : start + length] for start in starts]).astype(np.int64)
 
     def windows(self, length: int, most: int) -> Ints:
-        """Windows spread evenly over all. (n, length)"""
+        """Windows spread evenly. (n, length)"""
         count = min(most, len(self) // length)
         starts = np.linspace(0, len(self) - length, count).astype(np.int64)
         return np.stack([self.ids[start : start + length] for start in starts]).astype(np.int64)
@@ -91,7 +83,7 @@ def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> TokenF
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Maps what `write_tokens` wrote."""
+    """Maps a file of `write_tokens`."""
     try:
         digest = digest_of(path)
         ids = np.memmap(path, np.dtype("<u4"), "r") if path.stat().st_size else np.empty(0, np.uint32)
@@ -101,68 +93,16 @@ def open_tokens(path: Path) -> TokenFile:
 
 
 def frequent_tokens(sources: Sequence[TokenFile], count: int) -> Ints:  # (K,)
-    """The most frequent tokens, ascending; of equals the lower ids."""
+    """The most frequent tokens in ascending order; ties go to the lower ids."""
     most = max(int(tokens.ids.max()) for tokens in sources) + 1
     counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)
     chosen: Ints = np.sort(np.argsort(-np.asarray(counts), kind="stable")[:count]).astype(np.int64)
     return chosen
 
 
-def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:
-    """The stories of every .txt file (separated by SEPARATOR) and .jsonl file (field "text") of a folder, each once."""
-    try:
-        beginnings = tuple(json.loads(excluded.read_text("utf-8"))) if excluded is not None else ()
-        found = dict.fromkeys(story for file in sorted(folder.iterdir()) for story in _stories(file))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"Cannot read stories: {error}.", "Give a folder of .txt or .jsonl files.") from error
-    stories = [story for story in found if not story.startswith(beginnings)]
-    if len(stories) < _VALIDATION:
-        raise UsageError(f"{folder} has {len(stories)} stories.", f"Give a folder with at least {_VALIDATION}.")
-    return stories
-
-
-def _stories(file: Path) -> Iterator[str]:
-    if file.suffix == ".txt":
-        texts = file.read_text("utf-8").split(SEPARATOR)
-    elif file.suffix == ".jsonl":
-        texts = [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines()]
-    else:
-        return
-    yield from (text.strip() for text in texts if text.strip())
-
-
-def split_stories(stories: list[str]) -> Split:
-    """Splits stories into those to train on, and every fiftieth to measure with."""
-    return [s for i, s in enumerate(stories) if i % _VALIDATION], stories[::_VALIDATION]
-
-
-def make_tokenizer(stories: list[str], size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of `size` tokens; `SEPARATOR` is token 0."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[SEPARATOR], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(stories, trainer)
-    return tokenizer
-
-
-def tokens_of(stories: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:  # (T,)
-    """All stories in one run of tokens, each behind a separator."""
-    separator = tokenizer.token_to_id(SEPARATOR)
-    runs = [[separator, *encoding.ids] for encoding in tokenizer.encode_batch(stories)]
-    return np.concatenate([np.array(run, np.int64) for run in runs])
-
-
 @dataclass(frozen=True)
 class TextSource:
-    """Files of text in the tokens of a target.
-
-    Raises:
-        UsageError: there is no file, or one is of another kind.
-    """
+    """Files of text in the tokens of a target."""
 
     files: tuple[Path, ...]
     target: Target
@@ -175,7 +115,7 @@ class TextSource:
                 raise UsageError(f"{file} is not a text file.", _HINT)
 
     def digest(self) -> str:
-        """Digest of the files' contents."""
+        """A digest of the files' contents."""
         digest = hashlib.sha256()
         for file in self.files:
             with _reading(file), file.open("rb") as stream:
@@ -187,12 +127,12 @@ class TextSource:
         return write_tokens(path, self._documents())
 
     def tokens(self, work: Path) -> TokenFile:
-        """What `tokenise` wrote to a working folder, once for a text and a tokenizer."""
+        """The tokenised text, written to a working folder once."""
         path = work / f"text-{self.digest()[:16]}.u32"
         return open_tokens(path) if path.exists() else self.tokenise(path)
 
     def prompts(self, most: int) -> list[NDArray[np.int64]]:  # (n,) each
-        """Beginnings of documents and of replies, spread over the files, `most` at most."""
+        """Beginnings of documents, and dialogues up to a reply, spread over the files; at most `most`."""
         found = [place for document in self._read() for place in _openings(document)]
         step = max(1, len(found) // most)
         texts = [
@@ -236,7 +176,7 @@ class TextSource:
 
 
 def _openings(document: str | list[Any]) -> Iterator[str | list[Any]]:
-    """Beginnings that a document is continued from: itself, or a dialogue up to each request."""
+    """Beginnings to continue: the document itself, or a dialogue up to each request."""
     if isinstance(document, str):
         yield document
         return
@@ -247,7 +187,7 @@ def _openings(document: str | list[Any]) -> Iterator[str | list[Any]]:
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turns what can go wrong in reading a file of text into a UsageError."""
+    """Turns errors of reading a text file into a UsageError."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError) as error:

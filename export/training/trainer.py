@@ -1,19 +1,14 @@
-"""Trains whatever gives a loss, keeps its state on disk, and resumes where it was interrupted.
+"""Trains whatever gives a loss, saves its state on disk, and resumes after an interruption.
 
-A step depends on its number and the seed alone: batches and whatever else is drawn come from them. So a training that
-was interrupted gives the losses and weights, to the last bit, of one that was not, on one machine and with one number
-of threads.
+A step depends on its number and the seed alone: batches and everything else that is drawn come from them. So an
+interrupted training gives the losses and weights, to the last bit, of one that was not, on one machine and with one
+number of threads.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,120 +16,68 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from edgeinfer.bundle.writing import storage_errors, write_file
+from edgeinfer.bundle.writing import storage_errors, sync_tree
 from edgeinfer.errors import DeviceError, StorageError, UsageError
-from edgeinfer.export.training.options import TrainOptions
+from edgeinfer.options import require
 from edgeinfer.results import Progress
 
-_FORMAT = "edgeinfer-training"
-_TENSORS, _TABLE = "state.safetensors", "state.json"
-_SCHEDULE = "schedule.json"
-_NAME = re.compile(r"step-(\d+)")
+DEVICES = ("auto", "cpu", "cuda")
+_STATE = "training.safetensors"
 _ANOTHER = "Give another working folder, or remove this one to start again."
-# Steps that tell what one costs.
-_TRIED = 4
 _BETAS = (0.9, 0.95)
 _EPSILON = 1e-8
-# What the optimizer keeps of a parameter; "step" counts its own, as not every step need reach every parameter.
-_STATES = ("exp_avg", "exp_avg_sq", "step")
+# The optimizer's tensors of a parameter; "step" counts its own, as not every step reaches every parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """A training after some steps.
+class TrainOptions:
+    """How a task is trained.
 
     Attributes:
-        losses: of every step so far.
-        tensors: by name, on the CPU.
+        steps: of the optimizer; the learning rate rises over `warmup` of them and falls along half a cosine.
+        learning_rate: at its highest.
+        weight_decay: of matrices; vectors have none.
+        clip: largest norm of all gradients together.
+        save_seconds: between two checkpoints; it does not change the result.
+        device: one of DEVICES; "auto" is CUDA where there is a CUDA device.
+        threads: of the linear algebra; None takes torch's own number. The same number gives the same result.
     """
 
-    step: int
-    losses: list[float]
-    tensors: dict[str, torch.Tensor]
+    steps: int
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    warmup: int = 50
+    clip: float = 1.0
+    seed: int = 0
+    save_seconds: float = 60.0
+    device: str = "auto"
+    threads: int | None = None
 
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, "1 or more")
+        require(0 < self.learning_rate < 1, "learning_rate", self.learning_rate, "between 0 and 1")
+        require(0 <= self.weight_decay < 1, "weight_decay", self.weight_decay, "from 0 to less than 1")
+        require(self.warmup >= 0, "warmup", self.warmup, "0 or more")
+        require(self.clip > 0, "clip", self.clip, "positive")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "from 0 to 2147483647")
+        require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "0 or more")
+        require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
 
-def configuration_digest(configuration: Mapping[str, Any]) -> str:
-    """A digest of a configuration; the order of its names does not matter."""
-    return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        rising = min(1.0, (step + 1) / max(1, self.warmup))
+        return self.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
-
-def save_state(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
-    """Saves a state in the place of an older one, which stays until this one is whole."""
-    target = folder / f"step-{kept.step}"
-    if target.exists():
-        return
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".step-"))
-        try:
-            _write(scratch, kept, configuration)
-            scratch.rename(target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    for step, path in _found(folder):
-        if step != kept.step:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def load_state(folder: Path, configuration: Mapping[str, Any]) -> TrainingState | None:
-    """The newest state in a folder; None where there is none."""
-    found = _found(folder)
-    if not found:
-        return None
-    step, path = max(found)
-    try:
-        table = json.loads((path / _TABLE).read_text("utf-8"))
-        if table["format"] != _FORMAT or table["step"] != step:
-            raise ValueError("it was written by another program")
-        _compare(folder, table["configuration"], configuration)
-        return TrainingState(step, list(map(float, table["losses"])), load_file(path / _TENSORS))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StorageError(f"Cannot read the training saved in {path}: {error}.", _ANOTHER) from error
-
-
-def _found(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return [(int(match[1]), path) for match, path in matches if match is not None]
-
-
-def _write(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
-    try:
-        save_file(kept.tensors, folder / _TENSORS)
-    except SafetensorError as error:  # the library's own word for a full disk
-        raise StorageError(f"Cannot write {folder / _TENSORS}: {error}.", "Free some space.") from error
-    table = {
-        "format": _FORMAT,
-        "step": kept.step,
-        "digest": configuration_digest(configuration),
-        "configuration": dict(configuration),
-        "losses": kept.losses,
-    }
-    (folder / _TABLE).write_text(json.dumps(table), "utf-8")
-    for name in (_TENSORS, _TABLE):
-        handle = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _compare(folder: Path, kept: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuses to resume a training that was started with other settings."""
-    if configuration_digest(kept) == configuration_digest(asked):
-        return
-    names = sorted(name for name in {*kept, *asked} if kept.get(name) != asked.get(name))
-    shown = ", ".join(f"{name} was {_short(kept.get(name))}, is {_short(asked.get(name))}" for name in names[:3])
-    raise UsageError(f"{folder} contains a training with another configuration: {shown}.", _ANOTHER)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:20]}..."
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """The options that the result depends on; a training resumes only with the same ones."""
+        names = ("steps", "learning_rate", "weight_decay", "warmup", "clip", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 class Task(Protocol):
@@ -151,10 +94,10 @@ class Task(Protocol):
         """What the result depends on besides TrainOptions, as JSON: sizes, digests of the target and of the data."""
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """What is to be trained, by name; on the device already."""
+        """The parameters to train, by name, on their device."""
 
     def loss(self, step: int) -> torch.Tensor:
-        """The loss of a step, whose batch is drawn from the seed and the step alone.
+        """The loss of a step, whose batch depends on the seed and the step alone.
 
         Torch's own generators are seeded with both before each call.
         """
@@ -166,8 +109,8 @@ class Trained:
 
     Attributes:
         losses: of every step.
-        resumed_at: step that it went on from; 0 where it was not interrupted.
-        seconds: that it took, since it was last started.
+        resumed_at: step at which it was resumed; 0 where it was not interrupted.
+        seconds: since it was last started.
     """
 
     losses: tuple[float, ...]
@@ -182,56 +125,24 @@ class Trained:
 
 
 def find_device(name: str) -> torch.device:
-    """The device that a name of options.DEVICES means here."""
+    """The device that a name of DEVICES stands for on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no CUDA device, or PyTorch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def kept_schedule(work: Path, minutes: float | None, measure: Callable[[], Mapping[str, int]]) -> dict[str, int]:
-    """The numbers of steps and tokens that fit a time limit, measured once, so that a resumed run has the same."""
-    file = work / _SCHEDULE
-    if not file.exists():
-        write_file(file, json.dumps(dict(measure()) | {"minutes": minutes}).encode())
-    kept: dict[str, int] = json.loads(file.read_text("utf-8"))
-    if kept.pop("minutes") != minutes:
-        hint = "Use another working folder, or remove this one to start over."
-        raise UsageError(f"{work} contains a training with another time limit.", hint)
-    return kept
-
-
-def step_seconds(task: Task, clock: Callable[[], float]) -> float:
-    """Seconds of a training step, without the first."""
-    torch.autograd.backward(task.loss(0))
-    started = clock()
-    for step in range(_TRIED):
-        torch.autograd.backward(task.loss(step))
-    return (clock() - started) / _TRIED
 
 
 class Trainer:
     """Trains one task with AdamW.
 
     Args:
-        folder: where the state is kept; None keeps none.
-        clock: tells when a checkpoint is due.
-
-    Raises:
-        UsageError: the folder holds a training of another configuration.
-        StorageError: the folder cannot be read.
+        folder: for the state; None saves none.
+        clock: says when a checkpoint is due.
     """
 
     def __init__(
-        self,
-        task: Task,
-        options: TrainOptions,
-        folder: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, task: Task, options: TrainOptions, folder: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._task = task
-        self._options = options
-        self._folder = folder
-        self._clock = clock
+        self._task, self._options, self._folder, self._clock = task, options, folder, clock
         self._parameters = dict(task.parameters())
         if not self._parameters:
             raise UsageError(f"{task.name} has nothing to train.", "Choose other layers.")
@@ -244,14 +155,13 @@ class Trainer:
         )
         self._losses: list[float] = []
         self._configuration = {"task": task.name} | dict(task.configuration) | options.decisive
-        kept = None if folder is None else load_state(folder, self._configuration)
-        if kept is not None:
-            self._restore(kept)
+        if folder is not None and (folder / _STATE).exists():
+            self._load(folder / _STATE)
         self._resumed_at = len(self._losses)
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Number of finished steps."""
         return len(self._losses)
 
     def run(self, progress: Progress | None = None, until: int | None = None) -> Trained:
@@ -263,9 +173,10 @@ class Trainer:
         last = options.steps if until is None else min(until, options.steps)
         try:
             while self.step < last:
-                self._losses.append(self._one(self.step))
+                self._losses.append(self._train_step(self.step))
                 if progress is not None:
-                    progress(f"{task.name}, loss {self._recent():.3f}", self.step, options.steps)
+                    recent = self._losses[-50:]
+                    progress(f"{task.name}, loss {sum(recent) / len(recent):.3f}", self.step, options.steps)
                 if self._clock() - saved >= options.save_seconds:
                     self.save()
                     saved = self._clock()
@@ -275,20 +186,10 @@ class Trainer:
         self.save()
         return Trained(tuple(self._losses), self._resumed_at, self._clock() - started)
 
-    def save(self) -> None:
-        """Keeps the state; errors as `save_state`."""
-        if self._folder is None:
-            return
-        tensors = {f"weight.{name}": p.detach().cpu().contiguous() for name, p in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            state = self._optimizer.state.get(parameter, {})
-            tensors |= {f"{part}.{name}": state[part].cpu().contiguous() for part in _STATES if state}
-        save_state(self._folder, TrainingState(self.step, self._losses, tensors), self._configuration)
-
-    def _one(self, step: int) -> float:
+    def _train_step(self, step: int) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = self._options.rate(step)
-        # What a program around this draws stays as it was.
+        # The caller's random numbers stay as they were.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._options.seed * 1_000_003 + step)
             loss = self._task.loss(step)
@@ -301,17 +202,54 @@ class Trainer:
         self._optimizer.step()
         return value
 
-    def _recent(self) -> float:
-        tail = self._losses[-50:]
-        return sum(tail) / len(tail)
+    def save(self) -> None:
+        """Saves the state in place of an older one, which stays until this one is complete."""
+        if self._folder is None:
+            return
+        tensors = {f"weight.{name}": p.detach().cpu().contiguous() for name, p in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            moments = self._optimizer.state.get(parameter, {})
+            tensors |= {f"{part}.{name}": moments[part].cpu().contiguous() for part in _MOMENTS if moments}
+        table = {"configuration": json.dumps(self._configuration), "losses": json.dumps(self._losses)}
+        scratch = self._folder / f".{_STATE}"
+        with storage_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                save_file(tensors, scratch, table)
+                sync_tree(self._folder)
+                scratch.replace(self._folder / _STATE)
+            except SafetensorError as error:  # the library's name for a full disk
+                raise StorageError(f"Cannot write {self._folder / _STATE}: {error}.", "Free some space.") from error
+            finally:
+                scratch.unlink(missing_ok=True)
 
-    def _restore(self, kept: TrainingState) -> None:
+    def _load(self, path: Path) -> None:
+        try:
+            with safe_open(path, "pt") as file:
+                table = file.metadata()
+                saved, losses = json.loads(table["configuration"]), list(map(float, json.loads(table["losses"])))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise StorageError(f"Cannot read the training saved in {path}: {error}.", _ANOTHER) from error
+        self._require_same(path.parent, saved)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(kept.tensors[f"weight.{name}"])
-                if f"step.{name}" not in kept.tensors:
-                    continue
-                state = {part: kept.tensors[f"{part}.{name}"].to(parameter.device) for part in _STATES[:2]}
-                # The count stays on the CPU, where the optimizer keeps it.
-                self._optimizer.state[parameter] = state | {"step": kept.tensors[f"step.{name}"]}
-        self._losses = list(kept.losses)
+                parameter.copy_(tensors[f"weight.{name}"])
+                if f"step.{name}" in tensors:
+                    moments = {part: tensors[f"{part}.{name}"].to(parameter.device) for part in _MOMENTS[:2]}
+                    # The count stays on the CPU, where the optimizer keeps it.
+                    self._optimizer.state[parameter] = moments | {"step": tensors[f"step.{name}"]}
+        self._losses = losses
+
+    def _require_same(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        """Refuses to resume a training with another configuration."""
+        now = json.loads(json.dumps(self._configuration))
+        names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
+        if names:
+            changes = ", ".join(f"{n} was {_short(saved.get(n))}, is {_short(now.get(n))}" for n in names[:3])
+            raise UsageError(f"{folder} contains a training with another configuration: {changes}.", _ANOTHER)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:20]}..."

@@ -21,7 +21,7 @@ class Rule:
 
 
 _SMALL = "trains or measures for minutes; a few steps show that the command is right"
-_LONG = "trains for half a minute even at its smallest; tests/export/training run it"
+_LONG = "trains for half a minute even at its smallest; tests/export run it"
 # Replaced wherever they are, in this order.
 INSTEAD = (
     Rule(" --steps 500", _SMALL, " --steps 2 --rows 2 --length 32"),
@@ -38,7 +38,7 @@ NOT_RUN = (
     Rule("pytest", "runs these tests"),
     Rule("python .ci/wheels.py", "compiles for eight systems for minutes; tests/test_wheels.py runs it"),
     Rule("python -m edgeinfer.apps.bench.reproduce", "measures for an hour, or writes into the checkout"),
-    Rule("python -m edgeinfer.export.training.dialogues STORIES", "needs the training data of the built-in model"),
+    Rule("python -m tests.tools.dialogues STORIES", "needs the training data of the built-in model"),
     Rule("edgeinfer distill drafter my-model my-drafter --text dialogues.jsonl", "trains for half an hour"),
     *(
         Rule(f"edgeinfer distill {kind}", _LONG)
@@ -48,7 +48,6 @@ NOT_RUN = (
             "dflash",
             "hydra-plus",
             "sorted",
-            "acceptance",
         )
     ),
     Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),

@@ -17,32 +17,39 @@ from transformers.utils import logging as library
 
 from edgeinfer.errors import ModelError, StorageError, TemplateError, UsageError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.export.training.dialogues import clean, dialogue, main, names_in
-from edgeinfer.export.training.drafter import measure_acceptance, run_lengths
-from edgeinfer.export.training.exits import exit_weight, layer_dropout
-from edgeinfer.export.training.losses import cross_entropy, divergence, in_pieces, taught_divergence
-from edgeinfer.export.training.models import (
-    Target,
-    hidden_states,
-    layer_states,
-    load_target,
-    make_student,
-    require_plain,
-    save_checkpoint,
-)
-from edgeinfer.export.training.samples import SampleOptions, TorchReplier, sample
-from edgeinfer.export.training.sizing import (
+from edgeinfer.export.training.drafter import (
     StudentSize,
     TargetCosts,
     acceptance_guess,
     choose_size,
     expected_tokens,
+    make_student,
+    measure_acceptance,
+    run_lengths,
 )
-from edgeinfer.export.training.tasks import TOP_TOKENS, teacher_probabilities
+from edgeinfer.export.training.exits import exit_weight, layer_dropout
+from edgeinfer.export.training.losses import (
+    TOP_TOKENS,
+    cross_entropy,
+    divergence,
+    in_pieces,
+    taught_divergence,
+    teacher_probabilities,
+)
+from edgeinfer.export.training.models import (
+    Target,
+    hidden_states,
+    layer_states,
+    load_target,
+    require_plain,
+    save_checkpoint,
+)
+from edgeinfer.export.training.samples import SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.text import TextSource, open_tokens, write_tokens
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.tables import each_row
+from tests.tools.dialogues import clean, dialogue, main, names_in
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}[say]{% endif %}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from dataclasses import replace
@@ -13,14 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edgeinfer.adaptive import kept_layers
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training import drafter
-from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
+from edgeinfer.export.training.drafter import DrafterOptions, StudentSize, train_drafter
 from edgeinfer.export.training.exits import ExitsOptions, tune_exits
 from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.samples import SampleOptions
-from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.results import Progress
 from tests.factories import make_checkpoint
@@ -175,24 +172,6 @@ def test_exits_learn_what_the_whole_says_and_resume(tmp_path: Path, target: Targ
     assert facts["steps"] == 40
     losses = {"losses": whole.trained.losses}
     check_recorded("exits", losses | {n: facts[n] for n in facts if n not in ("seconds", "checkpoint")}, rel=5e-3)
-
-
-@pytest.mark.slow
-def test_evenly_skipped_layers_learn_what_the_whole_says(tmp_path: Path, target: Target, text: TextSource) -> None:
-    """What is measured before is what the model says without the layers that unified skipping leaves out."""
-    options = ExitsOptions(steps=40, rows=4, length=16, learning_rate=3e-3, speedups=(1.5,), device="cpu", threads=1)
-    fresh = load_target(target.folder)
-    found = tune_exits(fresh, text, options, tmp_path / "out", tmp_path / "work")
-    assert list(found.skipped_after) == [1.5] and found.skipped_after[1.5] > found.skipped_before[1.5]
-    windows = text.tokens(tmp_path).split(0.04)[1].windows(16, 32)
-    kept = [target.model.model.layers[layer] for layer in kept_layers(3, 1.5)]
-    whole, short = copy.deepcopy(target.model), copy.deepcopy(target.model)
-    short.model.layers = torch.nn.ModuleList(copy.deepcopy(kept))
-    with torch.no_grad():
-        said = [model(torch.from_numpy(windows), use_cache=False).logits.argmax(-1) for model in (whole, short)]
-    assert found.skipped_before[1.5] == pytest.approx(float((said[0] == said[1]).float().mean()), abs=0.01)
-    with pytest.raises(UsageError, match="speedups"):
-        ExitsOptions(speedups=(1.0,))
 
 
 def test_a_model_of_one_layer_has_no_exits(tmp_path: Path, text: TextSource) -> None:

@@ -18,12 +18,12 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint as export_anew
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.export.training.dflash import DflashOptions, train_dflash
-from edgeinfer.export.training.eagle import EagleOptions, train_eagle
-from edgeinfer.export.training.hydra import HydraOptions, train_hydra
+from edgeinfer.export.training.dflash import DflashOptions
+from edgeinfer.export.training.distill import KindOptions, distill
+from edgeinfer.export.training.eagle import EagleOptions
+from edgeinfer.export.training.hydra_plus import HydraPlusOptions
 from edgeinfer.export.training.models import Target, load_target
-from edgeinfer.export.training.module_training import ModuleTraining
-from edgeinfer.export.training.options import DraftTrainOptions
+from edgeinfer.export.training.modules import ModuleTask
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.results import Progress
 from tests.cache import export_checkpoint
@@ -47,8 +47,7 @@ class Kind:
         refused: an option that is out of range, and what is said of that.
     """
 
-    options: DraftTrainOptions
-    train: Callable[..., ModuleTraining]
+    options: KindOptions[Any]
     logits: Callable[[Path, Path], Callable[[list[int], list[int]], torch.Tensor]]
     changed: tuple[dict[str, Any], str]
     refused: tuple[tuple[str, str], str]
@@ -75,21 +74,18 @@ def heads_logits(checkpoint: Path, target: Path) -> Callable[[list[int], list[in
 KINDS = {
     "eagle": Kind(
         EagleOptions(**SHORT, depth=3, tokens=120),
-        train_eagle,
         head_logits,
         ({"depth": 2}, "depth was 3, is 2"),
         (("--depth", "0"), "depth must be from 1 to 16"),
     ),
     "dflash": Kind(
-        DflashOptions(**SHORT | {"steps": 80, "learning_rate": 1e-2}, block=5, anchors=16, layers=2, glancing=0.4),
-        train_dflash,
+        DflashOptions(**SHORT | {"steps": 80, "learning_rate": 1e-2}, block=5, anchors=16, layers=2),
         block_logits,
         ({"anchors": 9}, "anchors was 16, is 9"),
         (("--block", "65"), "block must be from 2 to 64"),
     ),
     "hydra-plus": Kind(
-        HydraOptions(**SHORT, tokens=120),
-        train_hydra,
+        HydraPlusOptions(**SHORT, tokens=120),
         heads_logits,
         ({"layers": 2}, "layers was 4, is 2"),
         (("--count", "9"), "count must be from 1 to 8"),
@@ -124,20 +120,23 @@ def test_training_makes_it_better_and_an_interrupted_one_ends_alike(
 ) -> None:
     """A trained module drafts on the engine what a torch reference of the published code computes."""
     made = KINDS[kind]
-    whole = made.train(target, text, made.options, tmp_path / "whole")
+    whole = distill(target, text, made.options, tmp_path / "whole")
     assert np.mean(whole.trained.losses[-5:]) < 0.7 * np.mean(whole.trained.losses[:5])
-    assert whole.after[0] > whole.before[0] + 0.05
+    assert whole.after["drafted token 1"] > whole.before["drafted token 1"] + 0.05
     with pytest.raises(KeyboardInterrupt):
-        made.train(target, text, made.options, tmp_path / "work", progress=_stop_at(17))
-    found = made.train(target, text, made.options, tmp_path / "work")
+        distill(target, text, made.options, tmp_path / "work", progress=_stop_at(17))
+    found = distill(target, text, made.options, tmp_path / "work")
     assert found.trained.resumed_at == 17 and found.trained.losses == whole.trained.losses
-    ours, theirs = (load_file(each.checkpoint / "model.safetensors") for each in (found, whole))
+    for name, each in (("ours", found), ("theirs", whole)):
+        assert isinstance(each.task, ModuleTask)
+        each.task.save(tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     changed, message = made.changed
     with pytest.raises(UsageError, match=f"another configuration: {message}"):
-        made.train(target, text, replace(made.options, **changed), tmp_path / "work")
-    bundle = export_anew(folder / "target", tmp_path / "out", ExportConfig(bits=32, drafter=whole.checkpoint))
-    _compare(bundle, kind, made.logits(whole.checkpoint, folder / "target"))
+        distill(target, text, replace(made.options, **changed), tmp_path / "work")
+    bundle = export_anew(folder / "target", tmp_path / "out", ExportConfig(bits=32, drafter=tmp_path / "theirs"))
+    _compare(bundle, kind, made.logits(tmp_path / "theirs", folder / "target"))
 
 
 def _stop_at(step: int) -> Progress:
@@ -167,7 +166,7 @@ def _compare(bundle: Path, kind: str, logits: Callable[[list[int], list[int]], t
 def test_the_command_makes_a_bundle_with_a_module(
     kind: str, source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a bundle, whose weights stay as they are, and of a checkpoint of any family, which is exported with it."""
+    """A bundle's weights stay as they are; a checkpoint of any family is exported with the module."""
     model = tmp_path / source
     if source == "bundle":
         export_checkpoint(folder / "target", model, ExportConfig(bits=8))
@@ -214,11 +213,11 @@ def test_minutes_become_steps_and_replies(target: Target, text: TextSource, tmp_
     made = KINDS["dflash"]
     timed = replace(made.options, steps=None, minutes=0.05, samples=None)
     with pytest.raises(KeyboardInterrupt):
-        made.train(target, text, timed, tmp_path, None, _stop)
+        distill(target, text, timed, tmp_path, None, _stop)
     found = json.loads((tmp_path / "schedule.json").read_text())
     assert found["steps"] >= 1 and found["samples"] > 0 and found["minutes"] == 0.05
     with pytest.raises(UsageError, match="another time limit"):
-        made.train(target, text, replace(timed, minutes=0.1), tmp_path)
+        distill(target, text, replace(timed, minutes=0.1), tmp_path)
 
 
 def _stop(name: str, done: int, total: int) -> None:

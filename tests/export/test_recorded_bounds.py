@@ -22,13 +22,11 @@ from tests.recorded import check_recorded
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from edgeinfer.export.training.draft_heads import HeadsShape
-from edgeinfer.export.training.drafter import DrafterOptions
+from edgeinfer.export.training.drafter import DrafterOptions, StudentSize
 from edgeinfer.export.training.exits import ExitsOptions
-from edgeinfer.export.training.heads import HeadsOptions
-from edgeinfer.export.training.options import TrainOptions
+from edgeinfer.export.training.heads import MedusaOptions
 from edgeinfer.export.training.samples import SampleOptions
-from edgeinfer.export.training.sizing import StudentSize
+from edgeinfer.export.training.trainer import TrainOptions
 from tests.export.families.table import FAMILIES
 from tests.factories import COMMON, make_config
 
@@ -92,8 +90,8 @@ def test_options_one_step_away_are_refused_as_they_were() -> None:
             ExportConfig(static=StaticOptions(48, 16, (1, 4))),
             StaticOptions(48, 16, (1, 4)),
         ),
-        *(QuantScheme(4, 32), GptqOptions(), CalibrationOptions(), HeadsShape(), HeadsShape(8, 1)),
-        *(TrainOptions(4), ExitsOptions(), HeadsOptions("medusa"), SampleOptions(9), StudentSize(64, 2, 96, 4, 2)),
+        *(QuantScheme(4, 32), GptqOptions(), CalibrationOptions()),
+        *(TrainOptions(4), ExitsOptions(), MedusaOptions(samples=0), SampleOptions(9), StudentSize(64, 2, 96, 4, 2)),
         DrafterOptions(size=StudentSize(64, 2, 96, 4, 2), nested=True),
     )
     check_recorded("bounds-options", {f"{n} {type(each).__name__}": bounds(each) for n, each in enumerate(sound)})

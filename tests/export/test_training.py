@@ -9,16 +9,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.text import (
-    SEPARATOR,
-    make_tokenizer,
-    read_stories,
-    split_stories,
-    tokens_of,
-)
+from edgeinfer.export.training.text import SEPARATOR
 from tests.recorded import check_recorded
 from tests.tables import each_row
+from tests.tools.dialogues import read_stories
 from tests.tools.research import tales_moe
+from tests.tools.research.tales_moe import make_tokenizer, split_stories, tokens_of
 
 STORIES = [f"Once there was a dog number {i}. It ran and ran {i * i} times." for i in range(120)]
 

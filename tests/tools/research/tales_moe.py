@@ -23,11 +23,15 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgeinfer.export.training.text import SEPARATOR, make_tokenizer, read_stories, split_stories, tokens_of
+from edgeinfer.export.training.text import SEPARATOR
+from tests.tools.dialogues import read_stories
 
 _log = logging.getLogger("edgeinfer")
 _Model = transformers.Qwen3MoeForCausalLM
+# One story in so many is held out for measuring.
+_HELD_OUT = 50
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,31 @@ class Recipe:
     context: int = 256
     learning_rate: float = 2e-3
     seed: int = 1
+
+
+def split_stories(stories: list[str]) -> tuple[list[str], list[str]]:
+    """Splits stories into those to train on, and every fiftieth to measure with."""
+    return [s for i, s in enumerate(stories) if i % _HELD_OUT], stories[::_HELD_OUT]
+
+
+def make_tokenizer(stories: list[str], size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of `size` tokens; `SEPARATOR` is token 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[SEPARATOR], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(stories, trainer)
+    return tokenizer
+
+
+def tokens_of(stories: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:  # (T,)
+    """All stories in one run of tokens, each after a separator."""
+    separator = tokenizer.token_to_id(SEPARATOR)
+    runs = [[separator, *encoding.ids] for encoding in tokenizer.encode_batch(stories)]
+    return np.concatenate([np.array(run, np.int64) for run in runs])
 
 
 def config_of(recipe: Recipe) -> transformers.Qwen3MoeConfig:

@@ -1,8 +1,8 @@
 """Short dialogues made of stories: write one, continue one, tell it again, who is in it.
 
-python -m edgeinfer.export.training.dialogues STORIES OUT.jsonl [--exclude FILE] [--seed 1]
+python -m tests.tools.dialogues STORIES OUT.jsonl [--exclude FILE] [--seed 1]
 
-The built-in model was trained on dialogues of this kind, so what drafts for it is too. A line of the file is an object
+The built-in model and its drafter were trained on dialogues of this kind. A line of the file is an object
 with "messages".
 """
 
@@ -17,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.export.training.text import read_stories
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.text import SEPARATOR
 
 Message = dict[str, str]
+# Least number of stories.
+_FEWEST = 50
 
 _ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "—": " - ", "–": "-", "…": "..."})  # fmt: skip
 _SHORTEST, _LONGEST = 250, 1500
@@ -39,6 +42,29 @@ _NAME_WORDS = (
 )
 _NAMES = tuple(_NAME_WORDS.split())
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
+
+
+def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:
+    """The stories of every .txt file (separated by SEPARATOR) and .jsonl file (field "text") of a folder, each once."""
+    try:
+        beginnings = tuple(json.loads(excluded.read_text("utf-8"))) if excluded is not None else ()
+        found = dict.fromkeys(story for file in sorted(folder.iterdir()) for story in _stories(file))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"Cannot read stories: {error}.", "Give a folder of .txt or .jsonl files.") from error
+    stories = [story for story in found if not story.startswith(beginnings)]
+    if len(stories) < _FEWEST:
+        raise UsageError(f"{folder} has {len(stories)} stories.", f"Give a folder with at least {_FEWEST}.")
+    return stories
+
+
+def _stories(file: Path) -> Iterator[str]:
+    if file.suffix == ".txt":
+        texts = file.read_text("utf-8").split(SEPARATOR)
+    elif file.suffix == ".jsonl":
+        texts = [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines()]
+    else:
+        return
+    yield from (text.strip() for text in texts if text.strip())
 
 
 def clean(story: str) -> str | None:
@@ -88,8 +114,8 @@ def _second(story: str, names: list[str], rng: random.Random) -> list[Message]:
     kind = rng.random()
     if kind < 0.30:
         other = rng.choice([name for name in _NAMES if name not in story])
-        told = re.sub(rf"\b{names[0]}\b", other, story)
-        return _turn(f"Tell it again, but call {names[0]} {other}.", told)
+        again = re.sub(rf"\b{names[0]}\b", other, story)
+        return _turn(f"Tell it again, but call {names[0]} {other}.", again)
     if kind < 0.36:
         return _turn("Tell it again.", story)
     if kind < 0.50:
@@ -99,7 +125,7 @@ def _second(story: str, names: list[str], rng: random.Random) -> list[Message]:
 
 
 def make_dialogues(folder: Path, excluded: Path | None, seed: int) -> Iterator[list[Message]]:
-    """One dialogue of each story of a folder, in shuffled order; errors as `read_stories`."""
+    """One dialogue of each story of a folder, in shuffled order."""
     beginnings = tuple(json.loads(excluded.read_text("utf-8"))) if excluded is not None else ()
     cleaned = dict.fromkeys(text for story in read_stories(folder, excluded) if (text := clean(story)) is not None)
     # Beginnings may be of stories as they were before they were cleaned, or after.
