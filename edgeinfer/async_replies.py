@@ -22,18 +22,13 @@ if TYPE_CHECKING:
 
 
 class Production:
-    """A reply as the thread makes it. It does not know who reads it, so that a reader who is gone is noticed.
-
-    Args:
-        start: begins the reply.
-        loop: of the reader.
-        conversation: whose replies are made one after the other; None is one of its own.
+    """A reply as the thread makes it. It holds no reference to its reader, so that a reader that is gone is noticed.
 
     Attributes:
-        queue: of chunks, then None or the error that ended the reply; for the loop.
-        stream: of the reply, once it has begun.
-        conversation: as given.
-        alone: it needs what only one reply at a time can have of a model.
+        queue: chunks, then None or the error that ended the reply; read by the event loop.
+        stream: the reply's, once it has started.
+        conversation: replies of one conversation are made one after the other; None is a conversation of its own.
+        alone: the reply needs resources that only one reply at a time can have.
     """
 
     def __init__(
@@ -52,21 +47,21 @@ class Production:
         self._error: BaseException | None = None
 
     def cancel(self) -> None:
-        """Ends the reply within the current pass, or before it begins. Safe from any thread."""
+        """End the reply within the current pass, or before it starts. Safe from any thread."""
         with self._lock:
             self._cancelled = True
             if self.stream is not None:
                 self.stream.cancel()
 
     def make(self, gives_way: Callable[[], bool]) -> bool:
-        """Makes the reply to its end, or until it pauses to make room for others; returns whether it paused."""
+        """Make the reply to its end, or until it pauses to make room for others; return whether it paused."""
         try:
             if self.stream is None and not self._cancelled:
                 self._begin()
             for chunk in self.stream or ():
                 if not self._tell(chunk):
                     break
-                if chunk.finish_reason is None and self.shareable and gives_way() and self._pause():
+                if chunk.finish_reason is None and self.shareable and gives_way() and self.stream.pause():
                     return True
         except BaseException as error:
             self._error = error
@@ -75,7 +70,7 @@ class Production:
         return False
 
     def share(self, slot: Slot) -> None:
-        """Makes the reply beside others, or the rest of it; where that cannot be, `alone` says so."""
+        """Make the reply, or the rest of it, side by side with others; set `alone` where that is impossible."""
         try:
             if self.stream is not None:
                 self.stream.move(slot.parts, slot.turns)
@@ -87,18 +82,18 @@ class Production:
             self._error, self.alone = None, True
 
     def fail(self, error: BaseException) -> None:
-        """Ends the reply by an error."""
+        """End the reply with an error."""
         self._error = error
         if self.stream is not None:
             self.stream.close()
 
     def tell_end(self) -> None:
-        """Lets the reader know that the reply is over."""
+        """Tell the reader that the reply is over."""
         self._tell(self._error)
 
     @property
     def shareable(self) -> bool:
-        """Whether the reply, which has begun, can go on beside others."""
+        """Whether the reply has started and can continue side by side with others."""
         return self.stream is not None and self.stream.shareable
 
     def _begin(self) -> None:
@@ -108,11 +103,8 @@ class Production:
             if self._cancelled:
                 stream.cancel()
 
-    def _pause(self) -> bool:
-        return self.stream is not None and self.stream.pause()
-
     def _tell(self, item: Chunk | BaseException | None) -> bool:
-        """Hands something to the loop; False where the loop has ended."""
+        """Hand an item to the loop; return False where the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
         except RuntimeError:
@@ -121,14 +113,14 @@ class Production:
 
 
 class ReplyThread:
-    """The one thread on which a model begins replies for event loops, in the order in which they were asked for.
+    """The one thread on which a model starts replies for event loops, in the order of the requests.
 
-    A reply that is the only one has the model to itself. When others come, they share passes where the model can and
-    was loaded for several; those that cannot, such as searches, are made before or after these.
+    A single reply has the model to itself. When others come, they share passes if the model supports that and was
+    loaded for several; replies that cannot share, such as searches, are made before or after these.
 
     Args:
-        open_batch: a method that opens what replies share passes by, or gives None where they cannot. It is not kept
-            alive by this.
+        open_batch: a method that opens a batch of replies that share passes, or returns None where they cannot; held
+            weakly.
     """
 
     def __init__(self, open_batch: Callable[[], ReplyBatch | None]) -> None:
@@ -137,7 +129,7 @@ class ReplyThread:
         renewed_in_children(self)
 
     def renew(self) -> None:
-        """Has no thread and nothing to do: what it had is its parent's, in the child of a fork."""
+        """Start without a thread and without replies: in the child of a fork they belong to the parent."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._waiting: deque[Production] = deque()
@@ -145,14 +137,14 @@ class ReplyThread:
         self._batch: ReplyBatch | None = None
 
     def run(self, production: Production) -> None:
-        """Makes the reply once those before it are over, or beside them."""
+        """Make the reply after those before it, or side by side with them."""
         with self._lock:
             self._waiting.append(production)
             self._wake()
 
     def close(self) -> None:
-        """Lets the thread end behind what it still has to do, without the rest of replies that share passes; work that
-        comes later gets a thread of its own."""
+        """Cancel replies that share passes, and let the thread end after its remaining work; later work gets a new
+        thread."""
         with self._lock:
             for production in self._sharing:
                 production.cancel()
@@ -170,10 +162,10 @@ class ReplyThread:
         self._executor.submit(self._work)
 
     def _work(self) -> None:
-        """Makes the reply that waits longest, and beside it those that come meanwhile."""
+        """Make the reply that waits longest, and those that come meanwhile side by side with it."""
         with self._lock:
             first = self._waiting.popleft() if self._waiting else None
-        if first is None:  # it was made beside an earlier one
+        if first is None:  # it was made together with an earlier one
             return
         if self._others_wait() or first.make(self._others_wait):
             batch = None if first.alone else self._opened()
@@ -187,7 +179,7 @@ class ReplyThread:
         return bool(self._waiting)
 
     def _opened(self) -> ReplyBatch | None:
-        """What replies share passes by; None where they cannot, or the model fails: each of its replies tells why."""
+        """A batch to share passes in; None where replies cannot share, or the model fails, which each then raises."""
         open_batch = self._open_batch()
         try:
             return None if open_batch is None else open_batch()
@@ -195,14 +187,14 @@ class ReplyThread:
             return None
 
     def _share(self, batch: ReplyBatch, first: Production) -> None:
-        """Makes replies side by side until none is left."""
+        """Make replies side by side until none is left."""
         last: list[Production] = []  # whose readers may expect the model to be free
         with self._lock:
             self._batch = batch
         try:
             self._add(batch, first, last)
             while batch.running:
-                # Before the step, which makes all of the only reply unless somebody comes meanwhile.
+                # Before the step, which makes the whole of a single reply unless another one comes.
                 while batch.has_room and (production := self._joining()) is not None:
                     self._add(batch, production, last)
                 batch.step()
@@ -232,7 +224,7 @@ class ReplyThread:
         batch.add(work)
 
     def _joining(self) -> Production | None:
-        """Takes the next reply that can be made beside those that are; none overtakes one that cannot."""
+        """Take the next reply that can join; none overtakes a reply that cannot."""
         with self._lock:
             talking = [id(one.conversation) for one in self._sharing if one.conversation is not None]
             for production in self._waiting:
@@ -247,14 +239,14 @@ class ReplyThread:
 class AsyncTokenStream:
     """Iterates over the chunks of one reply with `async for`; afterwards `result` has the whole.
 
-    The reply begins when its first chunk is awaited, and is made on the model's own thread, so that the event loop is
+    The reply starts when its first chunk is awaited, and is made on the model's own thread, so that the event loop is
     never blocked. `cancel`, `aclose`, the end of an `async with` block, a cancelled task that awaits it and dropping it
     end it within the current pass.
 
     Args:
-        thread: of the model's replies.
-        start: begins the reply.
-        conversation: whose replies are made one after the other; None is one of its own.
+        thread: the thread that makes the model's replies.
+        start: starts the reply.
+        conversation: replies of one conversation are made one after the other; None is a conversation of its own.
     """
 
     def __init__(
@@ -271,7 +263,7 @@ class AsyncTokenStream:
         """The finished reply.
 
         Raises:
-            UsageError: the stream is not finished yet, or was cancelled before the reply began.
+            UsageError: the stream is not finished yet, or was cancelled before the reply started.
         """
         stream = None if self._production is None else self._production.stream
         if stream is None or not self._ended:
@@ -279,22 +271,22 @@ class AsyncTokenStream:
         return stream.result
 
     async def complete(self) -> Result:
-        """Iterates to the end and returns the whole reply."""
+        """Iterate to the end and return the whole reply."""
         async for _ in self:
             pass
         return self.result
 
     def cancel(self) -> None:
-        """Ends the reply within the current pass; the next chunk is the last. Safe from any thread."""
+        """End the reply within the current pass; the next chunk is the last. Safe from any thread."""
         self._cancelled = True
         if self._production is not None:
             self._production.cancel()
 
     async def aclose(self) -> None:
-        """Ends the reply and waits until it is over; an unfinished one counts as cancelled.
+        """End the reply and wait until it is over; an unfinished one counts as cancelled.
 
         Raises:
-            EdgeInferError: the reply failed, and this was not raised yet.
+            EdgeInferError: the reply failed, and the error was not raised yet.
         """
         self.cancel()
         if self._production is None:

@@ -22,21 +22,21 @@ from edgeinfer.runtime.system.forks import renewed_in_children
 
 
 class Turn(Protocol):
-    """A reply that runs, or waits for its turn."""
+    """A reply that runs or waits for its turn."""
 
     @property
     def abandoned(self) -> bool:
         """Whether only the calling thread can still be reading it."""
 
     def close(self) -> None:
-        """Finishes it now; it leaves the list by that."""
+        """Finish it now, which takes it off the list."""
 
     def disown(self) -> None:
-        """Leaves it to the process that this one is a fork of."""
+        """Leave it to the parent of this forked process."""
 
 
 class Turns:
-    """Keeps the unfinished replies of a model, of which one runs at a time. Any thread may ask."""
+    """The unfinished replies of a model, of which one runs at a time. Safe from any thread."""
 
     def __init__(self) -> None:
         self._running: Turn | None = None
@@ -45,11 +45,11 @@ class Turns:
         renewed_in_children(self)
 
     def renew(self) -> None:
-        """Has no replies: they are its parent's, in the child of a fork."""
+        """Start without replies: in the child of a fork they belong to the parent."""
         for turn in (self._running, *self._paused):
             if turn is not None:
                 turn.disown()
-        self._lock = threading.RLock()  # a signal's handler may ask while its thread is in here
+        self._lock = threading.RLock()  # a signal handler may call while its thread is in here
         self._running, self._paused = None, []
         self._worker: int | None = None  # the thread that has the model to itself, and how often
         self._works = 0
@@ -60,7 +60,7 @@ class Turns:
         return bool(self._paused)
 
     def claim(self, turn: Turn) -> None:
-        """Gives the turn to this reply."""
+        """Give the turn to this reply."""
         with self._lock:
             if self._running is turn:
                 return
@@ -72,14 +72,14 @@ class Turns:
                 self._paused.remove(turn)
 
     def pause(self, turn: Turn) -> None:
-        """Pauses the reply whose turn it is, so that others can run."""
+        """Pause the running reply, so that others can run."""
         with self._lock:
             if self._running is turn:
                 self._running = None
                 self._paused.append(turn)
 
     def leave(self, turn: Turn) -> None:
-        """Takes a finished reply off the list."""
+        """Take a finished reply off the list."""
         with self._lock:
             if self._running is turn:
                 self._running = None
@@ -87,13 +87,13 @@ class Turns:
                 self._paused.remove(turn)
 
     def if_running(self, turn: Turn, act: Callable[[], None]) -> None:
-        """Acts if it is this reply's turn, which lasts at least until that is done."""
+        """Call `act` if it is this reply's turn; the turn lasts at least until then."""
         with self._lock:
             if self._running is turn:
                 act()
 
     def require_idle(self) -> None:
-        """Ends a running reply that was left unfinished; one that another thread may be reading is not touched."""
+        """End a running reply that was left unfinished; refuse where another thread may be reading it."""
         with self._lock:
             self._require_own()
             running = self._running
@@ -105,7 +105,7 @@ class Turns:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Reserves the model for work that is no user's reply: other threads start nothing before the block ends."""
+        """Reserve the model for work other than replies: other threads start nothing before the block ends."""
         self.require_idle()
         with self._lock:
             self._require_own()
@@ -122,7 +122,7 @@ class Turns:
                     self._worker = None
 
     def close(self) -> None:
-        """Finishes all replies."""
+        """Finish all replies."""
         with self._lock:
             turns = (self._running, *self._paused)
         for turn in turns:
@@ -141,23 +141,19 @@ _WORTH_WAITING = 64
 
 
 def batch_backend(parts: ModelParts) -> Backend | None:
-    """What evaluates replies of a model in passes that they share; None where they cannot share any."""
+    """The backend that evaluates several replies per pass; None where replies cannot share passes."""
     if parts.engine.context_shift is not None or parts.remote is not None:
         return None
     return sharing_backend(parts.engine.backend)
 
 
 class Slot:
-    """One sequence of a model, for one reply at a time beside others.
-
-    Args:
-        batch: that it belongs to.
-        parts: of the model, with the sequence's own engine.
+    """One sequence of a model, for one reply at a time while other slots make theirs.
 
     Attributes:
-        parts: as given.
-        turns: of its replies.
-        prompt: that its reply evaluates, or has evaluated; None where none has begun. (n,)
+        parts: the model's, with the sequence's own engine.
+        turns: turns of its replies.
+        prompt: the prompt of its reply; None where no reply has started. (n,)
     """
 
     def __init__(self, batch: ReplyBatch, parts: ModelParts) -> None:
@@ -167,10 +163,8 @@ class Slot:
         self._batch = batch
 
     def begin(self, prompt: Sequence[int], adapter: str | None = None) -> None:
-        """Prepares for a reply: takes over what others hold of its prompt, and waits for what they will soon hold.
-
-        Args:
-            adapter: that it is made with.
+        """Prepare for a reply: take over the rows of its prompt that other slots hold, and wait for those that they are
+        about to evaluate.
 
         Raises:
             UsageError: the model was loaded without such an adapter.
@@ -181,19 +175,19 @@ class Slot:
         least = _WORTH_WAITING
         while any(_coming(slot, wanted) >= least for slot in others):
             self._batch.scheduler.give_way()
-            least = 1  # who waits has all of it evaluated once
+            least = 1  # once it waits, all common tokens are evaluated only once
         self.prompt = wanted
         engines = (self._batch.main_engine, *(slot.parts.engine for slot in others))
         self.parts.engine.borrow(max(engines, key=lambda engine: engine.shared(prompt)), prompt)
 
     def end(self) -> None:
-        """The reply is over: its sequence keeps what it holds until the pages are needed."""
+        """End the reply; its sequence keeps its rows until the pages are needed."""
         self.prompt = None
         self.turns.close()
 
 
 def _coming(other: Slot, wanted: Ints) -> int:  # (n,)
-    """Counts the tokens of a prompt that another reply, whose prompt begins alike, is about to evaluate."""
+    """Count the leading tokens of a prompt that another reply is about to evaluate too."""
     if other.prompt is None:
         return 0
     common = min(shared_length(other.prompt, wanted), len(other.prompt) - 1)
@@ -205,9 +199,9 @@ class Outcome(Generic[T]):
     """How one of several replies ended.
 
     Attributes:
-        place: of the reply, from 0.
-        made: what it gave.
-        error: that ended it; None where it gave something.
+        place: index of the reply.
+        made: its result.
+        error: the error that ended it; None where there is a result.
     """
 
     place: int
@@ -215,24 +209,20 @@ class Outcome(Generic[T]):
     error: Exception | None = None
 
     def result(self) -> T:
-        """What the reply gave."""
+        """Return the reply's result, or raise its error."""
         if self.error is not None:
             raise self.error
         return cast(T, self.made)
 
 
 class SlotThreads(threading.local):
-    """Which slot the replies of a thread are made in.
-
-    Attributes:
-        slot: that of the calling thread; None where replies have the model to themselves.
-    """
+    """The slot of the calling thread; None where its replies have the model to themselves."""
 
     slot: Slot | None = None
 
     @contextmanager
     def idle(self, model: Callable[[], AbstractContextManager[ModelParts]]) -> Iterator[ModelParts]:
-        """The parts with which this thread works while none of its replies runs: its slot's, or those of the model."""
+        """The parts to work with while no reply of this thread runs: its slot's, or the model's."""
         if self.slot is None:
             with model() as parts:
                 yield parts
@@ -245,8 +235,8 @@ class ReplyBatch:
     """Makes replies of one model side by side. All methods but `interrupt` are for the thread that made it.
 
     Args:
-        model: gives the parts of the model, which no one else uses until the batch is closed.
-        threads: by which the model knows the slot of a reply.
+        model: yields the parts of the model, which are reserved until the batch is closed.
+        threads: tells the model which slot a thread's replies are made in.
         parallel: replies side by side at most.
         inter_token_latency: as `PromptShare` takes it.
 
@@ -282,31 +272,31 @@ class ReplyBatch:
             draft_rows=parts.speculator.most or VERIFIED_ROWS,
             on_pass_ms=parts.speculator.observe_pass,
         )
-        self._free: list[Slot] = []  # the one that was left longest ago first
+        self._free: list[Slot] = []  # least recently used first
         self._busy: list[Slot] = []
 
     @property
     def main_engine(self) -> Engine:
-        """That of the model itself, which rests meanwhile."""
+        """The engine of the model itself, which rests meanwhile."""
         return self._main.engine
 
     @property
     def running(self) -> int:
-        """Replies that are not over."""
+        """How many replies are not finished."""
         return self.scheduler.running
 
     @property
     def has_room(self) -> bool:
-        """Whether another reply can begin."""
+        """Whether another reply can start."""
         return self.scheduler.running < self._parallel
 
     def others(self, slot: Slot) -> list[Slot]:
-        """The other slots: of replies that are over first, then of those that are not, the oldest first."""
+        """The other slots: free ones first, then busy ones, oldest first."""
         return [other for other in (*self._free, *self._busy) if other is not slot]
 
     def add(self, work: Callable[[Slot], None]) -> None:
-        """Adds work that makes one reply with the model, as if alone; it must not raise."""
-        assert self.has_room, "who adds has looked"
+        """Add work that makes one reply with the model as if alone; it must not raise."""
+        assert self.has_room, "the caller checks has_room"
         slot = self._free.pop(0) if self._free else self._new_slot()
         self._busy.append(slot)
 
@@ -322,7 +312,7 @@ class ReplyBatch:
         self.scheduler.start(run)
 
     def run(self, makers: Iterable[Callable[[], T]]) -> list[T]:
-        """Makes one reply after the other as there is room, and gives what they gave, in the same order.
+        """Make one reply after the other as there is room, and return their results in the same order.
 
         Raises:
             Exception: the first that a reply raised; the others are ended.
@@ -331,10 +321,10 @@ class ReplyBatch:
         return [made[place] for place in range(len(made))]
 
     def as_completed(self, makers: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
-        """Makes one reply after the other as there is room, and gives each when it is over.
+        """Make one reply after the other as there is room, and yield each when it is finished.
 
         Args:
-            makers: each is asked for when there is room for its reply.
+            makers: consumed one by one, as there is room.
         """
         over: list[Outcome[T]] = []
 
@@ -359,15 +349,15 @@ class ReplyBatch:
                 yield over.pop(0)
 
     def step(self) -> bool:
-        """Goes on until the replies wait for a pass, and runs it; returns whether replies are left."""
+        """Run the replies until all wait for a pass, and run that; return whether replies are left."""
         return self.scheduler.step()
 
     def interrupt(self) -> None:
-        """Has `step` return before another pass. Safe from any thread."""
+        """Make `step` return before another pass. Safe from any thread."""
         self.scheduler.interrupt()
 
     def close(self) -> None:
-        """Ends all replies and lets others have the model."""
+        """End all replies and release the model."""
         try:
             self.scheduler.close()
             for slot in self._free:
@@ -383,7 +373,7 @@ class ReplyBatch:
         return Slot(self, self._main.beside(engine, lambda: self.running))
 
     def _make_room(self, pages: int) -> None:
-        """Lets go of rows of replies that are over, those used longest ago first, until so many pages are free."""
+        """Drop rows of finished replies, least recently used first, until so many pages are free."""
         for engine in (self._main.engine, *(slot.parts.engine for slot in self._free)):
             if self.scheduler.free_pages < pages and engine.backend.cache.length:
                 engine.restart()

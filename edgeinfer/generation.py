@@ -37,14 +37,13 @@ if TYPE_CHECKING:
 
 
 class ShownLogprobs:
-    """Matches log-probabilities with text, which may show later than its tokens come, or never, as a stop string does.
+    """Matches log-probabilities with text, which may appear later than its tokens, or never, like a stop string.
 
     Args:
-        tokenizer: of the model.
-        found: grows with the reply's tokens; stays empty where they are not asked for.
+        found: grows with the reply's tokens; stays empty where log-probabilities were not asked for.
 
     Attributes:
-        given: of all text that was shown.
+        given: those of all text that was shown.
     """
 
     def __init__(self, tokenizer: TokenizerLike, found: Sequence[TokenLogprobs]) -> None:
@@ -57,7 +56,7 @@ class ShownLogprobs:
         self._shown = 0  # of those, that were shown
 
     def push(self, token: int, decoded: str) -> None:
-        """Adds the reply's next token, and the text that became certain with it."""
+        """Add the reply's next token, and the text that became certain with it."""
         if not self._found:
             return
         found = self._found[self._tokens]
@@ -68,10 +67,10 @@ class ShownLogprobs:
         self._decoded += len(decoded)
 
     def show(self, text: str, *, rest: bool = False) -> tuple[TokenLogprob, ...]:
-        """Gives those of the tokens that this text, the next to be shown, starts to show.
+        """Return those of the tokens whose text starts in this piece, the next to be shown.
 
         Args:
-            rest: those of all tokens that wait, at the end of a reply without a stop string.
+            rest: include all tokens that wait, at the end of a reply without a stop string.
         """
         self._shown += len(text)
         shown = []
@@ -85,11 +84,7 @@ class ShownLogprobs:
 
 
 def timings_of(step_ms: Sequence[float], load_ms: float, prompt_ms: float, cached: int) -> Timings:
-    """The figures.
-
-    Args:
-        cached: tokens of the prompt that were not evaluated again.
-    """
+    """The timings of a reply; `cached` tokens of its prompt were not evaluated again."""
     later = np.array(step_ms[1:])
     mean = float(later.mean()) if len(later) else 0.0
     p50, p95 = (float(p) for p in np.percentile(later, (50, 95))) if len(later) else (0.0, 0.0)
@@ -109,13 +104,8 @@ class TokenStream:
     """Iterates over the chunks of one reply; afterwards `result` has the whole.
 
     `cancel`, `close`, the end of a `with` block, and the next request of the same thread finish it as "cancelled",
-    unless it is paused. Its timings are of its own work: what others did while it was paused is in the first token's
-    time only.
-
-    Args:
-        parts: the loaded model.
-        request: what is asked for.
-        turns: of the model's replies.
+    unless it is paused. Timings cover its own work: only the time to the first token includes work that others did
+    while it was paused.
     """
 
     def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns) -> None:
@@ -156,7 +146,7 @@ class TokenStream:
         self._first_strategy: DecodingStrategy | None = None  # where the reply has moved since
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
-        self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
+        self._made: list[int] = []  # by the engine; `_ahead` holds steps made before a pause and not yet returned
         self._ahead: deque[Step] = deque()
         self._between = True  # passes
         self._prefill: Prefill | None = None
@@ -178,11 +168,11 @@ class TokenStream:
 
     @property
     def grammar_costs(self) -> GrammarCosts | None:
-        """What following a schema, an expression or a grammar took so far; None where the reply follows none."""
+        """The cost so far of following a schema, an expression or a grammar; None where the reply follows none."""
         return self._grammar_costs
 
     def complete(self) -> Result:
-        """Iterates to the end and returns the whole reply."""
+        """Iterate to the end and return the whole reply."""
         for _ in self:
             pass
         return self.result
@@ -197,18 +187,18 @@ class TokenStream:
         return False
 
     def cancel(self) -> None:
-        """Stops within the current pass; the next chunk is the last. Safe from any thread."""
+        """Stop within the current pass; the next chunk is the last. Safe from any thread."""
         self._cancelled = True
         # The engine is the model's, not this reply's: it may be working on another.
         self._turns.if_running(self, self._parts.engine.cancel)
 
     def pause(self) -> bool:
-        """Lets other replies of the model run, and tells whether it could; the next chunk goes on with the same text.
+        """Let other replies of the model run; return whether that was possible. The next chunk continues the same text.
 
-        It can where no context shift forgets parts of its text. What the reply rests on stays where others leave it
-        room, else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the rest is evaluated again.
+        A reply cannot pause where a context shift may drop parts of its text. Its rows stay where others leave room,
+        else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the rest is evaluated again.
         """
-        # What a search has looked at is in the cache with the reply.
+        # The branches of a search are in the cache with the reply.
         if self._parts.engine.context_shift is not None or (self._strategy.searches and self._made):
             return False
         with self._lock:
@@ -218,7 +208,7 @@ class TokenStream:
         return True
 
     def move(self, parts: ModelParts, turns: Turns) -> None:
-        """Goes on in another sequence of the model, beside others; `shareable` says whether it can."""
+        """Continue in another sequence of the model, side by side with others; only if `shareable`."""
         assert parts.drafting is not None, "the sequence shares passes"
         with self._lock:
             if self._result is not None:
@@ -230,7 +220,7 @@ class TokenStream:
                 self._strategy = self._new_strategy(parts)
             else:
                 self._strategy = parts.speculator.strategy_beside(self._sampler, self._config, parts.drafting, before)
-                # What it counted is told where the rest is decoded plainly.
+                # Its statistics are reported where the rest is decoded plainly.
                 self._first_strategy = self._first_strategy or before
             parts.engine.use_adapter(self._config.adapter)
             parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
@@ -240,16 +230,16 @@ class TokenStream:
 
     @property
     def shareable(self) -> bool:
-        """Whether the reply needs nothing of the model that only one reply at a time can have."""
+        """Whether the reply needs no resources that only one reply at a time can have."""
         return is_shareable(self._config) and self._contexts is None and not (self.searches and self._made)
 
     @property
     def searches(self) -> bool:
-        """Whether the reply is searched for, so that it cannot be paused once it has begun."""
+        """Whether the reply is a search, which cannot be paused once it has started."""
         return self._strategy.searches
 
     def _finish_pass(self) -> None:
-        """Takes the rest of the tokens of the pass that the engine has made one of."""
+        """Take the remaining tokens of the current pass."""
         while not (self._between or self._result):
             step = self._step()
             if step is None:
@@ -257,8 +247,8 @@ class TokenStream:
             self._ahead.append(step)
 
     def prepare(self, tokens: int) -> bool:
-        """Evaluates up to so many tokens of the prompt before the first chunk is asked for, so that the reply can be
-        paused in between; whether that was the last of them.
+        """Evaluate up to so many tokens of the prompt before the first chunk is requested, so that the reply can be
+        paused in between; return whether the prompt is complete.
 
         Raises:
             UsageError: another reply runs.
@@ -274,13 +264,12 @@ class TokenStream:
             return ready or self._cancelled
 
     def close(self) -> None:
-        """Finishes now; an unfinished reply counts as cancelled. While another thread makes the next chunk, that one is
-        the last."""
+        """Finish now; an unfinished reply counts as cancelled. A chunk that another thread is making is the last."""
         if not self._lock.acquire(blocking=False):
             self.cancel()
             self._lock.acquire()
         try:
-            if self._advancing:  # called by what the reply itself called
+            if self._advancing:  # called from within the reply itself
                 self.cancel()
             elif self._chunks is not None:
                 self._chunks.close()
@@ -290,8 +279,8 @@ class TokenStream:
             self._lock.release()
 
     def disown(self) -> None:
-        """Leaves the reply to the process that this one is a fork of, where it goes on."""
-        keep_for_good(self._chunks)  # its end would wait for the other process's threads
+        """Leave the reply to the parent of this forked process, where it continues."""
+        keep_for_good(self._chunks)  # ending them would wait for the other process's threads
         keep_for_good(self._steps)
         self._chunks = self._steps = None
         self._lock, self._advancing, self._between, self._cancelled = threading.RLock(), False, True, True
@@ -329,7 +318,7 @@ class TokenStream:
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
                 self._step_ms.append(step.ms if self._step_ms else step.ms + started + self._waited_ms)
-                # Behind another step there is more to do than a token's share.
+                # After a step of several tokens there is more to do than one token's share.
                 if plain and step.pass_ms:
                     self._beside_ms.append(step.ms - step.pass_ms - read_ms)
                 plain = step.pass_ms > 0
@@ -357,15 +346,15 @@ class TokenStream:
                 self._finish("cancelled")
 
     def _reason_at_limit(self) -> FinishReason:
-        """Why a reply ends that has no tokens left: what its form lets nothing follow is whole, and not cut off."""
+        """Why a reply without tokens left ended: it is whole where its form allows nothing more, else cut off."""
         if self._cancelled:
             return "cancelled"
-        # What a search followed is not what its reply became.
+        # A search follows other texts than the one its reply became.
         whole = self._made and not self._strategy.searches and self._sampler.only_ends(self._stop_ids)
         return "stop" if whole else "length"
 
     def _step(self) -> Step | None:
-        """Takes the engine's next step, starting its generation again after a pause; None where the reply is over."""
+        """Take the engine's next step, restarting its generation after a pause; None where the reply is over."""
         if self._steps is None:
             if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
                 return None
@@ -378,13 +367,13 @@ class TokenStream:
                 stop_ids=self._stop_ids,
                 strategy=self._strategy,
             )
-            # What cancelled it before that was forgotten there.
+            # The engine forgets cancellations from before it starts.
             if self._cancelled:
                 return None
         try:
             step = next(self._steps, None)
         except PreemptedError:
-            # Its pages are others' now; the text is evaluated again as soon as there are some.
+            # Its pages were given to others; the text is evaluated again as soon as pages are free.
             self._close_steps()
             self._parts.engine.restart()
             return self._step()
@@ -401,7 +390,7 @@ class TokenStream:
         return step
 
     def _add_prefill(self) -> None:
-        """Adds how the engine evaluated what it was last given of the prompt."""
+        """Add how the engine evaluated the latest part of the prompt."""
         latest, before = self._parts.engine.prefill, self._prefill
         if before is None:
             self._prefill = latest
