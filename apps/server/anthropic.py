@@ -18,7 +18,7 @@ from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, form, sampling, thinking, warnings
-from edgeinfer.openai.messages import Message, read_message, split_started
+from edgeinfer.openai.messages import Message, read_message, split_prefill
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece, dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
@@ -279,7 +279,7 @@ def _counted(body: Mapping[str, Any], model: ChatModel[Any]) -> int:
 
 def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
     """Read the messages, system text and tools of a request."""
-    messages, prefill = split_started(read_messages(fields.any("messages"), fields.any("system"), fields.leave_out))
+    messages, prefill = split_prefill(read_messages(fields.any("messages"), fields.any("system"), fields.leave_out))
     tools = [_tool(tool, place, fields) for place, tool in enumerate(fields.items("tools"))]
     functions = read_functions(tools, leave_out=fields.leave_out)
     choice = _choice(fields, functions)

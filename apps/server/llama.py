@@ -90,7 +90,7 @@ class LlamaCompletion:
             return []
         tokens = list(chunk.token_ids)
         event = {"index": index, "content": chunk.text, "tokens": tokens, "stop": False, "id_slot": index}
-        return [event | self._probabilities(reply.tell())]
+        return [event | self._probabilities(reply.take_logprobs())]
 
     def finished(self, index: int, result: Result) -> list[Event]:
         reply = self._replies[index]

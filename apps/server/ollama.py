@@ -23,7 +23,7 @@ from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling, thinking, warnings
-from edgeinfer.openai.messages import Message, read_messages, split_started
+from edgeinfer.openai.messages import Message, read_messages, split_prefill
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece, dialect_of, entries, timings
 from edgeinfer.openai.schemas import closed
@@ -90,14 +90,18 @@ class OllamaReply(OneReply):
         return [self._line(piece.text) for piece in pieces if isinstance(piece, TextPiece)]
 
     def _line(self, text: str, calls: list[dict[str, Any]] | None = None) -> Event:
-        told = entries(self._reply.tell()) if self._logprobs_wanted else []
+        told = entries(self._reply.take_logprobs()) if self._logprobs_wanted else []
         logprobs = {"logprobs": told} if told else {}
         return {**self._head(), **self.said(text, calls or []), "done": False} | logprobs
 
     def _last(self, text: str, calls: list[dict[str, Any]] | None = None) -> Event:
         result = self._reply.result
         assert result is not None, "the reply is not finished"
-        told = entries(self._reply.tell() if self.stream else self._reply.logprobs) if self._logprobs_wanted else []
+        told = (
+            entries(self._reply.take_logprobs() if self.stream else self._reply.logprobs)
+            if self._logprobs_wanted
+            else []
+        )
         figures = timings([result])
         reason = "length" if self._reply.finish_reason == "length" else "stop"
         return {
@@ -128,7 +132,7 @@ class OllamaChat(OllamaReply):
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
-        messages, prefill = split_started(read_messages(_answered(fields.any("messages"))))
+        messages, prefill = split_prefill(read_messages(_answered(fields.any("messages"))))
         functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
         use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
 

@@ -1,4 +1,4 @@
-"""Lines of files in OpenAI's batch format: what a line asks for, and the line that answers it."""
+"""Lines of files in OpenAI's batch format: the request of a line, and the line that answers it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ _HINT = 'A line is an OpenAI batch request, or an object with "prompt" or "messa
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a line asks for.
-
-    Attributes:
-        kind: as `make_completion` takes it.
-        body: of the request.
-    """
+    """The request of a line; `make_completion` takes its kind."""
 
     kind: str
     body: Mapping[str, Any]
@@ -39,7 +34,7 @@ def read_object(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise _wrong("The line is nested too deeply.") from error
     except ValueError as error:
-        # What json says of a mistake tells its place, and quotes nothing.
+        # The message of json gives the place of a mistake, and quotes nothing.
         what = "a number is too long"
         if isinstance(error, json.JSONDecodeError):
             what = f"{error.msg.removesuffix(' at')} at character {error.pos}"
@@ -50,7 +45,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def read_id(line: Mapping[str, Any], number: int) -> str:
-    """The name of a line's request; one that has none is named by its number, from 1."""
+    """The id of a line's request; by default its number, from 1."""
     name = line.get("custom_id")
     if name is None:
         return f"line-{number}"
@@ -60,7 +55,7 @@ def read_id(line: Mapping[str, Any], number: int) -> str:
 
 
 def read_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchRequest:
-    """The request of a line. One without a seed draws by its name, so that it gives the same again."""
+    """Read the request of a line. Without a seed, its id gives one, so that the same line gives the same text again."""
     if "body" in line or "url" in line:
         kind, body = _enclosed(line)
     else:
@@ -78,7 +73,7 @@ def read_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> BatchR
 
 
 def answer_line(custom_id: str, answer: Event | EdgeInferError) -> dict[str, Any]:
-    """The line that answers a request: with the completion, or with what was wrong with the request."""
+    """The line that answers a request: with the completion, or with the error."""
     status, body = error_body(answer) if isinstance(answer, EdgeInferError) else (200, answer)
     name = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).hexdigest()[:24]
     response = {"status_code": status, "request_id": f"req_{name}", "body": body}
@@ -86,7 +81,7 @@ def answer_line(custom_id: str, answer: Event | EdgeInferError) -> dict[str, Any
 
 
 def damaged_line(number: int, custom_id: str | None, error: RequestError) -> dict[str, Any]:
-    """The line that stands for one that holds no request."""
+    """The line that replaces one without a valid request."""
     told = {"code": error.code, "message": f"Line {number}: {error}", "param": error.param, "line": number}
     return {"id": f"batch_req_line_{number}", "custom_id": custom_id, "response": None, "error": told}
 

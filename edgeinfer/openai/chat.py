@@ -26,10 +26,10 @@ from edgeinfer.openai.fields import (
 )
 from edgeinfer.openai.messages import (
     Message,
-    in_older_words,
     older_tools,
     read_messages,
-    split_started,
+    split_prefill,
+    with_function_call,
     with_tool_calls,
 )
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
@@ -50,22 +50,14 @@ from edgeinfer.results import Chunk, Result, TokenLogprob
 
 
 class ChatCompletion(PromptReplies):
-    """Implements `contract.Completion` for a chat completion.
-
-    Args:
-        body: of the request.
-        model: that answers.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """Implements `contract.Completion` for a chat completion."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
         stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
         n = fields.whole("n", 1, MOST_REPLIES) or 1
-        self._logprobs_wanted, options = _logprobs(fields)
+        self._logprobs_wanted, options = _read_logprobs(fields)
         options |= sampling(fields) | form(fields, "response_format")
         options |= limit(fields, "max_completion_tokens", "max_tokens", "n_predict", "max_new_tokens")
         given, chosen = older_tools(fields)
@@ -83,28 +75,23 @@ class ChatCompletion(PromptReplies):
         }
 
     def opening(self) -> list[Event]:
-        """Who speaks."""
         return [self._event(index, {"role": "assistant", "content": "", "refusal": None}) for index in range(self.n)]
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """What became certain with a chunk."""
         return self._events(index, self._replies[index].push(chunk))
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """What was held back, and why the reply ended."""
         reply = self._replies[index]
         events = self._events(index, reply.finish(result))
-        last = self._event(index, {}, self._told(reply), self._reason(reply))
+        last = self._event(index, {}, self._logprobs(reply), self._reason(reply))
         return [*events, last | {"timings": timings([result])} | _context_use(result)]
 
     def closing(self) -> list[Event]:
-        """The tokens of all replies, where they were asked for."""
         if not self._usage_wanted:
             return []
         return [{**self._head, "choices": [], **self._figures()}]
 
     def whole(self) -> Event:
-        """The answer."""
         choices = [self._choice(index, reply) for index, reply in enumerate(self._replies)]
         first = self._replies[0].result
         used = {} if first is None else _context_use(first)
@@ -112,19 +99,19 @@ class ChatCompletion(PromptReplies):
 
     def _events(self, index: int, pieces: list[Piece]) -> list[Event]:
         reply = self._replies[index]
-        return [self._event(index, _delta(piece), self._told(reply)) for piece in pieces]
+        return [self._event(index, _delta(piece), self._logprobs(reply)) for piece in pieces]
 
     def _reason(self, reply: Reply) -> str:
         return "function_call" if self._older and reply.finish_reason == "tool_calls" else reply.finish_reason
 
-    def _told(self, reply: Reply) -> list[TokenLogprob]:
-        return reply.tell() if self._logprobs_wanted else []
+    def _logprobs(self, reply: Reply) -> list[TokenLogprob]:
+        return reply.take_logprobs() if self._logprobs_wanted else []
 
     def _event(
-        self, index: int, delta: dict[str, Any], told: list[TokenLogprob] | None = None, reason: str | None = None
+        self, index: int, delta: dict[str, Any], found: list[TokenLogprob] | None = None, reason: str | None = None
     ) -> Event:
-        logprobs = {"content": entries(told), "refusal": None} if told else None
-        delta = in_older_words(delta) if self._older else delta
+        logprobs = {"content": entries(found), "refusal": None} if found else None
+        delta = with_function_call(delta) if self._older else delta
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         # OpenAI's chunks say null where the tokens come at the end.
         return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
@@ -135,7 +122,7 @@ class ChatCompletion(PromptReplies):
             message["content"] = reply.text or None
             message["tool_calls"] = list(map(_call, reply.calls))
         logprobs = {"content": entries(reply.logprobs), "refusal": None} if self._logprobs_wanted else None
-        message = in_older_words(message) if self._older else message
+        message = with_function_call(message) if self._older else message
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reply)}
 
     def _figures(self) -> dict[str, Any]:
@@ -162,7 +149,7 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
+def _read_logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
     wanted = fields.flag("logprobs")
     alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES)
     if alternatives and not wanted:
@@ -181,7 +168,7 @@ def _prompt(
     choice = read_choice(chosen if wanted is None else wanted, functions, several is not False and not older)
     variables = dict(fields.take("chat_template_kwargs", dict, "an object") or {})
     variables |= thinking(fields, options, calls=choice.mode != "none")
-    if documents := fields.items("documents"):  # which some templates write into the prompt, as vLLM has it
+    if documents := fields.items("documents"):  # some templates write them into the prompt, as with vLLM
         variables["documents"] = documents
     prefill, introduced = "", fields.take("add_generation_prompt", bool, "true or false") is not False
     if fields.flag("continue_final_message"):
@@ -197,8 +184,8 @@ def _prompt(
 
 
 def _contexts(fields: Fields) -> tuple[Context, ...]:
-    """Texts to read before the messages. Requests name them, and who serves them says which texts these are: a name
-    never becomes a path here."""
+    """Texts to evaluate before the messages. Requests give names, which the server maps to texts: a name never becomes
+    a path here."""
     given = fields.items("contexts")
     if not all(isinstance(each, Context) for each in given):
         raise fields.wrong("contexts", given, "They are names of texts that the server was started with.")
@@ -206,8 +193,8 @@ def _contexts(fields: Fields) -> tuple[Context, ...]:
 
 
 def _continued(messages: list[Message]) -> tuple[list[Message], str]:
-    """The messages before the last, and that one's text, which the reply goes on with."""
-    before, prefill = split_started(messages)
+    """The messages before the last, and the text of the last, which the reply continues."""
+    before, prefill = split_prefill(messages)
     if before is messages:
         message = "continue_final_message needs an assistant message with text at the end."
         raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")

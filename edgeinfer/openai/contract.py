@@ -94,7 +94,7 @@ class FunctionDelta(TypedDict, total=False):
 
 
 class ToolCallDelta(TypedDict, total=False):
-    """A piece of a tool call; `index` tells of which."""
+    """A piece of the tool call number `index`."""
 
     index: int
     id: str
@@ -189,7 +189,7 @@ class ReplyStream(Protocol):
     ) -> None: ...
 
     def close(self) -> None:
-        """Ends the reply where it is."""
+        """End the reply now."""
 
 
 StreamT = TypeVar("StreamT", bound=ReplyStream)
@@ -197,9 +197,9 @@ StreamT_co = TypeVar("StreamT_co", bound=ReplyStream, covariant=True)
 
 
 class ChatModel(Protocol[StreamT_co]):
-    """What requests need of a model; `edgeinfer.Model` says what each member does.
+    """The part of `edgeinfer.Model` that requests use.
 
-    What takes options is a property here, so that models may spell their options out.
+    Methods that take options are properties here, so that models may type their options.
     """
 
     @property
@@ -228,7 +228,7 @@ class ChatModel(Protocol[StreamT_co]):
 
     @property
     def check(self) -> Callable[..., None]:
-        """Refuses generation options that no reply can be given."""
+        """Validates generation options."""
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -252,7 +252,7 @@ class ChatModel(Protocol[StreamT_co]):
         """Text of token ids."""
 
     def with_contexts(self, contexts: Sequence[Context]) -> Any:
-        """The model behind texts that it reads apart."""
+        """The model with contexts before every prompt."""
 
     @property
     def stream(self) -> Callable[..., StreamT_co]:
@@ -264,10 +264,10 @@ class ChatModel(Protocol[StreamT_co]):
 
 
 class Completion(Protocol):
-    """One request. Its replies may be made in any order, also a chunk of each in turn.
+    """One request. Its replies may be made in any order, even a chunk of each in turn.
 
-    Streamed, a client is sent what `opening`, `chunk`, `finished` and `closing` give, in order; else `whole`, once
-    `chunk` and `finished` were called for every reply all the same.
+    A streaming client is sent the events of `opening`, `chunk`, `finished` and `closing`, in order; others get `whole`,
+    after `chunk` and `finished` were called for every reply too.
     """
 
     @property
@@ -276,30 +276,30 @@ class Completion(Protocol):
 
     @property
     def stream(self) -> bool:
-        """Whether the client wants the events, and not the whole."""
+        """Whether the client wants events instead of the whole answer."""
 
     @property
     def ignored(self) -> Sequence[str]:
-        """Fields of the request that other servers know, and that change nothing here."""
+        """Fields of the request that other servers support and that are ignored here."""
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Finds out what is wrong with the form of the reply that was asked for, such as a JSON Schema. That may take
-        some seconds, which `start` then need not take again. Safe from any thread.
+        """Validate the form that the reply must have, such as a JSON Schema. This may take seconds, which `start` then
+        saves. Safe from any thread.
         """
 
     def prepare(self, model: ChatModel[Any]) -> None:
-        """Makes tokens of the prompts, which `start` then need not do. Once at most, and where the model's tokens can
-        be made beside a running reply, on any thread.
+        """Tokenize the prompts, which `start` then need not do. Call it once at most; from any thread where the model
+        can tokenize while a reply runs.
         """
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        """Begins a reply, on the model's thread."""
+        """Start a reply, on the model's thread."""
 
     def opening(self) -> list[Event]:
         """Events before any text."""
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """Events of a chunk of a reply; maybe none."""
+        """Events of a chunk of a reply; may be empty."""
 
     def finished(self, index: int, result: Result) -> list[Event]:
         """Events of a reply's end, after its last chunk."""

@@ -35,9 +35,9 @@ _TYPES = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
-# Characters of a text in an answer: what was sent is not sent back.
+# Characters of a text in an answer: long inputs are not sent back.
 _MOST_TOLD = 1000
-# Of a name that is quoted, and names that an answer lists.
+# Characters of a quoted name, and how many names an answer lists.
 _LONGEST_NAME = 200
 _NAMED = 8
 _INTERNAL = "The model could not answer; the server's own output says why."
@@ -47,11 +47,10 @@ class RequestError(UsageError):
     """A field of a request that cannot be followed.
 
     Args:
-        message, hint: as of every error.
-        param: where it is in the request, such as "messages[0].content".
-        code: for programs.
-        status: of HTTP.
-        sizes: as of ContextLengthError.
+        param: its place in the request, such as "messages[0].content".
+        code: an identifier for programs.
+        status: the HTTP status.
+        sizes: as for ContextLengthError.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
 
 
 def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
-    """HTTP's status of an error, and the object that tells of it.
+    """The HTTP status of an error, and its JSON object.
 
-    An error may name its own by attributes `status`, `code` and `param`. Of what broke inside nothing is told.
+    An error may bring its own `status`, `code` and `param`. Details of internal failures are left out.
     """
     status, code = status_and_code(error, _KINDS)
     message = _INTERNAL if status == 500 else _cut(str(error))
@@ -98,7 +97,7 @@ def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
 
 
 def status_and_code(error: EdgeInferError, kinds: Kinds) -> tuple[int, str | None]:
-    """HTTP's status of an error and its code for programs, of which it may name its own."""
+    """The HTTP status and the code of an error, which may bring its own."""
     status, code = next((status, code) for kind, status, code in kinds if isinstance(error, kind))
     return getattr(error, "status", status), getattr(error, "code", None) or code
 

@@ -1,4 +1,4 @@
-"""A request's fields: read one by one so that none is overlooked, and made into options of replies."""
+"""A request's fields, read one by one so that none is overlooked, and the options of replies that they become."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from edgeinfer.version import VERSION
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 
-# By field, the values that ask for nothing, which need no warning: a sampler's value for "off", or what is done
-# here anyway. None in a tuple's place is any value.
+# By field, the values without an effect, which need no warning: a sampler's value for "off", or what happens here
+# anyway. None instead of a tuple means any value.
 OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     # Samplers of llama.cpp's server and of front ends for it.
     "adaptive_decay": (),
@@ -58,7 +58,7 @@ OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "typical_p": (0, 1),
     "xtc_probability": (0,),
     "xtc_threshold": None,
-    # How a server goes about it.
+    # How a server works internally.
     "cache_prompt": (True,),
     "id_slot": (-1,),
     "n_cache_reuse": (0,),
@@ -85,7 +85,7 @@ OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": None,
     "stream_reasoning": (True,),
-    # Services', and what clients send along to say who they are and how they are billed.
+    # Fields of services, and those by which clients say who they are and how they are billed.
     "keep_alive": None,
     "models": (),
     "provider": None,
@@ -102,7 +102,7 @@ _TEXT_ONLY = "This model writes text only."
 _NOT_STORED = "Nothing is stored here: send the whole conversation."
 _NO_CODE = "No code that a request names is run here."
 _ADAPTER = "Name an adapter that the server was started with in adapter."
-# Without what they ask for an answer would be one to another question; with what is said of them.
+# An answer that ignores these would answer another question; with the hint of their error.
 REFUSED_FIELDS: Mapping[str, str] = {
     "audio": _TEXT_ONLY,
     "background": "Wait for the answer, or have it streamed.",
@@ -124,17 +124,16 @@ REFUSED_FIELDS: Mapping[str, str] = {
 
 
 def changes_nothing(name: str, value: Any) -> bool:
-    """Whether a field that is not followed asks for nothing with this value, as empty ones do, and false for a thing
-    that is not done anyway."""
+    """Whether an unsupported field has no effect with this value: an empty one, or false for what is never done."""
     neutral = OTHERS_FIELDS.get(name, ())
     return neutral is None or value in neutral or value in _EMPTY or (value is False and True not in neutral)
 
 
-# Characters and names of unknown fields that an answer tells of; only so many are looked at for misspellings.
+# Length and number of unknown fields that an answer names; only so many are checked for misspellings.
 _LONGEST_NAME, _MOST_NAMED = 80, 32
-# What asks for nothing, whatever the field.
+# Values without an effect, whatever the field.
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
-# Of letters in common, from which on a name is taken for a misspelling of another, and letters that it may lack.
+# Share of common letters from which a name counts as a misspelling of another, and how many may be missing.
 _ALIKE, _LACKING = 0.85, 2
 
 
@@ -142,14 +141,10 @@ class Fields:
     """The fields of a JSON object. A field that is null counts as left out.
 
     Args:
-        body: the object.
-        where: what it is called before the names of its fields, such as "tools[0]."; empty for a whole request.
-
-    Raises:
-        RequestError: it is no object.
+        where: prefix of its fields' names in messages, such as "tools[0]."; empty for a whole request.
 
     Attributes:
-        ignored: fields that were left out of account though they ask for something, of inner objects too.
+        ignored: fields with an effect elsewhere that are ignored here, those of inner objects included.
     """
 
     def __init__(self, body: Any, where: str = "", ignored: list[str] | None = None) -> None:
@@ -162,11 +157,7 @@ class Fields:
         self.ignored: list[str] = [] if ignored is None else ignored
 
     def take(self, name: str, kind: type | tuple[type, ...], what: str) -> Any:
-        """A field's value, None where it is left out.
-
-        Args:
-            kind: JSON types of Python that it may have; bool is no int, but 2.0 is.
-        """
+        """A field's value, None where it is left out; True is no int here, but 2.0 is one."""
         value = self._pop(name)
         if value is None:
             return None
@@ -206,29 +197,29 @@ class Fields:
         return None if value is None else Fields(value, f"{self._where}{name}.", self.ignored)
 
     def ignore(self, *names: str) -> None:
-        """Fields that change no text and no answer here."""
+        """Skip fields that change no text and no answer here."""
         for name in names:
             self._left.pop(name, None)
 
     def only(self, name: str, allowed: tuple[Any, ...], hint: str) -> None:
-        """A field that may only ask for what happens anyway."""
+        """Refuse a field unless its value asks for what happens anyway."""
         value = self._left.pop(name, None)
         if value not in (None, *_NOTHING, *allowed):
             message = f"{self._where}{name}={shown(value)} is not supported."
             raise RequestError(message, hint, param=self._where + name, code="unsupported_parameter")
 
     def refuse(self, *names: str) -> None:
-        """Fields that cannot be followed."""
+        """Refuse fields that are not supported."""
         for name in sorted(names):
             self.only(name, OTHERS_FIELDS.get(name) or (), REFUSED_FIELDS[name])
 
     def option(self, name: str, to: str | None = None) -> dict[str, Any]:
-        """A field that is the option `to` of GenerationConfig; empty where it is left out."""
+        """A field as the option `to` of GenerationConfig; empty where it is left out."""
         value = _asked(to or name, self._pop(name))
         return {} if value is None else self.checked(name, to or name, value)
 
     def checked(self, name: str, to: str, value: Any) -> dict[str, Any]:
-        """An option of GenerationConfig that a field's value became."""
+        """A value as the option `to` of GenerationConfig, checked."""
         try:
             GenerationConfig.of(**_companion(to, value), **{to: value})
         except UsageError as error:
@@ -245,11 +236,7 @@ class Fields:
         return RequestError(f"{self._where}{name} is missing.", hint, param=self._where + name)
 
     def end(self, *, strict: bool = False) -> None:
-        """All that is known was read. What is left is ignored, and `ignored` tells of what asks for something.
-
-        Args:
-            strict: nothing may be left.
-        """
+        """Ignore the remaining fields, listing those with an effect elsewhere in `ignored`; refuse any if `strict`."""
         self.refuse(*(REFUSED_FIELDS.keys() & self._left.keys()))
         for place, (name, value) in enumerate(self._left.items()):
             close = _misspelt(name, self._followed) if place < _MOST_NAMED else None
@@ -261,7 +248,7 @@ class Fields:
                 self.leave_out(name)
 
     def leave_out(self, name: str) -> None:
-        """Tells that a field is left out of account."""
+        """Note that a field is ignored."""
         if len(self.ignored) < _MOST_NAMED:
             self.ignored.append(ignored_name(self._where + name))
             self.ignored.sort()
@@ -272,12 +259,12 @@ class Fields:
 
 
 def ignored_name(name: str) -> str:
-    """A name from a request as answers and their headers can carry it."""
+    """A name from a request in a form that fits into answers and headers."""
     return re.sub(r"[^\w.\[\]() -]", "?", name[:_LONGEST_NAME], flags=re.ASCII)
 
 
 def _misspelt(name: str, known: set[str]) -> str | None:
-    """The field that a name is meant to be, None where it is a word of its own. Names that other servers have are."""
+    """The field that a name is a misspelling of; None where it is not one, such as other servers' fields."""
     if name in OTHERS_FIELDS:
         return None
     plain = name.replace("-", "_")
@@ -287,8 +274,8 @@ def _misspelt(name: str, known: set[str]) -> str | None:
 
 
 def _asked(option: str, value: Any) -> Any:
-    """A field's value as its option takes it, None where it asks for nothing: an empty text, and what other servers
-    take for "off"."""
+    """A field's value in the form of its option, None where it has no effect: an empty text, or another server's
+    value for "off"."""
     if value is None or value == "":
         return None
     declared = options_of(GenerationConfig).get(option)
@@ -304,19 +291,19 @@ def _asked(option: str, value: Any) -> Any:
 
 
 def as_whole(value: Any) -> Any:
-    """Languages without whole numbers of their own write them as 2.0."""
+    """The whole number that a float stands for, as languages without integers write 2.0; other values as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _companion(name: str, value: Any) -> dict[str, Any]:
-    """What an option is checked beside that is refused alone; whether both came shows when the reply begins."""
+    """The option that must accompany another, so that one is checked alone; starting the reply checks both."""
     options = options_of(GenerationConfig)
     if name in options and (other := options[name].goes_with):
         return dict([other])
     return {option.name: "." for option in options.values() if option.goes_with == (name, value)}
 
 
-# Fields of OpenAI's that say who asks, what it may cost or where it is kept.
+# OpenAI's fields about the user, the price and storage.
 IGNORED = (
     "metadata",
     "model",
@@ -331,7 +318,7 @@ IGNORED = (
 )
 MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
-# With which the same seed gives the same text.
+# The same seed gives the same text with the same fingerprint.
 FINGERPRINT = f"edgeinfer-{VERSION}"
 # The options of GenerationConfig by their own names, and by those of OpenAI's, llama.cpp's and vLLM's servers.
 _OPTIONS = {field: name for name, option in options_of(GenerationConfig).items() for field in option.wire}
@@ -347,7 +334,7 @@ _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices", "gr
 
 
 def sampling(fields: Fields) -> dict[str, Any]:
-    """Options of GenerationConfig that fields of the same meaning give."""
+    """Options of GenerationConfig from the fields of the same meaning."""
     options: dict[str, Any] = {}
     for name, to in _OPTIONS.items():
         options |= fields.option(name, to)
@@ -368,7 +355,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
 
 
 def _guided(fields: Fields) -> dict[str, Any]:
-    """Options that vLLM's servers, of today and of before, and SGLang's name in ways of their own."""
+    """Options under the names of vLLM's current and earlier servers, and of SGLang's."""
     options: dict[str, Any] = {}
     for name, to in (*_GUIDED.items(), ("ebnf", "grammar")):
         options |= fields.option(name, to)
@@ -383,7 +370,7 @@ def _guided(fields: Fields) -> dict[str, Any]:
 
 
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
-    """The length of the reply, by the first of these fields that is there; -1 is none, as for llama.cpp's server."""
+    """The length of the reply by the first of these fields that is given; -1 is no limit, as in llama.cpp's server."""
     given = {name: value for name in names if (value := fields.any(name)) is not None}
     found = [_checked_limit(fields, name, value) for name, value in given.items()]
     return next(iter(found), {})
@@ -394,12 +381,12 @@ def _checked_limit(fields: Fields, name: str, value: Any) -> dict[str, Any]:
 
 
 def form(fields: Fields, name: str) -> dict[str, Any]:
-    """Options of a field that says what form the reply has, as `response_format` does."""
+    """Options from a field like `response_format`, which gives the form of the reply."""
     inner = fields.inner(name)
     if inner is None:
         return {}
     options = _form(inner)
-    # `strict` or not, nothing but what the schema allows is written.
+    # With or without `strict`, only what the schema allows is written.
     inner.ignore("name", "description", "strict")
     inner.end()
     return options
@@ -434,11 +421,11 @@ def _form(inner: Fields) -> dict[str, Any]:
 
 
 def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) -> dict[str, Any]:
-    """What the chat template is given of the fields that say whether and how much to think.
+    """Variables of the chat template from the fields that say whether and how much to think.
 
     Args:
-        options: of the reply; how many tokens it may think is added, unless a grammar holds it, which leaves none.
-        calls: whether the reply may hold calls, to which a grammar holds it.
+        options: of the reply; the token budget of thoughts is added, unless the reply follows a grammar.
+        calls: whether the reply may hold calls, which a grammar constrains.
     """
     variables: dict[str, Any] = {}
     budgets: dict[str, dict[str, Any]] = {}
@@ -468,7 +455,7 @@ def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) ->
 
 
 def _reasoning(fields: Fields, variables: dict[str, Any], budgets: dict[str, dict[str, Any]]) -> list[str | None]:
-    """OpenRouter's field, and that of /v1/responses."""
+    """Read OpenRouter's field, which /v1/responses has too; return its effort."""
     inner = fields.inner("reasoning")
     if inner is None:
         return []
@@ -483,7 +470,7 @@ def _reasoning(fields: Fields, variables: dict[str, Any], budgets: dict[str, dic
 
 
 def usage_wanted(fields: Fields) -> bool:
-    """Whether a stream shall end with the count of tokens."""
+    """Whether a stream ends with the count of tokens."""
     inner = fields.inner("stream_options")
     if inner is None:
         return False
@@ -494,12 +481,12 @@ def usage_wanted(fields: Fields) -> bool:
 
 
 def warnings(ignored: tuple[str, ...]) -> dict[str, Any]:
-    """What an answer says of fields that were left out of account; nothing where there were none."""
+    """The warnings of an answer about ignored fields; empty where there were none."""
     return {"warnings": [f"{name} is not supported and was ignored." for name in ignored]} if ignored else {}
 
 
 def _by_id(bias: Any) -> Any:
-    """JSON's keys are strings; GenerationConfig judges what is no number."""
+    """Biases with token ids for JSON's strings; GenerationConfig refuses keys that are no numbers."""
     if not isinstance(bias, dict):
         return bias
     return {int(token) if isinstance(token, str) and token.isdecimal() else token: b for token, b in bias.items()}

@@ -20,7 +20,7 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def read_messages(value: Any) -> list[Message]:
-    """The conversation, contents as text and arguments of calls as objects where they are; other keys are kept."""
+    """Read the conversation: contents become text, arguments of calls objects where they are; other keys are kept."""
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
         hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'
         raise RequestError("messages is not a non-empty list.", hint, param="messages")
@@ -28,7 +28,7 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def read_message(message: Any, where: str) -> Message:
-    """One message."""
+    """Read one message."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
         hint = f"Give each message a role, one of {', '.join(_ROLES)}, and content."
@@ -39,7 +39,7 @@ def read_message(message: Any, where: str) -> Message:
     content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
     if content is None and role != "assistant":
         raise RequestError(f"{where}.content is missing.", "Set it to a string.", param=f"{where}.content")
-    nothing = None if calls else ""  # templates tell a reply of calls alone by it
+    nothing = None if calls else ""  # templates recognize a reply of only calls by it
     read["content"] = nothing if content is None else joined(content, f"{where}.content")
     if role == "tool" and not isinstance(read.get("tool_call_id"), str):
         param = f"{where}.tool_call_id"
@@ -49,9 +49,8 @@ def read_message(message: Any, where: str) -> Message:
     return read
 
 
-def split_started(messages: list[Message]) -> tuple[list[Message], str]:
-    """The messages before a reply that the client began, and what that says already; all of them and "" where none was
-    begun."""
+def split_prefill(messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages before a prefill at their end, and its text; all messages and "" where there is none."""
     *before, last = messages
     if not before or last["role"] != "assistant" or "tool_calls" in last:
         return messages, ""
@@ -59,7 +58,7 @@ def split_started(messages: list[Message]) -> tuple[list[Message], str]:
 
 
 def joined(content: Any, where: str) -> str:
-    """The text of a content, which is one or a list of parts."""
+    """The text of a content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -97,7 +96,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any] | str:
-    """Arguments as an object, or as the text that they are where it is none: replies are cut off, and models err."""
+    """Arguments as an object, or as text where they are not one: replies are cut off, and models err."""
     if arguments is None or arguments == "":
         return {}
     try:
@@ -115,7 +114,7 @@ _HINT = 'Give none, auto or {"name": ...}, or tools and tool_choice instead.'
 
 
 def older_tools(fields: Fields) -> tuple[list[Any], Any]:
-    """The tools that `functions` are, and the choice that `function_call` is; none where they are left out."""
+    """The deprecated fields `functions` and `function_call` as tools and a tool choice; empty where left out."""
     functions, choice = fields.items("functions"), fields.any("function_call")
     if not isinstance(choice, str | Mapping | None):
         raise fields.wrong("function_call", choice, _HINT)
@@ -127,7 +126,7 @@ def older_tools(fields: Fields) -> tuple[list[Any], Any]:
 
 
 def with_tool_calls(messages: Any) -> Any:
-    """Messages with calls and answers of functions as those of tools."""
+    """Messages with deprecated function calls and their answers as those of tools."""
     if not isinstance(messages, list | tuple):
         return messages
     made: list[Any] = []
@@ -152,7 +151,7 @@ def with_tool_calls(messages: Any) -> Any:
 
 
 def _function_call(call: Any) -> Any:
-    """A call of a tool that takes a text as one of a function of that text."""
+    """A call of a custom tool, which takes a text, as a call of a function of that text."""
     custom = call.get("custom") if isinstance(call, Mapping) else None
     if not isinstance(custom, Mapping):
         return call
@@ -160,7 +159,7 @@ def _function_call(call: Any) -> Any:
     return {"id": call.get("id"), "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
-def in_older_words(told: dict[str, Any]) -> dict[str, Any]:
-    """A message or a part of one, in the answer to such a request: it has one call at most."""
-    calls = told.pop("tool_calls", None)
-    return told | {"function_call": calls[0]["function"]} if calls else told
+def with_function_call(message: dict[str, Any]) -> dict[str, Any]:
+    """A message or delta of an answer with its call in `function_call`; it has one call at most."""
+    calls = message.pop("tool_calls", None)
+    return message | {"function_call": calls[0]["function"]} if calls else message

@@ -1,4 +1,4 @@
-"""What a model shall go on with, a conversation or a text; the one reply to it; and refusals that name the field."""
+"""The prompt of a request, messages or a text; replies to it; and errors that name the field at fault."""
 
 from __future__ import annotations
 
@@ -22,42 +22,36 @@ _log = logging.getLogger("edgeinfer")
 
 _SEEDS = 2**64
 _OWN_FORMS = ("regex", "grammar")
-# Forms that say how a reply begins, too.
+# Forms that also constrain the start of a reply.
 _WHOLE_FORMS = ("json_schema", "json_object")
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt's tokens.
-
-    Attributes:
-        model: whose tokens they are.
-    """
+    """A prompt's tokens, made by a model's tokenizer."""
 
     ids: Sequence[int]
     model: ChatModel[Any]
 
     def of(self, model: ChatModel[Any]) -> Sequence[int]:
-        """The ids, for the model that is to go on with them."""
+        """The ids; refuse where another model is to continue them."""
         if model is not self.model:
-            message = "The model was changed before the reply began."
+            message = "The model was changed before the reply started."
             raise RequestError(message, "Ask again.", status=503, code="cancelled")
         return self.ids
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """What a reply is asked for with.
+    """Messages to answer, with tools and options.
 
     Attributes:
-        messages: as they were sent.
-        tools: what may be called.
         options: of GenerationConfig, for the first reply.
-        variables: further names for the chat template.
-        prefill: what the reply already says.
-        tokens: of all that, once they are made; messages are kept then only for a worse prompt among them.
-        fields: of the request that hold the messages and ask for a form of the reply.
-        contexts: texts that the model reads apart, before the messages.
+        variables: further variables of the chat template.
+        prefill: the start of the reply.
+        tokens: of the rendered prompt, once they are made; messages are then kept only for an option that needs them.
+        fields: names of the request's fields that hold the messages and the form of the reply.
+        contexts: texts that are evaluated separately, before the messages.
     """
 
     messages: Sequence[Message]
@@ -71,16 +65,16 @@ class ChatPrompt:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What calls are not held to, once the form of the reply was made."""
+        """Constraints on calls that are not enforced; known once the form of the reply was made."""
         return self.tools.left_out
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread."""
+        """Validate the form of the reply, which may take some seconds. Safe from any thread."""
         with self._naming():
             model.check(**self.tools.options(model, self.options))
 
     def require_whole(self) -> None:
-        """Refuses to go on with a reply that is to have a form from its beginning on."""
+        """Refuse a prefill where the reply must follow a form from its start."""
         if not self.prefill:
             return
         messages, form = self.fields
@@ -92,7 +86,7 @@ class ChatPrompt:
         raise RequestError(message, "End with a message of the user's, or leave that field out.", param=form)
 
     def prepared(self, model: ChatModel[Any]) -> ChatPrompt:
-        """The same with its tokens made, where there are no contexts; errors as `start`."""
+        """A copy with its tokens, where there are no contexts; errors as `start`."""
         if self.contexts:
             return self
         if model.chat_template_text is None:
@@ -115,7 +109,7 @@ class ChatPrompt:
     def start(
         self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
     ) -> tuple[StreamT, ReplyReader]:
-        """Begins one of the replies."""
+        """Start one of the replies."""
         if self.contexts:
             return self._start_behind(model, index, ended), self.tools.reader(model)
         prepared = self if self.tokens is not None else self.prepared(model)
@@ -144,7 +138,7 @@ class ChatPrompt:
             try:
                 stream: StreamT = behind.stream_chat(self.messages, prefill=self.prefill, progress=look, **options)
             except UnreadContextError as error:
-                _log.warning("%s", error)  # where it lies and what is to be done is for who named the file
+                _log.warning("%s", error)  # the path and the remedy are for the person who named the file
                 message, hint = f"The context {error.name} cannot be read now.", "Leave it out, or ask again later."
                 raise RequestError(message, hint, param="contexts", status=503) from error
         return stream
@@ -156,13 +150,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A text to go on with.
-
-    Attributes:
-        prompt: the text, token ids, or the text's tokens once they are made.
-        options: of GenerationConfig, for the first reply.
-        fields: of the request that hold the text and ask for a form of the reply.
-    """
+    """A text to continue; `ChatPrompt` describes the fields and methods."""
 
     prompt: str | Sequence[int] | PromptTokens
     options: Mapping[str, Any]
@@ -170,12 +158,10 @@ class TextPrompt:
     left_out: tuple[str, ...] = ()
 
     def check(self, model: ChatModel[Any]) -> None:
-        """As `ChatPrompt.check`."""
         with naming(*self.fields, self.options):
             model.check(**self.options)
 
     def prepared(self, model: ChatModel[Any]) -> TextPrompt:
-        """The same with its tokens made; errors as `start`."""
         if not isinstance(self.prompt, str):
             return self
         with naming(*self.fields, self.options):
@@ -186,21 +172,13 @@ class TextPrompt:
     def start(
         self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
     ) -> tuple[StreamT, ReplyReader]:
-        """As `ChatPrompt.start`."""
         with naming(*self.fields, self.options):
             prompt = self.prompt.of(model) if isinstance(self.prompt, PromptTokens) else self.prompt
             return model.stream(prompt, **reply_options(self.options, index)), PlainReader()
 
 
 class PromptReplies:
-    """What `contract.Completion` asks for of a request for replies to one prompt, but for what a client is sent.
-
-    Args:
-        prompt: that is replied to.
-        n: replies.
-        stream: whether the client wants the events, and not the whole.
-        ignored: what the request asks for and does not get.
-    """
+    """The part of `contract.Completion` that makes `n` replies to one prompt; subclasses write events and answers."""
 
     def __init__(self, prompt: ChatPrompt | TextPrompt, *, n: int = 1, stream: bool, ignored: Sequence[str]) -> None:
         self.n = n
@@ -210,28 +188,25 @@ class PromptReplies:
         self._replies = [Reply() for _ in range(n)]
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Refuses a form of the reply that cannot be had."""
         self._prompt.check(model)
         self._note()
 
     def prepare(self, model: ChatModel[Any]) -> None:
-        """Makes tokens of the prompt."""
         self._prompt = self._prompt.prepared(model)
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        """Begins a reply."""
         stream, reader = self._prompt.start(model, index, ended)
         self._replies[index] = Reply(reader)
         self._note()
         return stream
 
     def _note(self) -> None:
-        """Adds what replies are not held to, which shows when their form is made."""
+        """Add constraints that are not enforced, which are known once the form of the reply is made."""
         self.ignored = tuple(dict.fromkeys((*self.ignored, *self._prompt.left_out)))
 
 
 class OneReply(PromptReplies):
-    """The same of a request for a single reply."""
+    """A request for a single reply."""
 
     @property
     def _reply(self) -> Reply:
@@ -240,10 +215,10 @@ class OneReply(PromptReplies):
 
 @contextmanager
 def naming(prompt: str, form: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Names the field at fault in errors about a request.
+    """Name the field at fault in errors about a request.
 
     Args:
-        form: the field that asks for a form of the reply, where none of our own does.
+        form: the field for the form of the reply, unless one of our own is given.
     """
     try:
         yield
@@ -256,6 +231,6 @@ def naming(prompt: str, form: str, options: Mapping[str, Any]) -> Iterator[None]
 
 
 def reply_options(options: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Options for one of several replies to a prompt: each draws by a seed of its own."""
+    """Options for one of several replies to a prompt: each has its own seed."""
     seed = options.get("seed")
     return dict(options) if seed is None else {**options, "seed": (seed + index) % _SEEDS}

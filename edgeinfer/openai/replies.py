@@ -22,14 +22,13 @@ class ToolFormat:
     """A format: `prefix`, calls with `between` in between, `suffix`, each call an object of `name` and arguments.
 
     Attributes:
-        name: for whoever asks.
-        signs: of a chat template, any of which tells that its model writes calls so.
-        others: of a chat template, any of which tells that it does not, for all the signs.
-        marker: tells a call from text; every way that `prefix` and a first call begin. May be a special token's text.
-        anywhere: whether text may stand before the marker; else it only counts at the very beginning.
-        key: of the arguments.
+        signs: texts in a chat template, any of which says that its model uses this format.
+        others: texts in a chat template, any of which says that it does not, in spite of the signs.
+        marker: the start of `prefix` and a first call, which distinguishes a call from text. May be a special token.
+        anywhere: whether text may precede the marker; else it only counts at the very start.
+        key: name of the arguments.
         several: whether the models' templates know replies of more than one call.
-        id_length: letters and digits of an id, where templates are particular about it; 0 is OpenAI's.
+        id_length: letters and digits of an id, where templates insist on it; 0 is OpenAI's.
     """
 
     name: str
@@ -45,16 +44,16 @@ class ToolFormat:
     others: tuple[str, ...] = ()
 
     def known_by(self, template: str) -> bool:
-        """Whether the model of a chat template writes calls so."""
+        """Whether the model of a chat template uses this format."""
         return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
 
     def head(self, function: str) -> str:
-        """What stands before the arguments of a call."""
+        """The text before the arguments of a call."""
         return f'{{"name": {json.dumps(function)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
-        """What stands behind the arguments."""
+        """The text after the arguments."""
         return "}"
 
     def new_id(self) -> str:
@@ -64,7 +63,7 @@ class ToolFormat:
         return f"call_{secrets.token_hex(_ID_LENGTH // 2)}"
 
     def fitted_id(self, id_: str) -> str:
-        """A client's id of a call as templates of this format take it."""
+        """A client's id of a call, changed to the form that templates of this format take."""
         if not self.id_length or (len(id_) == self.id_length and id_.isascii() and id_.isalnum()):
             return id_
         return hashlib.sha256(id_.encode("utf-8", "surrogatepass")).hexdigest()[: self.id_length]
@@ -77,7 +76,7 @@ HERMES = ToolFormat(
     prefix="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
     suffix="\n</tool_call>",
-    # Of Qwen3-Coder and GLM, whose arguments are elements of XML.
+    # Qwen3-Coder and GLM write arguments as XML elements.
     others=("<function=", "<arg_key>"),
 )
 LLAMA3 = ToolFormat(
@@ -103,7 +102,7 @@ MISTRAL = ToolFormat(
     suffix="]",
     # "Tool call IDs should be alphanumeric strings with length 9!", its templates say.
     id_length=9,
-    # Of later models, which write [TOOL_CALLS]name[ARGS]{...}.
+    # Later models write [TOOL_CALLS]name[ARGS]{...}.
     others=("[ARGS]",),
 )
 
@@ -114,10 +113,10 @@ _TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a model is told of functions, and calls them.
+    """How functions are described to a model, and how it calls them.
 
     Attributes:
-        native: whether its template knows functions; else messages say it all.
+        native: its template knows functions; else the system message describes them.
     """
 
     format: ToolFormat
@@ -125,7 +124,7 @@ class Dialect:
 
 
 def dialect_of(template: str | None) -> Dialect:
-    """The dialect of a chat template's model; Hermes' in messages where the template knows no format of ours."""
+    """The dialect of a chat template's model; Hermes' in messages where the template has no format known here."""
     if template is not None and _TOOLS.search(template):
         for form in FORMATS.values():
             if form.known_by(template):
@@ -142,12 +141,11 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """A call begins.
+    """The start of a call.
 
     Attributes:
-        place: in the reply, from 0.
-        id: that the answer to it names.
-        name: of the function.
+        place: index of the call in the reply.
+        id: the answer to the call names it.
     """
 
     place: int
@@ -167,44 +165,38 @@ Piece = TextPiece | CallPiece | ArgumentsPiece
 
 
 class ReplyReader(Protocol):
-    """Takes the chunks of one reply apart."""
+    """Splits the chunks of one reply into text and calls."""
 
     def push(self, chunk: Chunk) -> list[Piece]:
-        """What became certain with a chunk."""
+        """Pieces that became certain with a chunk."""
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the reply."""
+        """Pieces that were held back, at the end of the reply."""
 
     @property
     def in_call(self) -> bool:
-        """Whether a call has begun whose arguments are not complete."""
+        """Whether a call has started whose arguments are not complete."""
 
 
 class PlainReader:
-    """Of replies that are text."""
+    """Reads replies that are only text."""
 
     def push(self, chunk: Chunk) -> list[Piece]:
-        """The chunk's text."""
         return [TextPiece(chunk.text)] if chunk.text else []
 
     def finish(self) -> list[Piece]:
-        """Nothing."""
         return []
 
     @property
     def in_call(self) -> bool:
-        """Never."""
         return False
 
 
 class CallReader:
-    """Implements `pieces.Reader` for a format of calls.
-
-    What turns out to be no call is text, so that nothing of a reply is lost.
+    """Reads replies that may hold calls in one format. Text that turns out to be no call stays text.
 
     Args:
-        form: how calls are written.
-        marker_id: of the marker where it is a special token, which has no text; else None.
+        marker_id: token id of the marker where it is a special token, which has no text; else None.
     """
 
     def __init__(self, form: ToolFormat, marker_id: int | None = None) -> None:
@@ -218,7 +210,6 @@ class CallReader:
         self._value = _ObjectEnd()
 
     def push(self, chunk: Chunk) -> list[Piece]:
-        """What became certain with a chunk."""
         if self._marker_id is not None and self._marker_id in chunk.token_ids:
             # The text of a chunk comes after its token.
             self._buffer += self._form.marker
@@ -226,14 +217,12 @@ class CallReader:
         return self._read()
 
     def finish(self) -> list[Piece]:
-        """What was held back for more to come."""
         left, self._buffer = self._buffer, ""
-        # A call that was cut short inside its shell has nothing to tell but its arguments, which were given.
+        # A call that was cut short has nothing to add to its arguments, which were given.
         return [TextPiece(left)] if left and self._state in (self._in_text, self._in_rest) else []
 
     @property
     def in_call(self) -> bool:
-        """Whether a call has begun whose arguments are not complete."""
         return self._state in (self._before_first, self._in_head, self._in_arguments)
 
     def _read(self) -> list[Piece]:
@@ -291,7 +280,7 @@ class CallReader:
         return [ArgumentsPiece(self._place, text[:end])]
 
     def _behind_arguments(self) -> list[Piece] | None:
-        """Another call, or the end of all, which may be how another begins."""
+        """Read another call or the end of all calls, which may start alike."""
         text, another = self._buffer, self._form.tail + self._form.between
         end = self._form.tail + self._form.suffix
         if text.startswith(another):
@@ -316,7 +305,7 @@ class CallReader:
 
 
 class _ObjectEnd:
-    """Finds where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -342,13 +331,13 @@ class _ObjectEnd:
 
 
 def _head_pattern(form: ToolFormat) -> re.Pattern[str]:
-    """What stands before arguments, with the function's name as its group."""
+    """A pattern for the text before arguments, with the function's name as its group."""
     before, _, behind = form.head("NAME").partition("NAME")
     return re.compile(re.escape(before) + r"([^\"\\]*)" + re.escape(behind))
 
 
 def _beginning(text: str, marker: str) -> int:
-    """How many characters at the end of the text may begin the marker."""
+    """How many characters at the end of the text may be the start of the marker."""
     most = min(len(text), len(marker) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
 
@@ -367,11 +356,9 @@ class Reply:
     """A reply that is being made.
 
     Attributes:
-        reader: takes it apart.
         text: so far, without calls.
-        calls: so far.
-        logprobs: of all tokens so far.
-        untold: of those that nothing was sent with yet.
+        logprobs: those of all tokens so far.
+        unsent: those that were not sent yet.
         result: once finished.
     """
 
@@ -379,36 +366,36 @@ class Reply:
     text: str = ""
     calls: list[Call] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    untold: list[TokenLogprob] = field(default_factory=list)
+    unsent: list[TokenLogprob] = field(default_factory=list)
     result: Result | None = None
 
     def push(self, chunk: Chunk) -> list[Piece]:
-        """What became certain with a chunk."""
+        """Add a chunk and return the pieces that became certain with it."""
         self.logprobs += chunk.logprobs
-        self.untold += chunk.logprobs
+        self.unsent += chunk.logprobs
         return self._gathered(self.reader.push(chunk))
 
     def finish(self, result: Result) -> list[Piece]:
-        """What was held back, at the end."""
+        """Add the result and return the pieces that were held back."""
         self.result = result
         return self._gathered(self.reader.finish())
 
-    def tell(self) -> list[TokenLogprob]:
-        """Log-probabilities that go with what is sent now."""
-        told, self.untold = self.untold, []
-        return told
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities to send now."""
+        unsent, self.unsent = self.unsent, []
+        return unsent
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens, where log-probabilities were asked for; that of an empty reply is the least."""
-        told = [token.logprob for token in self.logprobs]
-        return sum(told) / len(told) if told else -math.inf
+        """Mean log-probability of its tokens, if requested; minus infinity for an empty reply."""
+        found = [token.logprob for token in self.logprobs]
+        return sum(found) / len(found) if found else -math.inf
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for how it ended. It has none for cancelled: what was cut short ran out of length.
+        """OpenAI's word for how it ended; cancelled replies count as "length".
 
-        Calls whose arguments are complete can be answered, even where the reply was cut off behind the last of them.
+        Calls whose arguments are complete can be answered, even where the reply was cut off after the last of them.
         """
         assert self.result is not None, "the reply is not finished"
         if self.calls and not self.reader.in_call:
@@ -441,7 +428,7 @@ def usage(results: Sequence[Result], per_prompt: int = 1) -> dict[str, Any]:
 
 
 def responses_usage(results: Sequence[Result]) -> dict[str, Any]:
-    """The same in the words of /v1/responses."""
+    """Token counts in the fields of /v1/responses."""
     counted = usage(results)
     return {
         "input_tokens": counted["prompt_tokens"],
@@ -456,12 +443,12 @@ def responses_usage(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def timings(results: Sequence[Result]) -> dict[str, Any]:
-    """llama-server's times, summed over the replies: what was evaluated of the prompts, and what was written."""
+    """llama-server's timings, summed over the replies: of prompt evaluation and of generation."""
     cached = sum(result.timings.cached_prompt_tokens for result in results)
     prompt_n = sum(result.usage.prompt_tokens for result in results) - cached
     prompt_ms = sum(result.timings.prompt_ms for result in results)
     predicted_n = sum(result.usage.completion_tokens for result in results)
-    # As there, from a reply's first token on.
+    # As in llama-server, from a reply's first token on.
     predicted_ms = sum(r.timings.per_token_ms * max(r.usage.completion_tokens - 1, 0) for r in results)
     return {
         "cache_n": cached,
@@ -483,14 +470,14 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Those of chat completions and responses."""
+    """Log-probabilities in the form of chat completions and responses."""
     return [
         {**_entry(logprob), "top_logprobs": [_entry(other) for other in logprob.alternatives]} for logprob in logprobs
     ]
 
 
 def token_table(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-    """Those of legacy completions, and where the text behind them begins."""
+    """Log-probabilities in the form of legacy completions, and the offset of the text after them."""
     texts = [token_text(logprob) for logprob in logprobs]
     offsets = []
     for logprob in logprobs:
@@ -506,7 +493,7 @@ def token_table(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str
 
 
 def token_text(logprob: TokenLogprob) -> str:
-    """A token's text; of one that is only a part of a character its bytes, as OpenAI spells them."""
+    """A token's text; its bytes as OpenAI spells them where it is only a part of a character."""
     try:
         return logprob.bytes.decode("utf-8")
     except UnicodeDecodeError:
@@ -514,7 +501,7 @@ def token_text(logprob: TokenLogprob) -> str:
 
 
 def _top(logprob: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens and the token itself; of those with one text the likelier one's figure."""
+    """The likeliest tokens and the token itself; of tokens with equal text, the likeliest."""
     found: dict[str, float] = {}
     for other in (*logprob.alternatives, logprob):
         found.setdefault(token_text(other), other.logprob)

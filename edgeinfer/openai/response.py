@@ -29,13 +29,13 @@ from edgeinfer.records import dataclass
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
 _KEPT = "It holds a picture, or what only the server that wrote it can read: send the messages themselves."
-# Items of which nothing is told to the model: what one thought, and what tools of another server did unseen.
+# Items that the model does not see: reasoning, and the work of tools that another server ran.
 _UNSEEN = (
     "reasoning", "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output",
     "additional_tools", "compaction_trigger", "program", "program_output", "computer_call", "configuration_update",
 )  # fmt: skip
-# Calls of tools that are no functions, with the field that says what was asked for, and their answers.
+# Calls of tools that are no functions, with the field that holds their input, and their answers.
 _CALLS = {
     "custom_tool_call": "input",
     "local_shell_call": "action",
@@ -49,11 +49,7 @@ _ANSWERS = {f"{kind}_output" for kind in ("function_call", *_CALLS)}
 def read_input(
     value: Any, instructions: str | None, leave_out: Callable[[str], None] = lambda _: None
 ) -> list[Message]:
-    """The conversation that a response goes on with.
-
-    Args:
-        leave_out: called with each item that is not told to the model, but for thoughts.
-    """
+    """The conversation that a response continues; `leave_out` is called with each ignored item except reasoning."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
         raise RequestError(
@@ -103,12 +99,12 @@ def _answer(item: Mapping[str, Any], where: str) -> Message:
 
 
 def _id(item: Mapping[str, Any]) -> Any:
-    """What a call and its answer have in common; those of some tools have `id` alone, and an answer may have none."""
+    """The id that a call and its answer share; items of some tools have only `id`, and an answer may have none."""
     return next((item[name] for name in ("call_id", "id") if item.get(name) is not None), "")
 
 
 def _by_turn(messages: list[Message]) -> list[Message]:
-    """A turn of the assistant's is one message: what it says, and the calls behind."""
+    """Merge each turn of the assistant into one message: its text, then its calls."""
     turns: list[Message] = []
     for message in messages:
         before = turns[-1] if turns else None
@@ -119,7 +115,7 @@ def _by_turn(messages: list[Message]) -> list[Message]:
     return turns
 
 
-# Of cutting a conversation that is too long: none is, which then shows.
+# Cutting a conversation that is too long: not done here, so that the error shows.
 _CUTTING = ("truncation", "context_management")
 _IGNORED = (*IGNORED, *_CUTTING, "stream_options", "max_tool_calls", "background_options")
 _LOGPROBS = "message.output_text.logprobs"
@@ -130,20 +126,20 @@ class ResponseRequest:
     """A request.
 
     Attributes:
-        logprobs: whether log-probabilities are told.
-        told: what the answer says of the request.
-        ignored: fields of it that change nothing.
+        logprobs: log-probabilities were requested.
+        echoed: fields of the request that the answer repeats.
+        ignored: fields that are ignored.
     """
 
     stream: bool
     prompt: ChatPrompt
     logprobs: bool
-    told: Mapping[str, Any]
+    echoed: Mapping[str, Any]
     ignored: tuple[str, ...]
 
 
 def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequest:
-    """The request, checked."""
+    """Read and check a request."""
     fields = Fields(body)
     stream = fields.flag("stream")
     instructions = fields.text("instructions")
@@ -165,22 +161,22 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
     fields.only("prompt", (), "Nothing is stored here: send the text as input.")
     fields.end()
     used = GenerationConfig.for_chat(model.sampling, options)
-    told = {
+    echoed = {
         "instructions": instructions,
         "max_output_tokens": options.get("max_tokens"),
         "metadata": metadata,
         "parallel_tool_calls": several,
         "reasoning": {"effort": effort, "summary": None},
         "temperature": used.temperature,
-        "text": {"format": _told_format(options)},
+        "text": {"format": _echoed_format(options)},
         "tool_choice": wanted or "auto",
-        "tools": [_told_tool(tool) for tool in tools],
+        "tools": [_echoed_tool(tool) for tool in tools],
         "top_logprobs": alternatives or 0,
         "top_p": used.top_p,
     }
     use = ToolUse(dialect_of(model.tool_template_text), choice)
     prompt = ChatPrompt(messages, use, options, variables or None, fields=("input", "text.format"))
-    return ResponseRequest(stream, prompt, logprobs, told, tuple(fields.ignored))
+    return ResponseRequest(stream, prompt, logprobs, echoed, tuple(fields.ignored))
 
 
 def _text(fields: Fields) -> dict[str, Any]:
@@ -193,23 +189,18 @@ def _text(fields: Fields) -> dict[str, Any]:
     return options
 
 
-def _told_format(options: Mapping[str, Any]) -> dict[str, Any]:
+def _echoed_format(options: Mapping[str, Any]) -> dict[str, Any]:
     if "json_schema" in options:
         return {"type": "json_schema", "name": "schema", "schema": options["json_schema"], "strict": True}
     return {"type": "json_object" if "json_object" in options else "text"}
 
 
-def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"parameters": None, "strict": True, "description": None, **tool}
 
 
 class Item:
-    """An item that is being written.
-
-    Args:
-        place: among the response's items.
-        prefix: of its id.
-    """
+    """An item that is being written: number `place` of the response, with an id that starts with `prefix`."""
 
     def __init__(self, place: int, prefix: str) -> None:
         self.id = f"{prefix}_{secrets.token_hex(24)}"
@@ -230,7 +221,7 @@ class Item:
 
 
 class MessageItem(Item):
-    """A text."""
+    """A message of text."""
 
     def __init__(self, place: int) -> None:
         super().__init__(place, "msg")
@@ -239,7 +230,6 @@ class MessageItem(Item):
         self._logprobs: list[TokenLogprob] = []
 
     def opening(self) -> list[Event]:
-        """Its first events."""
         added = {"type": "response.content_part.added", **self._content, "part": self._part()}
         return [*super().opening(), added]
 
@@ -247,18 +237,16 @@ class MessageItem(Item):
         """More of the text."""
         self._text += text
         self._logprobs += logprobs
-        told = entries(logprobs)
-        return [{"type": "response.output_text.delta", **self._content, "delta": text, "logprobs": told}]
+        found = entries(logprobs)
+        return [{"type": "response.output_text.delta", **self._content, "delta": text, "logprobs": found}]
 
     def closing(self, status: str) -> list[Event]:
-        """Its last events."""
-        told = entries(self._logprobs)
-        done = {"type": "response.output_text.done", **self._content, "text": self._text, "logprobs": told}
+        found = entries(self._logprobs)
+        done = {"type": "response.output_text.done", **self._content, "text": self._text, "logprobs": found}
         part = {"type": "response.content_part.done", **self._content, "part": self._part()}
         return [done, part, *super().closing(status)]
 
     def whole(self, status: str) -> Event:
-        """The item; without its text as long as there is none."""
         started = status != "in_progress"
         content = [self._part()] if started else []
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
@@ -281,27 +269,17 @@ class CallItem(Item):
         return [{"type": "response.function_call_arguments.delta", **self._place, "delta": text}]
 
     def closing(self, status: str) -> list[Event]:
-        """Its last events."""
         told = {"name": self._call["name"], "arguments": self._arguments}
         done = {"type": "response.function_call_arguments.done", **self._place, **told}
         return [done, *super().closing(status)]
 
     def whole(self, status: str) -> Event:
-        """The item."""
         call = {**self._call, "arguments": self._arguments}
         return {"id": self.id, "type": "function_call", "status": status, **call}
 
 
 class ResponseCompletion(OneReply):
-    """Implements `contract.Completion` for a response.
-
-    Args:
-        body: of the request.
-        model: that answers.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """Implements `contract.Completion` for a response."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         self._request = read_request(body, model)
@@ -317,28 +295,23 @@ class ResponseCompletion(OneReply):
         }
 
     def opening(self) -> list[Event]:
-        """That there is a response."""
         kinds = ("response.created", "response.in_progress")
         return self._numbered([{"type": kind, "response": self._response("in_progress")} for kind in kinds])
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """What became certain with a chunk."""
         return self._numbered(self._events(self._reply.push(chunk)))
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """What was held back, and the end of the last item."""
         events = self._events(self._reply.finish(result))
-        left = self._told()
+        left = self._logprobs()
         if not self._items or left:
             events += self._text("", left)
         return self._numbered(events + self._close(self._status))
 
     def closing(self) -> list[Event]:
-        """The whole response once more."""
         return self._numbered([{"type": f"response.{self._status}", "response": self.whole()}])
 
     def whole(self) -> Event:
-        """The answer."""
         return self._response(self._status)
 
     @property
@@ -350,7 +323,7 @@ class ResponseCompletion(OneReply):
         for piece in pieces:
             match piece:
                 case TextPiece(text):
-                    events += self._text(text, self._told())
+                    events += self._text(text, self._logprobs())
                 case CallPiece(_, id_, name):
                     events += self._open(CallItem(len(self._items), id_, name))
                 case ArgumentsPiece(_, text):
@@ -363,15 +336,15 @@ class ResponseCompletion(OneReply):
         events: list[Event] = []
         if not self._items or not isinstance(self._items[-1], MessageItem):
             if not text and self._items:
-                return []  # log-probabilities of a call, which have no place
+                return []  # log-probabilities of a call have no field
             events += self._open(MessageItem(len(self._items)))
         item = self._items[-1]
         assert isinstance(item, MessageItem), "a message was just opened"
         return events + (item.delta(text, logprobs) if text or logprobs else [])
 
-    def _told(self) -> list[TokenLogprob]:
-        told = self._reply.tell()
-        return told if self._request.logprobs else []
+    def _logprobs(self) -> list[TokenLogprob]:
+        found = self._reply.take_logprobs()
+        return found if self._request.logprobs else []
 
     def _open(self, item: Item) -> list[Event]:
         events = self._close("completed")
@@ -379,7 +352,7 @@ class ResponseCompletion(OneReply):
         return events + item.opening()
 
     def _close(self, status: str) -> list[Event]:
-        """Ends the item that is being written, if any."""
+        """End the item that is being written, if any."""
         if len(self._written) == len(self._items):
             return []
         item = self._items[-1]
@@ -392,7 +365,7 @@ class ResponseCompletion(OneReply):
     def _response(self, status: str) -> Event:
         response = {
             **self._head,
-            **self._request.told,
+            **self._request.echoed,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -12,14 +12,14 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar import fault
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words, json_rule
 
-# Beside one of these an object's properties need not be all that it has.
+# With one of these keywords, an object may have more than the listed properties.
 _OPENING = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf",
     "$ref",
 )  # fmt: skip
 _IDLE: Mapping[str, Any] = {"minProperties": 0, "allOf": [], "patternProperties": {}}
 _MAPS = ("properties", "$defs", "definitions")
-# What may stand beside a reference that is followed here.
+# Keywords that may accompany a reference that is followed here.
 _BESIDE = frozenset({"$ref", "title", "description", "default", "examples"})
 # Alternatives are compared in pairs, value by value; a million comparisons take a third of a second.
 _MOST_HOPS, _MOST_STEPS = 8, 1_000_000
@@ -28,12 +28,11 @@ _LISTS = ("anyOf", "oneOf", "prefixItems")
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with objects that name their properties having no others, unless it says that they may.
+    """The schema with `additionalProperties: false` for objects that list their properties, unless it allows others.
 
-    By the standard they may have any others, of which small models make up one after another; llama.cpp's server and
-    Ollama close them too. Every document of the result is one of the schema. One whose parts say together what an
-    object has is left as it is, and so is one with a `oneOf` where closing could make a document that fits two
-    alternatives fit only one.
+    By the standard others are allowed, and small models invent one after another; llama.cpp's server and Ollama close
+    objects too. Every document of the result matches the schema. A schema whose parts define an object together is
+    left as it is, as is one with a `oneOf` where closing could make a document match one alternative instead of two.
     """
     return dict(schema) if _combines(schema) or _blurs(schema) else dict(_closed(schema))
 
@@ -49,7 +48,7 @@ def _combines(value: Any) -> bool:
 
 
 def _says(schema: Mapping[str, Any], keyword: str) -> bool:
-    """Whether a schema has a keyword with a value that could demand or allow something."""
+    """Whether a schema has a keyword with a value that has an effect."""
     value = schema.get(keyword)
     return value is not None and not (keyword in _IDLE and value == _IDLE[keyword])
 
@@ -78,13 +77,13 @@ def _closed(schema: Any) -> Any:
 
 
 def _blurs(schema: Mapping[str, Any]) -> bool:
-    """Whether closing may change which documents fit exactly one alternative of a `oneOf`."""
+    """Whether closing may change which documents match exactly one alternative of a `oneOf`."""
     found = [part["oneOf"] for part in _parts(schema) if isinstance(part.get("oneOf"), list)]
     if found and "$schema" in schema and not str(schema["$schema"]).startswith(_RECENT):
-        # Older drafts leave out keywords by which alternatives are told apart here.
+        # Older drafts lack keywords that distinguish alternatives here.
         return True
     followed = [[_target(each, schema) for each in alternatives] for alternatives in found]
-    sizes: dict[int, int] = {}  # of what references lead to many times
+    sizes: dict[int, int] = {}  # of targets that several references share
     steps = 0
     for targets in followed:
         for each in targets:
@@ -98,7 +97,7 @@ def _blurs(schema: Mapping[str, Any]) -> bool:
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """All values of JSON inside of one, itself included."""
+    """All JSON values inside of one, itself included."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -115,7 +114,7 @@ def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _target(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference to `$defs` leads to, if it stands alone but for what informs; other schemas as they are."""
+    """The target of a reference to `$defs` that only annotations accompany; other schemas as they are."""
     for _ in range(_MOST_HOPS):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -129,15 +128,14 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Alternative:
-    """What tells an alternative of a `oneOf` from others.
+    """The properties that distinguish an alternative of a `oneOf`.
 
     Attributes:
-        closes: whether closing may leave fewer documents of it.
-        types: that it allows; none where it says nothing of them, or refers to another schema.
-        listed: of each property that it names, what it may be; empty where it may be anything, None where it names no
-            properties.
-        required: properties that its documents have.
-        ends: whether it has no properties but those, once it is closed.
+        closes: whether closing may reduce its documents.
+        types: allowed types; empty where it does not say, or refers to another schema.
+        listed: allowed values by property; empty for any value, None where it lists no properties.
+        required: required properties.
+        ends: whether it allows only the listed properties, once it is closed.
     """
 
     closes: bool
@@ -148,7 +146,7 @@ class _Alternative:
 
     @classmethod
     def of(cls, schema: Any) -> _Alternative:
-        """Reads it."""
+        """Read an alternative."""
         closes = any("properties" in part or "$ref" in part for part in _parts(schema))
         if not isinstance(schema, Mapping) or "$ref" in schema:
             return cls(closes)
@@ -159,7 +157,7 @@ class _Alternative:
         return cls(closes, frozenset(_types(schema)), listed, required, ends)
 
     def excludes(self, other: _Alternative) -> bool:
-        """Whether surely no document of this schema, when it is closed, is one of another as that stands."""
+        """Whether certainly no document of this schema, once closed, matches another that is not."""
         if self.types and other.types and self.types.isdisjoint(other.types):
             return True
         if {"object"} not in (self.types, other.types) or self.listed is None:
@@ -173,12 +171,12 @@ class _Alternative:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema allows, integers among numbers; none where it says nothing of them."""
+    """The types that a schema allows, with integers as numbers; empty where it does not say."""
     return {"number" if name == "integer" else name for name in _listed(schema.get("type")) if isinstance(name, str)}
 
 
 def _values(schema: Any) -> list[Any]:
-    """What a schema lists; nothing where it lists nothing."""
+    """The values that a schema lists; empty where it lists none."""
     if not isinstance(schema, Mapping):
         return []
     return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
@@ -192,19 +190,18 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-# Demands that the engine follows in some schemas and not in others, by what stands next to them.
+# Keywords that the engine follows in some schemas and not in others, depending on their neighbours.
 _DELICATE: tuple[str, ...] = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern", "format")
 _DELICATE += ("multipleOf", "minLength", "maxLength", "minItems", "maxItems")
-_WHOLE = "the schema"  # that was left out
+_WHOLE = "the schema"  # named where all of it is left out
 
 
 @dataclass(frozen=True)
 class ArgumentRules:
-    """Of each of some functions, what its arguments are in a grammar.
+    """Grammar rules for the arguments of functions, in their order.
 
     Attributes:
-        rules: of the functions, in order.
-        left_out: what the rules do not hold arguments to, such as "uniqueItems of the tool set_tags".
+        left_out: constraints that the rules do not enforce, such as "uniqueItems of the tool set_tags".
     """
 
     rules: tuple[str, ...]
@@ -212,11 +209,10 @@ class ArgumentRules:
 
 
 def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> ArgumentRules:
-    """The rules of functions, each given by its name, whether it is strict, and the schema of its arguments. May take
-    seconds.
+    """The rules of functions given as name, strictness and schema of the arguments. May take seconds.
 
-    OpenAI's and Anthropic's servers take any schema of a function that is not strict, so that one which cannot be
-    followed is no reason to refuse a request: it loses the keywords at fault, or else all.
+    OpenAI's and Anthropic's servers accept any schema for a function that is not strict. A schema that cannot be
+    followed therefore loses the keywords at fault, or else all, instead of being refused.
     """
     every = [_Arguments(*function) for function in functions]
     if fault(_grammar(every)):
@@ -230,7 +226,7 @@ def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> 
 
 
 class _Arguments:
-    """Those of one function, by the strictest rule that can be followed."""
+    """The arguments of one function, by the strictest rule that can be followed."""
 
     def __init__(self, name: str, strict: bool, schema: Mapping[str, Any]) -> None:
         self.name, self._strict, self._schema = name, strict, schema
@@ -243,7 +239,7 @@ class _Arguments:
             self._loosen(schema)
 
     def loosen_while_faulty(self) -> None:
-        """Leaves out more and more, up to all, until the engine follows the rest."""
+        """Leave out more and more, up to all, until the engine can follow the rest."""
         wrong = fault(_grammar([self]))
         if wrong and self._strict:
             message = f"The schema of the strict tool {self.name} cannot be used: {in_words(wrong)}."
@@ -256,7 +252,7 @@ class _Arguments:
             wrong = fault(_grammar([self]))
 
     def free(self) -> None:
-        """Holds arguments to nothing but JSON's object, unless the function is strict."""
+        """Allow any JSON object as arguments, unless the function is strict."""
         if not self._strict:
             self.rule, self.left_out = json_rule({"type": "object"}), {_WHOLE}
 
@@ -275,14 +271,14 @@ class _Arguments:
 
 
 def _grammar(every: Sequence[_Arguments]) -> str:
-    """A grammar of the arguments of one of some functions."""
+    """A grammar that matches the arguments of any of these functions."""
     start = " | ".join(f'"{place} " args_{place}' for place in range(len(every)))
     rules = [f"start: {start}", *(f"args_{place}: {each.rule}" for place, each in enumerate(every))]
     return grammar_source(GenerationConfig(grammar="\n".join(rules))) or ""
 
 
 def _coarse(schema: Any, words: Collection[str], found: set[str], *, of_names: bool = False) -> Any:
-    """A schema without some keywords, `anyOf` for `oneOf`; `found` is given those that it had."""
+    """A schema without some keywords, and with `anyOf` for `oneOf`; adds those it had to `found`."""
     if isinstance(schema, list):
         return [_coarse(each, words, found) for each in schema]
     if not isinstance(schema, Mapping):

@@ -25,20 +25,12 @@ from edgeinfer.openai.replies import Reply, timings, token_table, usage
 from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.results import Chunk, Result
 
-# OpenAI's, where a request says nothing.
+# OpenAI's default.
 _DEFAULT_LENGTH = 16
 
 
 class TextCompletion:
-    """Implements `contract.Completion` for texts to go on with.
-
-    Args:
-        body: of the request.
-        model: that answers.
-
-    Raises:
-        RequestError: a field is unknown, malformed or asks for what cannot be.
-    """
+    """Implements `contract.Completion` for text completions."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
@@ -64,7 +56,7 @@ class TextCompletion:
         fields.end()
         self.ignored = tuple(fields.ignored)
         self._replies = [Reply() for _ in range(self.n)]
-        self._offsets = [0] * self.n  # characters that log-probabilities were told of
+        self._offsets = [0] * self.n  # characters whose log-probabilities were sent
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -75,46 +67,38 @@ class TextCompletion:
         self._echoed = [self._text_of(prompt, model) if self._echo else "" for prompt in prompts]
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Refuses a form of the reply that cannot be had."""
         self._prompts[0].check(model)
 
     def prepare(self, model: ChatModel[Any]) -> None:
-        """Makes tokens of the prompts."""
         self._prompts = [prompt.prepared(model) for prompt in self._prompts]
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        """Begins a reply."""
         place, reply = divmod(index, self._each)
         return self._prompts[place].start(model, reply)[0]
 
     def opening(self) -> list[Event]:
-        """The prompts, where they were asked for."""
         return [self._event(i, self._echoed[i // self._each]) for i in range(self.n)] if self._echo else []
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """Its text."""
         reply = self._replies[index]
         reply.push(chunk)
-        return [self._event(index, chunk.text, self._told(index))] if chunk.text else []
+        return [self._event(index, chunk.text, self._table(index))] if chunk.text else []
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        """Why the reply ended."""
         reply = self._replies[index]
         reply.finish(result)
-        last = self._event(index, "", self._told(index), reply.finish_reason)
+        last = self._event(index, "", self._table(index), reply.finish_reason)
         return [last | {"timings": timings([result])}]
 
     def closing(self) -> list[Event]:
-        """The tokens of all replies, where they were asked for."""
         return [{**self._head, "choices": [], **self._figures()}] if self._usage_wanted else []
 
     def whole(self) -> Event:
-        """The answer."""
         choices = [self._choice(place, index) for place, index in enumerate(self._best())]
         return {**self._head, "choices": choices, **self._figures()} | warnings(self.ignored)
 
     def _best(self) -> list[int]:
-        """The replies to each prompt that are given: all, or the likeliest ones, the best first."""
+        """The replies to return for each prompt: all, or the likeliest ones, best first."""
         if self._given == self._each:
             return list(range(self.n))
         groups = (range(first, first + self._each) for first in range(0, self.n, self._each))
@@ -125,11 +109,11 @@ class TextCompletion:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
 
-    def _told(self, index: int) -> dict[str, Any] | None:
-        told = self._replies[index].tell()
-        if not told:
+    def _table(self, index: int) -> dict[str, Any] | None:
+        found = self._replies[index].take_logprobs()
+        if not found:
             return None
-        table, self._offsets[index] = token_table(told, self._offsets[index])
+        table, self._offsets[index] = token_table(found, self._offsets[index])
         return table
 
     def _choice(self, place: int, index: int) -> dict[str, Any]:
@@ -158,7 +142,7 @@ def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:
     prompts = prompt if several else [prompt]
     if len(prompts) > MOST_REPLIES:
         raise fields.wrong("prompt", f"{len(prompts)} prompts", f"The limit is {MOST_REPLIES}.")
-    # An empty text begins as the model's texts do.
+    # An empty text starts with the model's begin token.
     return [model.begin_ids if one == "" and model.begin_ids else _prompt(one, fields) for one in prompts]
 
 
@@ -169,12 +153,12 @@ def _prompt(prompt: Any, fields: Fields) -> str | list[int]:
 
 
 def is_id(value: Any) -> bool:
-    """Whether a part of a prompt can be a token's id."""
+    """Whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def _replies_each(fields: Fields, prompts: int, *, stream: bool) -> tuple[int, int]:
-    """How many replies to each prompt are given, and how many are made."""
+    """How many replies to each prompt are returned, and how many are made."""
     given = fields.whole("n", 1, MOST_REPLIES) or 1
     made = fields.whole("best_of", 1, MOST_REPLIES)
     name, each = ("n", given) if made is None else ("best_of", made)

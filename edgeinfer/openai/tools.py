@@ -1,4 +1,4 @@
-"""Functions that a reply may call: read from a request, told to the model, held to by a grammar, read from replies."""
+"""Functions that a reply may call: read from a request, described to the model, enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class ToolFunction:
     """A function that may be called.
 
     Attributes:
-        parameters: JSON Schema of its arguments, an object's.
-        strict: whether all of that has to be followed.
+        parameters: JSON Schema of its arguments, of type object.
+        strict: arguments must follow all of the schema.
     """
 
     name: str
@@ -57,11 +57,11 @@ class ToolFunction:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The schema that arguments are held to: of an object that names its members, no others are taken."""
+        """The schema that arguments must follow; objects that list their properties have no others."""
         return closed(self.parameters)
 
     def as_tool(self) -> dict[str, Any]:
-        """As OpenAI's requests and chat templates have it."""
+        """The function in the form of OpenAI's requests and chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -69,11 +69,11 @@ class ToolFunction:
 def read_functions(
     tools: Sequence[Any], *, flat: bool = False, leave_out: Callable[[str], None] | None = None
 ) -> tuple[ToolFunction, ...]:
-    """The functions of a request's tools.
+    """Read the functions of a request's tools.
 
     Args:
-        flat: a function's fields are the tool's own, as in /v1/responses.
-        leave_out: called with each tool that only another server can run, which is then not offered; None refuses it.
+        flat: the tool holds the function's fields itself, as in /v1/responses.
+        leave_out: called with each tool that only another server can run and that is not offered; None refuses it.
     """
     if len(tools) > _MOST:
         raise RequestError(f"The request has {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
@@ -123,13 +123,7 @@ _HINT = 'Give none, auto, required or {"type": "function", "function": {"name": 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What the reply may call.
-
-    Attributes:
-        mode: calls are impossible, possible or certain.
-        functions: of those offered, that may be called.
-        several: whether more than one call may be made.
-    """
+    """The functions that the reply may call; `several` allows more than one call."""
 
     mode: Literal["none", "auto", "required"]
     functions: tuple[ToolFunction, ...]
@@ -137,12 +131,12 @@ class ToolChoice:
 
     @cached_property
     def arguments(self) -> ArgumentRules:
-        """What calls are held to. Finding it out may take seconds; errors as `argument_rules`."""
+        """The rules of arguments; may take seconds, with errors as of `argument_rules`."""
         return argument_rules((each.name, each.strict, each.arguments) for each in self.functions)
 
 
 def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) -> ToolChoice:
-    """The choice of a request, with a function's name inside `function` or, as in /v1/responses, beside `type`."""
+    """Read a request's choice, with a function's name inside `function` or, as in /v1/responses, next to `type`."""
     offered = tuple(functions)
     mode = value if isinstance(value, str) else None
     if value is None or mode in ("", "none", "auto"):
@@ -183,11 +177,10 @@ _ANY = "/(?s:.*)/"
 def calls_grammar(
     form: ToolFormat, choice: ToolChoice, marker_id: int | None, content: Mapping[str, Any] | None = None
 ) -> str:
-    """A grammar in Lark's notation: free text up to the marker, from there on valid calls and nothing else.
+    """A grammar in Lark's notation: free text up to the marker, from there on only valid calls.
 
     Args:
-        choice: what may be called, and whether something must be.
-        marker_id: of the marker where it is a special token, which no text spells; else None.
+        marker_id: token id of the marker where it is a special token, which no text spells; else None.
         content: schema of a reply without calls; None leaves it free.
     """
     marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
@@ -208,7 +201,7 @@ def calls_grammar(
 
 
 def _call_rules(form: ToolFormat, choice: ToolChoice) -> list[str]:
-    """`first` stands behind the marker, `call` behind another call."""
+    """Rules for calls: `first` follows the marker, `call` another call."""
     names = [function.name for function in choice.functions]
     behind = len(form.marker)
     firsts = _alternatives([(form.prefix + form.head(name))[behind:] for name in names], form.tail)
@@ -226,7 +219,7 @@ def _escaped(text: str) -> str:
 
 
 def conversation(messages: Sequence[Message], dialect: Dialect, functions: Sequence[ToolFunction]) -> list[Message]:
-    """The messages for the template; where that knows no functions, they tell of `functions` and of earlier calls."""
+    """The messages for the template; where it knows no functions, messages describe `functions` and earlier calls."""
     if dialect.native:
         return [_fitted(message, dialect.format) for message in messages]
     return _with_system(calls_in_text(messages), _described(functions)) if functions else calls_in_text(messages)
@@ -247,19 +240,14 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
-# Of the forms a reply may be asked to have, those that can be had besides calls.
+# Forms of a reply that can be combined with calls, and those that cannot.
 _WITH_CALLS = ("json_schema", "json_object")
 _OTHERS = ("regex", "grammar", "choices")
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of functions, for one model.
-
-    Attributes:
-        dialect: how the model is told of them and calls them.
-        choice: what may be called.
-    """
+    """The functions of a request, in the dialect of one model."""
 
     dialect: Dialect
     choice: ToolChoice
@@ -271,22 +259,22 @@ class ToolUse:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What calls are not held to, once `options` was asked."""
+        """Constraints on calls that are not enforced; known after `options`."""
         return self.choice.arguments.left_out if self.calls else ()
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """What the model's chat template is given."""
+        """The tools for the model's chat template."""
         if not (self.calls and self.dialect.native):
             return None
         return [function.as_tool() for function in self.choice.functions]
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation as the model's chat template takes it."""
+        """The conversation in the form that the model's chat template takes."""
         return conversation(messages, self.dialect, self.choice.functions if self.calls else ())
 
     def options(self, model: ChatModel[Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of GenerationConfig for a reply that may hold calls, from those that were asked for."""
+        """The given options, changed for a reply that may hold calls."""
         if not self.calls:
             return dict(asked)
         other = next((name for name in _OTHERS if name in asked), None)
@@ -304,21 +292,21 @@ class ToolUse:
         return {**options, "grammar": grammar}
 
     def reader(self, model: ChatModel[Any]) -> ReplyReader:
-        """Takes one reply apart."""
+        """A reader that splits one reply into text and calls."""
         return CallReader(self.dialect.format, self._marker_id(model)) if self.calls else PlainReader()
 
     def mark(self, model: ChatModel[Any]) -> CallMark | None:
-        """What calls begin with in the reply; None where it holds none."""
+        """The start of calls in the reply; None where it holds none."""
         form = self.dialect.format
         return CallMark(form.marker, self._marker_id(model), form.anywhere) if self.calls else None
 
     def _marker_id(self, model: ChatModel[Any]) -> int | None:
-        """The marker's id where it is a special token, which has no text; None where text spells it."""
+        """The marker's token id where it is a special token, which has no text; None where text spells it."""
         ids = model.tokenize(self.dialect.format.marker, add_special=False)
         return ids[0] if len(ids) == 1 and not model.detokenize(ids) else None
 
 
 def _described(functions: Sequence[ToolFunction]) -> str:
-    """What a system message says of functions."""
+    """The description of functions in a system message."""
     lines = [json.dumps(function.as_tool(), ensure_ascii=False) for function in functions]
     return _DESCRIPTION.format(functions="\n".join(lines))
