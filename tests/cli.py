@@ -34,23 +34,18 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C is heard in here, and by processes that begin here, also where it is ignored outside, as under nohup."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def handling(number: signal.Signals, action: signal.Handlers | None = None) -> Iterator[None]:
+    """Set the action of a signal in the block and in processes started there, even if the tests run under nohup.
+
+    Args:
+        action: None is Python's default.
+    """
+    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, default if action is None else action)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def hanging_up(action: signal.Handlers = signal.SIG_DFL) -> Iterator[None]:
-    """Processes that begin in here do this at SIGHUP, however the tests were started."""
-    before = signal.signal(signal.SIGHUP, action)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def edgeinfer(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -61,7 +56,7 @@ def edgeinfer(*arguments: str | Path, stdin: bytes = b"") -> subprocess.Complete
         tempfile.TemporaryFile() as piped,
         io.TextIOWrapper(piped, "utf-8") as text,
         pytest.MonkeyPatch.context() as patch,
-        interruptible(),
+        handling(signal.SIGINT),
     ):
         piped.write(stdin)
         piped.seek(0)
@@ -87,7 +82,7 @@ class Child(subprocess.Popen[bytes]):
     """A process with its output piped that does not outlive its `with`, and for which nothing waits without end."""
 
     def __init__(self, line: list[str], env: Mapping[str, str], stdin: int | None = None) -> None:
-        with interruptible():
+        with handling(signal.SIGINT):
             super().__init__(line, env=env, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def wait(self, timeout: float | None = None) -> int:

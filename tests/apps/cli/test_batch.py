@@ -1,4 +1,5 @@
-"""`edgeinfer batch`: every request is answered once and in order, whatever lines hold, however often it is killed."""
+"""`edgeinfer batch`: every request is answered once and in order, whatever its line contains, however often it is
+killed."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ def replies(path: Path) -> list[dict[str, Any]]:
 
 
 def has_lines(path: Path, count: int) -> bool:
-    """Whether there are so many whole lines behind the first."""
+    """Whether a file has more than `count` lines."""
     return path.exists() and path.read_bytes().count(b"\n") > count
 
 
 def said(reply: dict[str, Any]) -> tuple[str, str, str]:
-    """What a line says, without what differs from run to run."""
+    """A reply without what differs between runs."""
     (choice,) = reply["response"]["body"]["choices"]
     return reply["custom_id"], choice["text"], choice["finish_reason"]
 
@@ -88,7 +89,7 @@ def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     assert run("batch", requests, "-o", output, *SMALL).returncode == 0
     whole = replies(output)
     kept = {"line": 2, "failed": False, "reply": whole[1] | {"kept": True}}
-    # What the head must be is told by an unfinished run.
+    # An unfinished run gives the head.
     with edgeinfer.load(context=192, threads=1) as model:
         from edgeinfer.tools.batch import BatchInput, answer_batch
 
@@ -99,7 +100,7 @@ def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
             answer_batch(model, BatchInput.open(requests), output, parallel=2, progress=stop)
     head = unfinished.read_text("utf-8")
     unfinished.write_text(f"{head}{json.dumps(kept)}\n" + '{"line": 3, "failed": fal', "utf-8")
-    # The output of a run that was killed before it had removed what lay beside.
+    # As left by a run that was killed before it removed the partial file.
     done = run("batch", requests, "-o", output, "--json", *SMALL)
     assert json.loads(done.stdout).items() >= {"requests": 3, "failed": 0, "resumed": 1}.items()
     assert [reply.pop("kept", False) for reply in replies(output)] == [False, True, False]

@@ -1,10 +1,11 @@
-"""The terminal chat: commands, piped input, Ctrl-C, and what survives a mistake."""
+"""The terminal chat: commands, pasted and piped input, Ctrl-C, wrapped lines, and mistakes."""
 
 from __future__ import annotations
 
 import io
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +23,12 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.terminal.app import SwitchedModel, TerminalChat, WrappedText
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, ContextLengthError, ModelError, UserError
-from tests.cli import interruptible
+from tests.cli import handling
 from tests.fakes import FakeStream
 
 
 class FakeModel:
-    """A model and its one conversation: answers by counting messages, fails on "fail" and "break"."""
+    """A fake model with one conversation: it repeats messages and fails on "fail" and "break"."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -88,12 +89,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel()
     monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
     monkeypatch.setattr("edgeinfer.hub.resolve", lambda model, **_: Path(model))
-    with interruptible():
+    with handling(signal.SIGINT):
         yield model
 
 
 def typing(*lines: str | type[BaseException]) -> Callable[[str], str]:
-    """A person at the keyboard, who presses Ctrl-D at the end."""
+    """The input of a person who ends with Ctrl-D."""
     waiting = iter([*lines, EOFError])
 
     def read(prompt: str) -> str:
@@ -289,7 +290,7 @@ def test_a_paste_is_one_message(library: str) -> None:
 
 
 def _until(terminal: int, text: str) -> None:
-    """Reads what the terminal shows until this is there."""
+    """Read the terminal until a text appears."""
     said = ""
     while text not in said:
         assert select.select([terminal], [], [], 30)[0], said

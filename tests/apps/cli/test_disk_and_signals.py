@@ -1,4 +1,4 @@
-"""A full disk, places that cannot be written, and Ctrl-C: nothing half-written stays; exit codes of real processes."""
+"""Full disks, unwritable places and Ctrl-C leave nothing half-written; exit codes of real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def checkpoint() -> Path:
 
 
 def make_endless(folder: Path) -> None:
-    """A checkpoint that tells on and on."""
     make_checkpoint(folder / "tiny", "Llama", max_position_embeddings=2**20, eos_token_id=None)
 
 
@@ -59,7 +58,7 @@ def bundle(good_bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def vast_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose export takes seconds: a file of holes with a vocabulary of over a million tokens."""
+    """A checkpoint whose export takes seconds: a sparse file with a vocabulary of over a million tokens."""
     folder = tmp_path_factory.mktemp("checkpoint") / "vast"
     folder.mkdir()
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
@@ -84,7 +83,7 @@ def vast_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def with_mount(folder: Path, options: str, script: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs a shell script with a file system in memory at `folder`, seen by the script alone, or skips.
+    """Run a shell script with a file system in memory at `folder`, or skip.
 
     The script gets the folder as $1 and edgeinfer as the rest of its arguments.
     """
@@ -125,7 +124,7 @@ def test_a_read_only_file_system(checkpoint: Path, tmp_path: Path) -> None:
     "blocks", [pytest.param(0, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow), 400]
 )
 def test_a_limit_on_file_sizes(checkpoint: Path, bundle: Path, tmp_path: Path, blocks: int) -> None:
-    """Portable stand-in for the full disk, which strikes at different files; a block has 512 bytes."""
+    """A portable stand-in for the full disk, which strikes at different files; a block has 512 bytes."""
     before = contents(tmp_path)
     export = command("export", checkpoint, bundle, "--bits", "32", "--force")
     line = ["sh", "-c", 'ulimit -f "$1"; shift; exec "$@"', "sh", str(blocks), *export]
@@ -201,7 +200,7 @@ def test_the_exit_code_survives_where_the_error_cannot_be_said(good_bundle: Path
     ],
 )
 def test_exit_codes(good_bundle: Path, checkpoint: Path, tmp_path: Path, arguments: str, code: int, says: str) -> None:
-    """Of real processes; 130 is below."""
+    """Real processes; 130 is tested below."""
     filled = arguments.format(bundle=good_bundle, checkpoint=checkpoint, folder=tmp_path)
     done = edgeinfer_process(*filled.split())
     assert done.returncode == code, done.stderr
@@ -286,7 +285,7 @@ def test_ctrl_c_while_commands_are_imported(module: str) -> None:
 
 
 def test_ctrl_c_while_the_prompt_is_awaited_or_just_before(good_bundle: Path) -> None:
-    """Whenever it comes after the command has begun."""
+    """At any time after the command has started."""
     code = (
         "import os, sys, edgeinfer.apps.cli.main as main; build = main.build_parser; "
         "main.build_parser = lambda *only: (os.write(1, b'begun'), build(*only))[1]; "

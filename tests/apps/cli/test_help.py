@@ -1,4 +1,4 @@
-"""Help of two levels, flags that are called as in Python, and suggestions for what is misspelt."""
+"""Help of two levels, flags named as in Python, and suggestions for misspelt words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 
 @pytest.fixture(scope="module")
 def parsers() -> list[Parser]:
-    """Of every command and of those under it."""
+    """The parsers of all commands and subcommands."""
     return list(nested(build_parser()))
 
 
@@ -41,7 +41,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(text: str) -> int:
-    """On a screen, where longer lines go on in the next."""
+    """Lines on a screen, which wraps longer ones."""
     return sum(max(1, -(-len(line) // SCREEN_COLUMNS)) for line in text.splitlines())
 
 

@@ -22,7 +22,7 @@ from edgeinfer.apps.cli.main import COMMANDS, main
 from edgeinfer.apps.cli.output import print_json
 from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
 from edgeinfer.results import ModelInfo
-from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
+from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, handling, refuses, start
 from tests.cli import edgeinfer as run
 from tests.fakes import FakeStream
 from tests.recorded import check_recorded
@@ -84,7 +84,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel()
     monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
     monkeypatch.setattr("edgeinfer.hub.resolve", lambda model, **_: Path(model))
-    with interruptible():
+    with handling(signal.SIGINT):
         yield model
 
 
@@ -400,7 +400,6 @@ def test_closed_pipe_is_quiet() -> None:
 @needs_builtin
 @pytest.mark.slow
 def test_builtin_model_tells_a_story() -> None:
-    """The same in another process."""
     story = ("run", "-p", "Once upon a time", "-n", "16")
     first = run(*story)
     assert first.returncode == 0, first.stderr

@@ -1,4 +1,4 @@
-"""`edgeinfer serve` as a user meets it: what it says when it is ready, how it ends, what it refuses."""
+"""`edgeinfer serve`: what it prints when it is ready, how it ends, what it refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn", reason="the server extra is not installed")
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.server import serving
 from tests.apps.server.served import Client, served_process
-from tests.cli import TIME_LIMIT, edgeinfer, hanging_up, refuses, start
+from tests.cli import TIME_LIMIT, edgeinfer, handling, refuses, start
 from tests.speculation import BUILTIN, needs_builtin
 from tests.waiting import wait_until
 
@@ -37,7 +37,7 @@ SMALL = ["-c", "256", "-t", "1", "--speculation", "off"]
 
 
 class Lines:
-    """Takes what is said of a stream."""
+    """A fake stream that queues what is written."""
 
     def __init__(self) -> None:
         self.said: queue.Queue[str] = queue.Queue()
@@ -51,7 +51,7 @@ class Lines:
 
 @contextlib.contextmanager
 def serve(*arguments: str | Path) -> Iterator[tuple[str, Client]]:
-    """The command in a thread of this process: the line it says when it is ready, and who asks it."""
+    """Run the command in a thread; give the line it prints when it is ready, and a client."""
     out, servers, codes = Lines(), list[serving.Server](), list[int]()
 
     class Noted(serving.Server):
@@ -194,7 +194,7 @@ def test_a_key_from_a_file_lets_others_in(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_model_is_away(number: int) -> None:
-    with hanging_up(), served_process("--idle-unload", "0.5") as server:
+    with handling(signal.SIGHUP), served_process("--idle-unload", "0.5") as server:
 
         def sleeps() -> bool:
             return bool(server.get("/props").json()["is_sleeping"])
@@ -210,7 +210,7 @@ def test_a_signal_while_the_model_is_away(number: int) -> None:
 @needs_builtin
 @pytest.mark.slow
 def test_a_server_of_nohup_stays_when_its_terminal_goes() -> None:
-    with hanging_up(signal.SIG_IGN), served_process() as server:
+    with handling(signal.SIGHUP, signal.SIG_IGN), served_process() as server:
         server.process.send_signal(signal.SIGHUP)
         answer = server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})
         assert answer.status_code == 200
@@ -230,7 +230,6 @@ def test_a_signal_while_the_model_loads() -> None:
 
 
 def listening(pid: int) -> list[int]:
-    """Ports that a process listens on."""
     connections = psutil.Process(pid).net_connections("tcp")
     return [int(each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN]
 
@@ -264,5 +263,5 @@ def test_a_model_answers_to_what_it_was_asked_for_as() -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
         assert server.post("/v1/chat/completions", body | {"model": str(BUILTIN)}).status_code == 200
         assert server.post("/v1/chat/completions", body | {"model": "tales"}).status_code == 200
-        # Where it lies on this machine is nobody's to read.
+        # Its place on this machine is private.
         assert str(BUILTIN) not in server.get("/v1/models").text + server.get("/props").text

@@ -30,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("cache", "told_costs")
 
 
 def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
-    """What a command writes on stdout; of a reply's end alone is told beside it. One thread, so that machines at work
-    matter less."""
+    """Return a command's stdout; stderr may only tell why the reply ended. One thread, so that load matters less."""
     assert main([*map(str, arguments), *(() if arguments[0] == "plan" else ("-t", "1"))]) == code
     out, err = capsys.readouterr()
     assert all(line.startswith("[") and line.endswith("for more]") for line in err.splitlines())

@@ -1,4 +1,4 @@
-"""`edgeinfer tune` as a user meets it: what it prints, keeps and forgets, also of models that can skip no layers."""
+"""`edgeinfer tune`: what it prints, keeps and forgets, also for models that cannot skip layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real app in a process of its own, whose replies make as many tokens as its standard input says, to be killed.
+"""The real app in a process of its own, whose replies generate as many tokens as its standard input says, to be killed.
 
 python -m tests.apps.desktop.held_app FOLDER
 """
@@ -22,29 +22,25 @@ from tests.waiting import TIME_LIMIT
 
 @dataclass
 class HeldApp:
-    """The process, seen from outside.
-
-    Attributes:
-        address: of the page, with the key that signs a window in.
-    """
+    """The process. `address` has the key that signs a window in."""
 
     address: str
     process: subprocess.Popen[str]
 
     def let(self, tokens: int) -> None:
-        """So many tokens more."""
+        """Allow further tokens."""
         assert self.process.stdin is not None
         print(tokens, file=self.process.stdin, flush=True)
 
     def kill(self) -> None:
-        """Ends the app without a chance to keep anything."""
+        """Kill the app."""
         self.process.kill()
         self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[HeldApp]:
-    """The app with its data in a folder, which has ended when the block has."""
+    """Run the app with its data in a folder for the block."""
     command = [sys.executable, "-m", "tests.apps.desktop.held_app", str(folder)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, text=True) as process:
@@ -59,7 +55,7 @@ def held(folder: Path) -> Iterator[HeldApp]:
 
 
 def main(folder: str) -> None:
-    """Runs the app; its address is the first line."""
+    """Run the app; its address is the first line."""
     # What is shown is kept at once.
     replies._KEEP_S = 0.0
     with gated() as gate:

@@ -1,4 +1,4 @@
-"""The app on a port of this machine, for tests that speak to it as its page does."""
+"""The app on a port of this machine, for tests that use its API as its page does."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ from tests.waiting import TIME_LIMIT
 
 
 class Window:
-    """What a page does: calls the API with the cookie it was given.
-
-    Attributes:
-        http: with the cookie.
-        services: of the app.
-        key: of the run.
-        folder: of the app's data.
-    """
+    """A client of the app's API, with the page's cookie."""
 
     def __init__(self, http: httpx.Client, services: Services, key: str, folder: DataFolder) -> None:
         self.http = http
@@ -42,31 +35,30 @@ class Window:
 
     @property
     def address(self) -> str:
-        """Of the page, with the key that signs a window in."""
+        """The page's address with the key that signs a window in."""
         return f"{self.http.base_url}?key={self.key}"
 
     @property
     def port(self) -> int:
-        """Of the page."""
         assert self.http.base_url.port is not None
         return self.http.base_url.port
 
     def call(self, method: str, path: str, body: Any = None, *, status: int = 200) -> Any:
-        """Calls the API and checks how it answers."""
+        """Call the API and check the status."""
         options = {} if body is None else {"json": body}
         answer = self.http.request(method, f"/app/api{path}", **options)
         assert answer.status_code == status, answer.text
         return answer.json() if answer.content else None
 
     def refused(self, method: str, path: str, body: Any = None, *, status: int, code: str) -> str:
-        """Calls the API, which must refuse it; what it says."""
+        """Call the API, which must refuse; return its message and hint."""
         error = self.call(method, path, body, status=status)["error"]
         assert error["code"] == code, error
         assert set(error) <= {"message", "hint", "code", "minimum_bytes"}
         return f"{error['message']} {error['hint']}"
 
     def events(self, path: str) -> Iterator[tuple[str, Any]]:
-        """Events of a stream, kind and data, to its end."""
+        """Yield the kinds and data of a stream's events."""
         with self.http.stream("GET", f"/app/api{path}", timeout=TIME_LIMIT) as stream:
             assert stream.status_code == 200
             assert stream.headers["content-type"].startswith("text/event-stream")
@@ -78,24 +70,24 @@ class Window:
                     yield kind, json.loads(line.removeprefix("data: "))
 
     def new(self, **body: Any) -> str:
-        """A new conversation's id."""
+        """Create a conversation and return its id."""
         id: str = self.call("POST", "/conversations", body, status=201)["id"]
         return id
 
     def wait(self, kind: str, **wanted: Any) -> Any:
-        """The first event of a kind whose data has these values."""
+        """Return the first event of a kind whose data has these values."""
         for found, data in self.events("/events"):
             if found == kind and all(data[name] == value for name, value in wanted.items()):
                 return data
         raise AssertionError("the events ended")
 
     def ask(self, id: str, content: str, parent: str | None = None) -> Any:
-        """A question and its finished reply."""
+        """Ask a question and return the finished reply."""
         self.call("POST", f"/conversations/{id}/messages", {"parent": parent, "content": content}, status=202)
         return self.end(id)
 
     def grown(self, id: str, than: int = 0) -> str:
-        """The text of a reply that is being made, as soon as it has more than so many characters."""
+        """Return the text of a growing reply once it is longer than `than` characters."""
         for kind, data in self.events(f"/conversations/{id}/reply"):
             if len(data["content"]) > than:
                 return str(data["content"])
@@ -103,13 +95,13 @@ class Window:
         raise AssertionError("the reply did not grow")
 
     def end(self, id: str) -> Any:
-        """The reply of a conversation, once it is finished."""
+        """Return the reply of a conversation once it is finished."""
         return list(self.events(f"/conversations/{id}/reply"))[-1][1]
 
 
 @contextlib.contextmanager
 def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
-    """The app with its data in a folder, which begins to load its model.
+    """Run the app with its data in a folder for the block.
 
     Args:
         port: 0 picks a free one.
@@ -139,7 +131,7 @@ def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
 
 
 class Gate:
-    """Lets replies make so many tokens, and no more until it is opened further."""
+    """Lets replies generate a number of tokens, until it is opened."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -147,19 +139,19 @@ class Gate:
         self._open = False
 
     def let(self, tokens: int) -> None:
-        """So many more."""
+        """Allow further tokens."""
         with self._changed:
             self._tokens += tokens
             self._changed.notify_all()
 
     def open(self) -> None:
-        """All that are to come."""
+        """Allow all tokens."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
 
     def pass_one(self, stream: TokenStream) -> None:
-        """Waits for room; a reply that is cancelled needs none."""
+        """Wait for permission, unless the reply is cancelled."""
         with self._changed:
             came = self._changed.wait_for(lambda: self._open or self._tokens or stream._cancelled, TIME_LIMIT)
             assert came, "nobody let the reply go on"
@@ -167,14 +159,14 @@ class Gate:
                 self._tokens -= 1
 
     def cancelled(self) -> None:
-        """A reply was cancelled."""
+        """Wake waiting replies after one was cancelled."""
         with self._changed:
             self._changed.notify_all()
 
 
 @contextlib.contextmanager
 def gated() -> Iterator[Gate]:
-    """Replies of every model go through the gate."""
+    """Send the tokens of all models through a gate."""
     gate, step, cancel = Gate(), TokenStream.__next__, TokenStream.cancel
 
     def gated_step(stream: TokenStream) -> Chunk:

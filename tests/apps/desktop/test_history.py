@@ -1,4 +1,4 @@
-"""The history as a store: trees, titles, search, what is refused."""
+"""The history as a store: trees, titles, search, refusals; export and import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as HTML: what Markdown gives, and that nothing hostile becomes markup."""
+"""Messages as HTML: Markdown and formulas, and that nothing hostile becomes markup."""
 
 from __future__ import annotations
 

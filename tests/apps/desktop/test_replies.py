@@ -1,4 +1,4 @@
-"""Replies from the asking to the end, through the app's API and the built-in model."""
+"""Replies from the question to the end, through the app's API and the built-in model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SETTINGS = {"options": {"temperature": 0.0, "max_tokens": 12}}
 
 @pytest.fixture(scope="module")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
-    """Of an app whose model stays loaded."""
+    """An app with a model loaded."""
     with served(tmp_path_factory.mktemp("data"), settings=SETTINGS) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[edgeinfer.Model]:
-    """The built-in model, asked directly."""
+    """The built-in model, used directly."""
     with edgeinfer.load() as loaded:
         yield loaded
 

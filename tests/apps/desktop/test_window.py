@@ -1,4 +1,4 @@
-"""How the app is opened: from the command line, in a window, in the browser; and how it ends."""
+"""Opening the app from the command line, in a window or in the browser; access to its page; and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of the built-in model, in a thread of this process or as `edgeinfer serve`, for what clients meet."""
+"""Servers of the built-in model, in a thread of this process or as `edgeinfer serve`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MESSAGES = [{"role": "user", "content": "Tell me about a little dog."}]
 
 @dataclass
 class Client:
-    """Asks a server that takes requests."""
+    """A client of a running server."""
 
     url: str
     http: httpx.Client
@@ -49,15 +49,12 @@ class Client:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self.url.rpartition(":")[2])
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        """The answer to a JSON request."""
         return self.http.post(self.url + path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """The answer to a GET."""
         return self.http.get(self.url + path, **options)
 
     def metric(self, name: str) -> float:
@@ -68,7 +65,7 @@ class Client:
         raise KeyError(name)
 
     def wait_for(self, name: str, value: float) -> None:
-        """Returns once a figure of /metrics has a value."""
+        """Wait until a figure of /metrics has a value."""
         wait_until(lambda: self.metric(name) == value, f"{name} {value}")
 
 
@@ -88,12 +85,11 @@ class Served(Client):
     log: IO[bytes]
 
     def logged(self) -> str:
-        """What the server has written on stderr."""
         self.log.seek(0)
         return self.log.read().decode()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends the server and gives its exit code."""
+        """Stop the server and return its exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout=TIME_LIMIT)
 
@@ -108,14 +104,14 @@ def served(
     contexts: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[Local]:
-    """A server of the built-in model on a free port; it has ended when the block has.
+    """Serve the built-in model on a free port for the block.
 
     Args:
         aliases: further names of the model.
-        queued: requests that wait at most.
+        queued: most requests waiting.
         models: whether requests may name other models of this machine.
         contexts: files that requests may name.
-        options: of LoadConfig.
+        options: LoadConfig fields.
     """
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
@@ -149,7 +145,7 @@ def served(
 
 @contextlib.contextmanager
 def served_process(*arguments: str, key: str | None = None) -> Iterator[Served]:
-    """`edgeinfer serve` of the built-in model on a free port; it must end well unless the test has ended it."""
+    """Run `edgeinfer serve` of the built-in model on a free port; check its exit code unless it was stopped."""
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
         words = command("serve", "--port", "0", "--json", "-c", "256", "-t", "1", *arguments)
         given = environment() | ({} if key is None else {"EDGEINFER_API_KEY": key})
@@ -167,7 +163,7 @@ def served_process(*arguments: str, key: str | None = None) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def held(host: ModelHost) -> Iterator[None]:
-    """No reply of a host goes on while the block runs."""
+    """Hold all replies of a host during the block."""
     holding, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -183,17 +179,17 @@ def held(host: ModelHost) -> Iterator[None]:
 
 
 class Turns:
-    """Which reply made each token, in the order in which they were made."""
+    """The stream of each token, in order."""
 
     def __init__(self) -> None:
         self.streams: list[TokenStream] = []
 
     def of(self, reply: HostReply) -> list[int]:
-        """Places of a reply's tokens among all."""
+        """Positions of a reply's tokens among all."""
         return [place for place, stream in enumerate(self.streams) if stream is reply._job.stream]
 
     def spans(self) -> list[tuple[int, int]]:
-        """Of each reply, the places of its first and its last token."""
+        """The first and last position of each reply."""
         places: dict[int, list[int]] = {}
         for place, stream in enumerate(self.streams):
             places.setdefault(id(stream), []).append(place)
@@ -202,7 +198,7 @@ class Turns:
 
 @contextlib.contextmanager
 def measured_turns() -> Iterator[Turns]:
-    """The clock that turns go by tells a hundredth of a second more whenever it is asked: a turn is a token or two."""
+    """Let the clock of turns advance by 0.01 s per call: a turn is a token or two."""
     turns, step = Turns(), TokenStream.__next__
 
     def noted(stream: TokenStream) -> Chunk:
@@ -217,5 +213,4 @@ def measured_turns() -> Iterator[Turns]:
 
 
 def chat_body(text: str = MESSAGES[0]["content"], **fields: Any) -> dict[str, Any]:
-    """A chat completion's request."""
     return {"messages": [{"role": "user", "content": text}]} | fields

@@ -48,7 +48,7 @@ def test_what_another_server_could_do_is_left_out_and_named(server: Local) -> No
 
 
 def test_fields_of_tomorrow(server: Local) -> None:
-    """Whatever their names and however many; nearly a field's name is a mistake, and some cannot be done without."""
+    """Unknown fields are ignored and named; near misses and fields that matter are errors."""
     body = {"messages": MESSAGES, "max_tokens": 1}
     odd = {"foo_bar": 1, 'a"b\r\nX: y': 1, "é": [1], "stream_options": {"foo": 1}, "empty": [], "off": False}
     answer = server.post(CHAT, body | odd)
@@ -119,7 +119,7 @@ def test_tokens_of_the_prompt_and_too_many(server: Local) -> None:
 
 
 def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
-    """Text wherever Anthropic's reference lets it stand is read; a refusal names the block itself."""
+    """Text is read wherever Anthropic's reference allows it; a refusal names the block."""
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     text: dict[str, Any] = {"type": "text", "text": "sunny", "citations": [], "cache_control": None}
     image = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
@@ -209,12 +209,11 @@ def test_fields_of_llama_cpp_s_server(server: Local) -> None:
 
 
 def streamed(server: Local, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of an answer."""
     return events_of(server.post(path, body | {"stream": True}))
 
 
 def events_of(answer: httpx.Response) -> list[Any]:
-    """What a stream says, without the word of its end."""
+    """The JSON events of a stream."""
     found = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in found if line != "[DONE]"]
 
@@ -232,7 +231,7 @@ def asked(server: Local, path: str, **body: Any) -> Any:
 
 
 def ollama(server: Local, path: str = "/api/chat", **body: Any) -> int:
-    """Tokens of the prompt."""
+    """Prompt tokens."""
     count: int = asked(server, path, stream=False, options={"num_predict": 1}, **body)["prompt_eval_count"]
     return count
 

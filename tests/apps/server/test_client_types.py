@@ -1,4 +1,4 @@
-"""What the official clients' types allow is answered, or refused for a reason that the reference gives."""
+"""Every request that the official clients' types allow is answered, or refused for a documented reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reason_of(error: RequestError, table: list[tuple[set[str], str]]) -> int | N
 
 
 def test_requests_of_the_official_clients_types(server: Local) -> None:
-    """Read and checked, with tokens made; the table of refusals has no row too few and none too many."""
+    """Every refusal has a row in the reference's table, and every row a refusal."""
     model, table = server.host.model, documented()
     assert model is not None
     used: set[int | None] = set()
@@ -57,7 +57,7 @@ def test_requests_of_the_official_clients_types(server: Local) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", REQUESTS)
 def test_all_requests_of_the_official_clients_types(server: Local, path: str) -> None:
-    """The same for every field of inner objects, over HTTP to the end of the answer."""
+    """Every field of inner objects too, over HTTP to the end of the answer."""
     reasons = [why for _, why in documented()]
     for body in requests_of(path, depth=4):
         short = {"n": 3} if body.get("n") == 128 else {}

@@ -1,4 +1,4 @@
-"""Texts that a server was started with: requests name them, they are read once, and no name becomes a path."""
+"""Contexts: requests name them, they are read once, and no name becomes a path; and adapters named as models."""
 
 from __future__ import annotations
 

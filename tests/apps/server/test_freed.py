@@ -1,4 +1,4 @@
-"""What a request held is free when it is over, without a collection of cycles, however it ended."""
+"""A finished request leaves nothing behind, without garbage collection, however it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = (StopMatcher, GenerationConfig, TokenStream, Sampler, ChatCompletion, Te
 
 @contextlib.contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
-    """What is made of `KINDS` while the block runs, in which no cycles are collected."""
+    """Weak references to the objects of `KINDS` made during the block, without garbage collection."""
     made: list[weakref.ref[Any]] = []
 
     def noting(kind: type[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What requests meet before any endpoint sees them: names, origins, keys, limits, unknown paths. No model is needed."""
+"""The middleware without a model: host names, origins, keys, limits, unknown paths."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 def ask(
     *requests: tuple[str, str, dict[str, Any]], security: Security | None = None, routes: Any = ()
 ) -> list[httpx.Response]:
-    """The answers of an application without a model."""
-
     async def run() -> list[httpx.Response]:
         host = ModelHost()
         app = make_app(host, security or Security(refusal_seconds=0.01), extra_routes=routes)
@@ -51,7 +49,7 @@ def ask_one(method: str, path: str, security: Security | None = None, **options:
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which must have OpenAI's shape."""
+    """The error of an answer in OpenAI's format."""
     inner: dict[str, Any] = answer.json()["error"]
     assert set(inner) == {"message", "type", "param", "code"}
     assert inner["message"]

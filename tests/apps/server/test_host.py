@@ -1,4 +1,4 @@
-"""The host of a model: replies that take turns, questions in between, loading that can be watched and cancelled."""
+"""The host of a model: turns of replies, questions in between, loading, cancelling."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_models_whose_cache_cannot_be_copied_answer_one_after_the_other(tmp_path
 
 
 class Reading:
-    """A request whose reply reads contexts for as long as it is wanted."""
+    """A request whose reply reads contexts until it is cancelled."""
 
     n, stream = 1, True
 

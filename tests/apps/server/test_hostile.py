@@ -1,5 +1,5 @@
-"""300 hostile requests over all routes and fields: each is refused in its protocol's shape, and gives back what it
-took."""
+"""300 hostile requests over all routes and fields: each is refused in its protocol's format and leaves no memory
+behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Make = Callable[[random.Random], Any]
 
 
 def text(chance: random.Random) -> str:
-    """Long, of one kind of character."""
+    """A long text of one character."""
     return chance.choice(["a", "\u0000", "é", "😀", " ", "\n", "<|end|>"]) * chance.choice([5_000, 50_000, 300_000])
 
 
@@ -55,7 +55,7 @@ def deep(chance: random.Random) -> Any:
 
 
 def wrong(chance: random.Random) -> Any:
-    """A value of a type that no field has, or far out of every range."""
+    """A value that no field accepts."""
     return chance.choice([[], {}, [[]], {"a": [None]}, [1, "a", {}], -(10**15), 1.5e200, "x" * 100_000])
 
 
@@ -167,25 +167,11 @@ OF_ONE: dict[str, dict[str, Make]] = {
     DETOKENIZE: {"tokens": lambda c: c.choice(["a", [1.5], [-1], [10**12], [[1]], [1] * 100_000, {}])},
 }  # fmt: skip
 
-# Bodies that are no JSON, or more than there is need for; of any endpoint.
+# Invalid or oversized JSON for any endpoint; test_guard.py has smaller cases.
 RAW: list[bytes] = [
-    b"",
-    b"{",
-    b"nonsense",
-    b"[]",
-    b"null",
-    b'{"a": NaN}',
-    b'{"a": Infinity}',
-    b'{"a": 1e999}',
-    b'{"a": ' + b"9" * 5000 + b"}",
-    b'{"a": "\xff\xfe"}',
-    rb'{"a": "\ud800"}',
-    rb'{"\udfff": 1}',
-    b'{"a": "\x00"}',
-    b'{"a": "b\nc"}',
+    *(b"", b"[]", b'{"a": Infinity}', b'{"a": "\xff\xfe"}', rb'{"\udfff": 1}', b'{"a": "\x00"}', b'{"a": "b\nc"}'),
     b"[" * 250_000,
     b'{"a":' * 100_000,
-    b'{"a": [' + b"[]," * 600_000 + b"1]}",
     b'{"a": [' + b"1," * 900_000 + b"1]}",
     b'{"messages": "' + b"\\u00e9" * 200_000 + b'"}',
     b'{"prompt": ["' + b'","' * 200_000 + b'"]}',
@@ -197,7 +183,7 @@ RAW: list[bytes] = [
 
 
 def hostile(seed: int) -> Iterator[tuple[str, bytes]]:
-    """Paths and bodies, each of which is wrong in one way at least."""
+    """Paths and bodies, each wrong in at least one way."""
     chance = random.Random(seed)
     for path in (*BASES, TOKENIZE, DETOKENIZE):
         yield from ((path, raw) for raw in RAW[:: 1 if path == CHAT else 6])
@@ -213,7 +199,7 @@ def hostile(seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 def message_of(answer: httpx.Response, path: str) -> str:
-    """What is said of an error, in the shape of the path's protocol."""
+    """The message of an error in the path's protocol."""
     if path in (OLLAMA, GENERATE):
         return str(answer.json()["error"])
     if path == MESSAGES:
@@ -253,7 +239,7 @@ def test_some_hostile_requests(hostile_server: Local) -> None:
 
 
 def test_huge_stop_strings_take_nothing(hostile_server: Local) -> None:
-    """Four took 1.1 GB, which stayed."""
+    """Four of them once took 1.1 GB."""
     stops = [letter * 250_000 for letter in "abcd"]
     hostile_server.post(CHAT, chat_body(stop=["a"], max_tokens=4))
     before = process_memory().anonymous
@@ -266,7 +252,7 @@ def test_huge_stop_strings_take_nothing(hostile_server: Local) -> None:
 
 
 def test_huge_prompts_are_refused_by_their_size(hostile_server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3.6 MB were made tokens of before they were found too long. Now nothing is, or of a part only."""
+    """3.6 MB were once tokenized before the prompt was found too long; now nothing is, or a part."""
     longest = 0
     encode = Tokenizer.encode
 

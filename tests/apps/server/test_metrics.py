@@ -1,4 +1,4 @@
-"""/metrics: Prometheus' text format, and figures that agree with the replies they are of."""
+"""/metrics: Prometheus' text format, and figures that agree with the replies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ NAMES = (
 
 
 def result(reason: FinishReason = "length", prompt: int = 10, cached: int = 4, tokens: int = 5) -> Result:
-    """A reply that took a second in all."""
     return Result(
         text="",
         token_ids=tuple(range(tokens)),
@@ -57,7 +56,7 @@ def result(reason: FinishReason = "length", prompt: int = 10, cached: int = 4, t
 
 
 def figures(text: str) -> dict[str, float]:
-    """Values by name and labels, in a text that must be well formed."""
+    """Values by name and labels; the text must be well formed."""
     found = {}
     for line in text.splitlines():
         if not line.startswith("#"):

@@ -1,5 +1,4 @@
-"""The clients of Ollama and Anthropic, and LangChain's for Ollama, unmodified, against a real server; in processes of
-their own, where their warnings may be."""
+"""Unmodified clients of other libraries against a real server, in processes of their own."""
 
 from __future__ import annotations
 
@@ -98,14 +97,56 @@ told["text"] = OllamaLLM(**options).invoke("Tell me about a dog.")
 told["animal"] = ChatOllama(**options | {"num_predict": 99}).with_structured_output(Animal).invoke("One.").model_dump()
 print(json.dumps(told))
 """
+LANGCHAIN_OPENAI = """
+import asyncio, json, sys
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+class Animal(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: str = Field(pattern="^(dog|cat)$")
+    legs: int = Field(ge=0, le=8)
+
+@tool
+def weather(city: str) -> str:
+    '''Tells the weather of a city.'''
+    return "sunny"
+
+given = {"model": "tales", "base_url": sys.argv[1] + "/v1", "api_key": "none"}
+chat = ChatOpenAI(**given, max_tokens=60, temperature=0, max_retries=0)
+told = {}
+asked = [SystemMessage("Be brief."), HumanMessage("Tell me about a dog.")]
+answer = chat.invoke(asked)
+told["invoke"] = answer.content
+told["usage"] = answer.usage_metadata
+told["stream"] = "".join(part.content for part in chat.stream(asked))
+async def many():
+    answers = await asyncio.gather(*(chat.ainvoke("A story about " + what) for what in "abc"))
+    return [answer.content for answer in answers]
+told["many"] = asyncio.run(many())
+# The likeliest white space of a model of stories is more of it; drawn, it comes to an end.
+chat = ChatOpenAI(**given, max_tokens=600, temperature=1, seed=1)
+told["animal"] = chat.with_structured_output(Animal).invoke("An animal.").model_dump()
+told["by_tool"] = chat.with_structured_output(Animal, method="function_calling").invoke("An animal.").model_dump()
+told["json"] = chat.with_structured_output(Animal.model_json_schema(), method="json_schema").invoke("An animal.")
+bound = chat.bind_tools([weather], tool_choice="weather", parallel_tool_calls=False)
+call = bound.invoke("What is the weather in Rome?")
+told["calls"] = [{"name": c["name"], "args": sorted(c["args"])} for c in call.tool_calls]
+follow = [HumanMessage("What is the weather?"), call, ToolMessage("sunny", tool_call_id=call.tool_calls[0]["id"])]
+told["after"] = chat.invoke(follow).content
+print(json.dumps(told))
+"""
 
 
 def told_by(server: Local, package: str, script: str) -> Any:
-    """What a script prints that is given the server's address."""
+    """Run a script with the server's address and return what it prints."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     command = [sys.executable, "-c", script, server.url]
     given = {name: value for name, value in environment().items() if name != "PYTHONWARNINGS"}
+    given |= {"LANGCHAIN_TRACING_V2": "false", "LANGSMITH_TRACING": "false"}
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -130,3 +171,11 @@ def test_langchain_s_client_for_ollama(server: Local) -> None:
     told = told_by(server, "langchain_ollama", LANGCHAIN)
     assert told["chat"] == told["stream"] == told["text"] != ""
     assert told["animal"]["kind"] in ("dog", "cat") and 0 <= told["animal"]["legs"] <= 8
+
+
+def test_langchain_s_client_for_openai(server: Local) -> None:
+    told = told_by(server, "langchain_openai", LANGCHAIN_OPENAI)
+    assert told["invoke"] == told["stream"] != "" and told["usage"]["output_tokens"] > 0 and len(told["many"]) == 3
+    for way in ("animal", "by_tool", "json"):
+        assert told[way]["kind"] in ("dog", "cat") and 0 <= told[way]["legs"] <= 8
+    assert told["calls"] == [{"name": "weather", "args": ["city"]}] and isinstance(told["after"], str)

@@ -1,5 +1,4 @@
-"""The APIs of llama.cpp's server, Ollama and Anthropic: answers and streams of the same text as OpenAI's, fields that
-are ignored with a warning, and errors as each protocol tells them."""
+"""The APIs of llama-server, Ollama and Anthropic: OpenAI's text, ignored fields, errors, prefilled replies."""
 
 from __future__ import annotations
 
@@ -59,7 +58,6 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def expected(server: Local) -> str:
-    """What the model answers to everybody."""
     text: str = ok(server.post("/v1/chat/completions", {**MESSAGE}))["choices"][0]["message"]["content"]
     return text
 
@@ -186,7 +184,7 @@ def test_llama(server: Local) -> None:
 
 
 def test_stops_that_are_special_tokens(server: Local) -> None:
-    """At every door; the token is the likeliest of all."""
+    """In every protocol; the token is the likeliest of all."""
     bias, stop = {"sampling": {"logit_bias": {"1": 100.0}}}, ["<|user|>"]
     for path, body in (
         ("/v1/chat/completions", {"messages": MESSAGES, "stop": stop}),

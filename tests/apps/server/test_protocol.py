@@ -1,4 +1,4 @@
-"""Connections that are slow or speak no HTTP: they are closed or refused, and the server goes on. Without a model."""
+"""Slow connections and invalid HTTP are closed or refused, and the server goes on. Without a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 @contextlib.contextmanager
 def running(security: Security | None = None, routes: Sequence[BaseRoute] = ()) -> Iterator[int]:
-    """A server without a model in a thread of its own; its port."""
+    """A server without a model in a thread; its port."""
     ready: queue.Queue[str] = queue.Queue()
     server = Server(make_app(ModelHost(), security or QUICK, extra_routes=routes), "localhost", 0, ready=ready.put)
     thread = threading.Thread(target=server.run)
@@ -50,7 +50,7 @@ def running(security: Security | None = None, routes: Sequence[BaseRoute] = ()) 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Of a server of the usual limits."""
+    """A server with the usual limits."""
     with running() as port:
         yield port
 
@@ -62,7 +62,6 @@ def connect(port: int) -> socket.socket:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
     data = b""
     while part := connection.recv(65536):
         data += part
@@ -70,7 +69,6 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def read_some(connection: socket.socket, end: bytes) -> bytes:
-    """What comes until its last bytes are these."""
     data = b""
     while not data.endswith(end):
         part = connection.recv(65536)
@@ -80,7 +78,7 @@ def read_some(connection: socket.socket, end: bytes) -> bytes:
 
 
 def goes_on(port: int) -> bool:
-    """Whether a server answers; this one has no model."""
+    """Whether the server answers."""
     return httpx.get(f"http://localhost:{port}/health", timeout=TIME_LIMIT).status_code == 503
 
 
@@ -120,21 +118,6 @@ def test_a_body_that_does_not_come_is_not_waited_for_after_the_answer(
         assert read_all(connection).startswith(b"HTTP/1.1 405")
 
 
-def test_a_slow_body_is_refused() -> None:
-    with running(Security(body_seconds=SOON, refusal_seconds=SOON)) as port, connect(port) as connection:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
-        connection.sendall(head)
-        assert read_all(connection).startswith(b"HTTP/1.1 408")
-
-
-def test_a_body_that_was_announced_too_large_is_refused_at_once(port: int) -> None:
-    with connect(port) as connection:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
-        connection.sendall(head)
-        answer = connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 413")
-
-
 def test_clients_that_send_it_all_the_same_can_read_the_refusal(port: int) -> None:
     # More than the buffers of a connection hold.
     content = b" " * 20_000_000
@@ -152,6 +135,7 @@ def test_clients_that_send_it_all_the_same_can_read_the_refusal(port: int) -> No
         b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
         "GET /ü HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
 def test_what_is_not_http(port: int, sent: bytes) -> None:
@@ -160,14 +144,6 @@ def test_what_is_not_http(port: int, sent: bytes) -> None:
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["code"] == "invalid_http"
-    assert goes_on(port)
-
-
-def test_a_chunk_that_is_none(port: int) -> None:
-    with connect(port) as connection:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
-        connection.sendall(head)
-        assert read_all(connection).startswith(b"HTTP/1.1 400")
     assert goes_on(port)
 
 

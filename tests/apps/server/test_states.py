@@ -1,4 +1,4 @@
-"""Every state that a served model can be in, with every request: what is answered, what waits, and what is refused."""
+"""Every state of a served model with every request: what is answered, what waits, and what is refused."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ ALWAYS = ("/v1/models", "/metrics", "/v1/contexts", "/api/tags", "/api/ps", "/ap
 
 
 def status_of(host: ModelHost) -> str:
-    """Asked again each time; type checkers take a property for settled."""
+    """Read again each time; type checkers assume that a property does not change."""
     return host.state.status
 
 
 class Served:
-    """A host as clients meet it, without a socket."""
+    """A host behind its application, without a socket."""
 
     def __init__(self, host: ModelHost, switch: ModelSwitch | None) -> None:
         self.host, self.switch = host, switch
@@ -74,12 +74,12 @@ class Served:
         return answer.status_code
 
     async def asks(self) -> dict[str, int]:
-        """The statuses of all requests that ask the model, made at once."""
+        """The statuses of all requests that need the model, made at once."""
         answers = asyncio.gather(*map(self.post, ASKED))
         return dict(zip(ASKED, await asyncio.wait_for(answers, TIME_LIMIT), strict=True))
 
     async def check(self, *, health: int, known: int, asked: int | None) -> None:
-        """Makes every request in this state; `asked` None leaves out those that ask the model."""
+        """Make every request in this state; `asked` None leaves out those that need the model."""
         assert {path: await self.get(path) for path in ALWAYS} == dict.fromkeys(ALWAYS, 200)
         assert {path: await self.get(path) for path in KNOWN} == dict.fromkeys(KNOWN, known)
         assert {await self.get("/health"), await self.get("/v1/health")} == {health}
@@ -108,20 +108,19 @@ def running(work: Callable[[Served], Any], *, switches: bool = False, loads: boo
 
 
 class Gate:
-    """Where another thread stands until it may go on."""
+    """A point where another thread waits."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
 
     def stand(self) -> None:
-        """Waits, but no longer than any test should."""
         self.reached.set()
         assert self.opened.wait(TIME_LIMIT)
 
 
 @asynccontextmanager
 async def loading_slowly(patch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
-    """Loading stands still while the block runs."""
+    """Loading blocks during the block."""
     gate = Gate()
 
     def slow(*given: Any) -> Model:
@@ -138,7 +137,7 @@ async def loading_slowly(patch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
 
 @contextlib.contextmanager
 def coming_back(model: Model, patch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, a model that was unloaded does this first when it is loaded again."""
+    """During the block, an unloaded model calls `act` before it loads again."""
     make = model._lifecycle._make
 
     def again(*given: Any) -> Any:
@@ -219,7 +218,7 @@ def test_a_model_that_is_ready_answers_whether_it_is_busy_away_or_coming_back(mo
 
 @needs_builtin
 def test_progress_is_that_of_the_load_that_it_was_given_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GGUF file, and a bundle that is packed anew, report it again when they come back."""
+    """GGUF files and repacked bundles report progress again when they load again."""
     from edgeinfer import api, loading
 
     make, told = loading.make_parts, list[bool]()
@@ -253,7 +252,7 @@ def test_where_models_are_switched_requests_load_theirs(tmp_path: Path, monkeypa
         await served.check(health=200, known=503, asked=200)
         await host.ask(lambda model: model.unload())
         await served.check(health=200, known=200, asked=200)
-        # Another is being loaded, for whom there is no request.
+        # Another model is being loaded without a request.
         await host.load(str(make_bigram_bundle(tmp_path / "b")), {"threads": 1})
         async with loading_slowly(monkeypatch) as gate:
             asked = asyncio.create_task(served.asks())
@@ -324,7 +323,7 @@ def test_a_load_that_ends_in_any_way_leaves_no_state_of_loading(
 @pytest.mark.slow
 @pytest.mark.gguf
 def test_a_gguf_file_that_was_away_answers() -> None:
-    """As `edgeinfer serve` runs it, in a process of its own, and where a request says how long the model stays."""
+    """In a process of its own, as `edgeinfer serve` runs it, and with keep_alive."""
     with served_process("-m", str(builtin_gguf()), "--idle-unload", "0.5") as server:
         for _ in range(2):
             wait_until(lambda: bool(server.get("/props").json()["is_sleeping"]), "the model's leave")

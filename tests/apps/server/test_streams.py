@@ -1,4 +1,4 @@
-"""Streams as they come over the wire: their form, their end when a client leaves, fair turns, queue and shutdown."""
+"""Streams on the wire: format, clients that leave, fair turns, queue and shutdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from edgeinfer.apps.server.security import Security
 from tests.apps.server.served import Client, Local, chat_body, held, measured_turns, served, served_process
-from tests.cli import hanging_up
+from tests.cli import handling
 from tests.speculation import needs_builtin
 from tests.waiting import TIME_LIMIT, wait_until
 
@@ -25,7 +25,7 @@ SHORT = chat_body("Hello", max_tokens=4)
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream: JSON, or what is none as it is."""
+    """The events of a stream as JSON, or as text."""
     datas = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(data) if data.startswith("{") else data for data in datas]
 
@@ -39,7 +39,6 @@ def post_stream(client: httpx.Client | httpx.AsyncClient, server: Client, body: 
 
 
 def idle(server: Client) -> None:
-    """Waits until the server runs no reply."""
     for name in ("requests_processing", "requests_deferred"):
         server.wait_for(name, 0)
 
@@ -152,14 +151,14 @@ def test_streams_take_turns(server: Local) -> None:
         assert asyncio.run(run()) == alone
     spans = turns.spans()
     assert len(spans) == 4
-    # Nobody is through before everybody has begun, and the short ones need not wait for the long one.
+    # None ends before all have started, and the short ones do not wait for the long one.
     assert max(first for first, _ in spans) < min(last for _, last in spans)
     ends = sorted(last for _, last in spans)
     assert ends[3] - ends[2] > 60
 
 
 async def until_cancelled(server: Client, stop: Callable[[], object]) -> str:
-    """What a stream gives while it is going on and its server stops, another request waiting."""
+    """The text of a stream while the server stops and another request waits."""
     async with httpx.AsyncClient(timeout=TIME_LIMIT) as client, post_stream(client, server, LONG) as answer:
         parts: AsyncIterator[str] = answer.aiter_text()
         texts = [await anext(parts)]
@@ -174,7 +173,7 @@ async def until_cancelled(server: Client, stop: Callable[[], object]) -> str:
 
 
 def is_cut_short(text: str) -> bool:
-    """Whether the client can tell that the reply is not whole."""
+    """Whether the client can tell that the reply is incomplete."""
     return events(text)[-1]["error"]["code"] == "cancelled" and "[DONE]" not in text
 
 
@@ -186,7 +185,7 @@ def test_the_server_ends_well_with_open_streams() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_with_open_streams(number: int) -> None:
-    with hanging_up(), served_process("--overflow", "window", "--parallel", "1") as server:
+    with handling(signal.SIGHUP), served_process("--overflow", "window", "--parallel", "1") as server:
         text = asyncio.run(until_cancelled(server, lambda: server.process.send_signal(number)))
         assert server.process.wait(timeout=TIME_LIMIT) == 0
         assert server.logged().count("Traceback") == 0

@@ -1,4 +1,4 @@
-"""Models that requests name: one is loaded at a time, everybody has their turn, and none is fetched."""
+"""Models that requests name: one is loaded at a time, every model has its turn, and none is downloaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.waiting import TIME_LIMIT
 
 
 class Loads:
-    """Plays the loading of models, which are their names; "large" is too large."""
+    """Fake loading of models by name; "large" does not fit."""
 
     def __init__(self) -> None:
         self.names: list[str | None] = []
@@ -64,7 +64,7 @@ def switching(work: Callable[[ModelSwitch, Loads], Awaitable[None]], queue: int 
 
 
 async def entering(switch: ModelSwitch, source: str) -> asyncio.Task[None]:
-    """A request that has begun to wait, unless it need not."""
+    """A waiting request."""
     task = asyncio.get_running_loop().create_task(switch.enter(source))
     await asyncio.sleep(0)
     return task
@@ -125,7 +125,7 @@ def test_an_idle_model_leaves_memory_when_it_was_told_to() -> None:
 
 @needs_builtin
 def test_a_model_that_is_loading_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients ask once, when they start, and keep the list."""
+    """Clients request the list once, at their start."""
     for name in ("XDG_DATA_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     hub.models_folder().mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Bodies that never end, or are many or large: given up in favour of those that arrive. Without a model."""
+"""Bodies that never end, or are many or large, are dropped in favour of those that arrive. Without a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def head(length: int, key: str | None = None) -> bytes:
 
 @contextlib.contextmanager
 def unfinished(port: int, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
-    """Connections that have sent so much, and send no more."""
+    """Connections that sent a part of a body."""
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(port)) for _ in range(count)]
         for connection in connections:
@@ -62,7 +62,7 @@ def test_bodies_of_those_without_the_key_are_not_waited_for() -> None:
         with unfinished(port, 5, head(1000) + b"{") as others:
             for connection in others:
                 assert connection.recv(65536).startswith(b"HTTP/1.1 401")
-        # Nobody took the place of the one that has the key.
+        # The client with the key kept its place.
         first[0].sendall(b" " * 998 + b"}")
         assert b"no_model" in read_some(first[0], b"}}")
 
@@ -78,7 +78,7 @@ def test_those_that_were_given_up_are_told() -> None:
 
 
 def test_a_body_must_come_at_some_rate() -> None:
-    """A byte now and then does not put off the deadline."""
+    """A byte now and then does not extend the deadline."""
 
     async def run() -> None:
         uploads = Uploads(Security(body_seconds=10, body_rate=1000))
@@ -94,7 +94,6 @@ def test_a_body_must_come_at_some_rate() -> None:
 
 
 async def given_up(upload: Upload) -> bool:
-    """Whether a body is not waited for any more."""
     try:
         async with asyncio.timeout(SOON), upload.waiting():
             await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Runs `edgeinfer chat` without its window in a process of its own; knows nothing of browsers."""
+"""Runs `edgeinfer chat` without its window in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,33 +19,28 @@ from tests.speculation import BUILTIN
 
 @dataclass
 class App:
-    """An app that serves its page.
-
-    Attributes:
-        address: with the key that signs a window in.
-    """
+    """A running app. `address` has the key that signs a window in."""
 
     address: str
     process: subprocess.Popen[bytes]
     log: IO[bytes]
 
     def logged(self) -> str:
-        """What the app has written on stderr."""
         self.log.seek(0)
         return self.log.read().decode()
 
     def stop(self) -> None:
-        """Ends the app as Ctrl-C in its terminal does."""
+        """Stop the app as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
 def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | None = None) -> Iterator[App]:
-    """The app with its data in a folder, which is ended with the block.
+    """Run the app with its data in a folder for the block.
 
     Args:
-        variables: of its environment, beside those that tests have.
+        variables: of its environment, in addition to the usual ones.
     """
     words = command("chat", "--no-window", "--port", "0", "--data", data, *arguments)
     env = environment() | dict(variables or {})
@@ -60,7 +55,7 @@ def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | N
 
 
 def make_models(folder: Path) -> Path:
-    """A folder with a copy of the built-in model, and one whose weights were cut off."""
+    """A folder with a copy of the built-in model, and one with truncated weights."""
     shutil.copytree(BUILTIN, folder / "second-tales")
     manifest = folder / "second-tales" / "edgeinfer.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text("utf-8")) | {"name": "second-tales"}), "utf-8")

@@ -1,6 +1,6 @@
-"""A browser and an app for each module of tests and a window for each test, which must not complain.
+"""A browser and an app per module, and windows whose pages must not complain.
 
-The app runs in a thread of this process, so that tests can hold its replies; where its memory counts it has its own.
+The app runs in a thread of this process, so that tests can hold its replies; tests of its memory use a process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OpenWindow = Callable[..., Window]
 
 
 class App(Protocol):
-    """An app that serves its page."""
+    """A running app. `address` has the key that signs a window in."""
 
     @property
     def address(self) -> str:
@@ -72,7 +72,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def open_at(browser: Browser) -> Iterator[OpenWindow]:
-    """Opens windows at an address; in the end none of them may have complained."""
+    """Open windows at an address; none of them may have complained at the end."""
     opened: list[Window] = []
 
     def open_one(address: str, **options: Any) -> Window:

@@ -52,7 +52,7 @@ def written(window: Window, conversation: str) -> Window:
 
 
 def brightness(window: Window) -> int:
-    """Of the page's ground, 0 to 255."""
+    """The brightness of the page's background, 0 to 255."""
     colour: str = window.page.evaluate(GROUND)
     return int(colour.partition("(")[2].split(",")[0])
 

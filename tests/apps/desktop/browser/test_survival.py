@@ -180,22 +180,6 @@ def test_the_oldest_are_offered_to_be_left_out_where_that_helps(data: Path, open
         expect(offer).to_have_count(0)
 
 
-def test_a_restart_finds_the_history_and_the_choices(data: Path, open_at: OpenWindow) -> None:
-    with served(data) as app:
-        window = open_at(app.address)
-        window.wait_ready()
-        reply = window.ask("Tell me a story about a whale.")
-        window.button("Dark theme").click()
-        expect(window.page.locator("html")).to_have_attribute("data-theme", "dark")
-        window.page.context.close()
-    with served(data) as app:
-        window = open_at(app.address)
-        expect(window.page.locator("html")).to_have_attribute("data-theme", "dark")
-        window.entries.filter(has_text="whale").click()
-        assert window.finished() == reply
-        window.page.context.close()
-
-
 def test_a_reply_that_a_crash_cut_short_is_shown_and_goes_on(data: Path, open_at: OpenWindow) -> None:
     with held(data) as process:
         process.let(20)

@@ -1,4 +1,4 @@
-"""A window of the app in a browser, with what users do there; knows nothing of what the tests expect."""
+"""A window of the app in a browser, and what users do there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Window:
     """A window.
 
     Attributes:
-        problems: what the page complained about: errors of scripts, and of the browser such as refused inline styles.
+        problems: console errors and warnings of the page, such as refused inline styles.
     """
 
     page: Page
@@ -28,17 +28,14 @@ class Window:
 
     @property
     def prompt(self) -> Locator:
-        """The field messages are written in."""
         return self.page.get_by_role("textbox", name="Message", exact=True)
 
     @property
     def replies(self) -> Locator:
-        """The replies on show."""
         return self.page.locator("article.assistant")
 
     @property
     def questions(self) -> Locator:
-        """The user's messages on show."""
         return self.page.locator("article.user")
 
     @property
@@ -52,16 +49,16 @@ class Window:
         return self.page.get_by_role("dialog", name="Models")
 
     def button(self, name: str | re.Pattern[str], within: Locator | None = None) -> Locator:
-        """A button by its exact name, or a pattern of it."""
+        """A button by its exact name, or a pattern."""
         return (within or self.page).get_by_role("button", name=name, exact=isinstance(name, str))
 
     def wait_ready(self) -> None:
-        """Waits until a model is loaded."""
+        """Wait until a model is loaded."""
         expect(self.page.locator("#model-button .dot")).to_have_class("dot ready")
 
     @contextlib.contextmanager
     def holding(self, address: str) -> Iterator[None]:
-        """Holds the requests to addresses of a pattern back until it ends."""
+        """Hold back requests to matching addresses during the block."""
         held, holds = list[Route](), True
         self.page.route(re.compile(address), lambda route: held.append(route) if holds else route.continue_())
         try:
@@ -72,41 +69,40 @@ class Window:
                 route.continue_()
 
     def send(self, text: str) -> None:
-        """Sends a message without waiting for the reply."""
+        """Send a message without waiting for the reply."""
         self.prompt.fill(text)
         self.prompt.press("Enter")
 
     def ask(self, text: str = STORY) -> str:
-        """Sends a message and gives the finished reply."""
+        """Send a message and return the finished reply."""
         before = self.replies.count()
         self.send(text)
         expect(self.replies).to_have_count(before + 1)
         return self.finished()
 
     def finished(self) -> str:
-        """The last reply once it is finished."""
+        """Return the last reply once it is finished."""
         last = self.replies.last
         expect(last).to_have_attribute("aria-busy", "false")
         return last.locator(".markdown").inner_text()
 
     def open(self, id: str) -> None:
-        """Shows a conversation."""
+        """Show a conversation."""
         self.page.goto(f"{self.page.url.partition('#')[0]}#/chat/{id}")
         expect(self.replies.first).to_be_visible()
 
     def new_chat(self) -> None:
-        """Begins a new chat."""
         self.page.keyboard.press("Control+Shift+O")
         expect(self.replies).to_have_count(0)
 
     def choose_model(self, name: str) -> None:
-        """Opens the dialog of models with one chosen."""
+        """Open the dialog of models and choose one."""
         self.page.locator("#model-button").click()
         self.models.get_by_role("option", name=re.compile(re.escape(name))).click()
         self.plan_made()
 
     def set_budget(self, size: str) -> None:
-        """Sets a budget in the dialog of models and waits for its plan."""
+        """Set a budget in the dialog of models and wait for its plan."""
         switch = self.models.get_by_role("checkbox", name="Keep to a memory budget")
         if not switch.is_checked():
             self.models.locator("label.switch").click()
@@ -116,21 +112,21 @@ class Window:
         self.plan_made()
 
     def plan_made(self) -> None:
-        """Waits for the plan of what is chosen."""
+        """Wait for the plan of the chosen model."""
         expect(self.models.locator(".plan")).not_to_have_class(re.compile("stale"))
 
     def plan_says(self) -> str:
-        """What the dialog says of the plan at first."""
+        """The verdict of the plan."""
         return self.models.locator("#verdict").inner_text()
 
 
 def open_window(browser: Browser, address: str, **options: Any) -> Window:
-    """A window of its own, with its own cookies."""
+    """Open a window with cookies of its own."""
     return window_in(browser.new_context(**options), address)
 
 
 def window_in(context: BrowserContext, address: str) -> Window:
-    """Another window of a context."""
+    """Open another window of a context."""
     context.set_default_timeout(TIME_LIMIT * 1000)
     window = Window(context.new_page())
 
