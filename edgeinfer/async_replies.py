@@ -58,10 +58,11 @@ class Production:
         try:
             if self.stream is None and not self._cancelled:
                 self._begin()
-            for chunk in self.stream or ():
+            stream = self.stream
+            while stream is not None and (chunk := next(stream, None)) is not None:
                 if not self._tell(chunk):
                     break
-                if chunk.finish_reason is None and self.shareable and gives_way() and self.stream.pause():
+                if chunk.finish_reason is None and self.shareable and gives_way() and stream.pause():
                     return True
         except BaseException as error:
             self._error = error

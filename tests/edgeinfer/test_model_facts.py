@@ -83,7 +83,7 @@ def test_chats_sample_as_its_makers_recommend(tmp_path: Path) -> None:
         assert choice["message"]["content"] == drawn
         # A search has its own way to choose tokens.
         assert reply(search="beam", beams=2) == model.generate(ids, **plain, search="beam", beams=2).text
-        assert read_request({"input": "Hello"}, model).told["temperature"] == 1.3
+        assert read_request({"input": "Hello"}, model).echoed["temperature"] == 1.3
 
 
 def test_what_cannot_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
