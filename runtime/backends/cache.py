@@ -225,22 +225,6 @@ class ForkableCache(Protocol):
         """Drops all rows."""
 
 
-class SharingCache(KVCache, ForkableCache, Protocol):
-    """A cache whose rows others can hold too.
-
-    Attributes:
-        adapter: of the rows that passes append, by its place in `AdaptingBackend.adapters`; -1 where they have none.
-    """
-
-    adapter: int
-
-    def pages_for(self, rows: int) -> int:
-        """Pages that have to be taken before so many further rows can be written."""
-
-    def fork(self) -> SharingCache:
-        """Another cache with the same rows, none of which is copied until one of both writes there."""
-
-
 class ObservedCache(KVCache, Protocol):
     """A cache that reports which rows of a pass were kept."""
 

@@ -19,7 +19,8 @@ from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.errors import BackendError, CapabilityError, Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import ForkableCache, KVCache, SharingCache
+from edgeinfer.runtime.backends.cache import ForkableCache, KVCache
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 
 C = TypeVar("C", bound=ForkableCache)
 
@@ -178,23 +179,23 @@ class ForkingBackend(Protocol[C]):
 
 
 @runtime_checkable
-class TogetherBackend(ForkingBackend[SharingCache], Protocol):
+class TogetherBackend(ForkingBackend[PagedCache], Protocol):
     """A backend that evaluates several sequences in one pass."""
 
     @property
     def free_pages(self) -> int:
         """Pages that sequences can still take within what was planned for them."""
 
-    def new_sequence(self, capacity: int) -> SharingCache:
+    def new_sequence(self, capacity: int) -> PagedCache:
         """An empty sequence, for `forward_together`."""
 
-    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         """One pass over new tokens of several sequences, each appended to its own cache.
 
         Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
         """
 
-    def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         """`forward_together` for passes that `check_pass` has let through already."""
 
 

@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.results import ExpertUse
@@ -175,22 +173,8 @@ class WrappedBackend(Generic[B]):
 
     def __init__(self, inner: B) -> None:
         self._inner = inner
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def kernel(self) -> str:
-        return self._inner.kernel
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._inner.geometry
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        self.name, self.kernel = inner.name, inner.kernel
+        self.geometry, self.capabilities = inner.geometry, inner.capabilities
 
     @property
     def cache(self) -> KVCache:

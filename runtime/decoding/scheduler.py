@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
     ForwardInput,
@@ -30,6 +29,7 @@ from edgeinfer.runtime.backends.contract import (
     adapter_place,
     check_pass,
 )
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.wrapped import WrappedBackend, uncounted
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 
@@ -49,7 +49,7 @@ class RowRequest:
         can_wait: its rows may be cut into several passes: a prompt's, of which at most the last is continued.
     """
 
-    def __init__(self, cache: SharingCache, batch: ForwardInput) -> None:
+    def __init__(self, cache: PagedCache, batch: ForwardInput) -> None:
         self.cache, self.batch = cache, batch
         self.fed = 0
         self.parts: list[ForwardOutput] = []
@@ -215,13 +215,13 @@ class SequenceBackend(WrappedBackend[Backend]):
         cache: of the sequence.
     """
 
-    def __init__(self, scheduler: Scheduler, backend: Backend, cache: SharingCache) -> None:
+    def __init__(self, scheduler: Scheduler, backend: Backend, cache: PagedCache) -> None:
         super().__init__(backend)
         self._scheduler = scheduler
         self._own = cache
 
     @property
-    def cache(self) -> SharingCache:
+    def cache(self) -> PagedCache:
         """That of the sequence."""
         return self._own
 
@@ -239,7 +239,7 @@ class SequenceBackend(WrappedBackend[Backend]):
         """Pages that all sequences can still take."""
         return self._scheduler.free_pages
 
-    def new_sequence(self, capacity: int) -> SharingCache:
+    def new_sequence(self, capacity: int) -> PagedCache:
         """See `contract.TogetherBackend.new_sequence`."""
         return self._scheduler.new_sequence(capacity).cache
 
@@ -247,13 +247,13 @@ class SequenceBackend(WrappedBackend[Backend]):
         """One pass, together with rows of other sequences; see `contract.Backend.forward`."""
         return self.forward_together([(self._own, batch)])[0]
 
-    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         """Rows of several sequences of one reply, together with those of others; see `contract.TogetherBackend`."""
         for cache, batch in sequences:
             check_pass(self._inner, batch, cache)
         return self.forward_checked(sequences)
 
-    def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         """See `contract.TogetherBackend.forward_checked`."""
         return self._scheduler.evaluate(self, sequences)
 
@@ -375,7 +375,7 @@ class Scheduler:
             self._current.wait()
 
     def evaluate(
-        self, sequence: SequenceBackend, wanted: Sequence[tuple[SharingCache, ForwardInput]]
+        self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
     ) -> list[ForwardOutput]:
         """Waits for rows, which later passes evaluate; the only task, and who is none, runs them at once."""
         if self._closing:
@@ -401,7 +401,7 @@ class Scheduler:
                 task.fail(PassCancelledError("The sequence was cancelled."))
 
     def _evaluate_alone(
-        self, sequence: SequenceBackend, wanted: Sequence[tuple[SharingCache, ForwardInput]]
+        self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
     ) -> list[ForwardOutput]:
         self._provide(sum(cache.pages_for(len(batch.tokens)) for cache, batch in wanted))
         self.company = len(wanted)

@@ -3,11 +3,11 @@
 A safetensors file. Its tensors, in this order: `tokens` I32 (T,); `rows.{start}` (2 L, kv_heads, n, width), keys of
 each layer and then values as the cache stores them, for consecutive runs of n tokens; `text` U8, UTF-8. `__metadata__`
 holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), "sampling", the version of
-how a seed makes text, which files of version 1 lack as theirs is 1, and "sha256", of the whole file with the digits of
-that digest as zeros. Where layers differ in what they keep, `rows.{start}` is U8 (n, bytes of a
-token), the arrays one behind the other, and "layers" tells of each [type, heads, width], as JSON. A few megabytes at a
-time are copied, whatever the size of the cache. `state` U8 (bytes,), before the text, is of recurrent layers.
-Nothing in a file is trusted: its size comes before any allocation, its digest before any use.
+how a seed makes text, and "sha256", of the whole file with the digits of that digest as zeros. Where layers differ in
+what they keep, `rows.{start}` is U8 (n, bytes of a token), the arrays one behind the other, and "layers" has the type,
+heads and width of each, as JSON. A few megabytes at a time are copied, whatever the size of the cache. `state` U8
+(bytes,), before the text, holds the state of recurrent layers.
+Nothing in a file is trusted: its size is checked before any allocation, its digest before any use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from edgeinfer.version import SAMPLING, VERSION
 
 _FORMAT = "edgeinfer-session"
 _VERSION = "2"
-_FIRST_VERSION = "1"
 _SAMPLING = "sampling"
 _FIELDS = ("format", "version", "model", "run", "kv", "scales", _SAMPLING, "sha256")
 # A million tokens of the smallest pieces that make sense take less; a header is parsed as a whole.
@@ -166,7 +165,7 @@ class SessionFile:
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
         self.kv, self.scales = metadata["kv"], metadata["scales"]
-        sampling = metadata.get(_SAMPLING, "1")
+        sampling = metadata[_SAMPLING]
         self._require(sampling.isdecimal() and len(sampling) < 5, "it does not tell how it was sampled")
         self.sampling = int(sampling)
         self._state = self._tensors[-2] if self._tensors[-2].name == _STATE else None
@@ -229,11 +228,10 @@ class SessionFile:
         if metadata.get("format") != _FORMAT:
             raise UsageError(f"{self.path} is not a session file.", _ELSE)
         version = metadata.get("version")
-        if version not in (_FIRST_VERSION, _VERSION):
-            hint = f"This edgeinfer reads versions {_FIRST_VERSION} and {_VERSION}: update edgeinfer."
+        if version != _VERSION:
+            hint = f"This edgeinfer reads version {_VERSION}: update it, or start the conversation again."
             raise UsageError(f"{self.path} has version {version!r}.", hint)
-        fields = set(_FIELDS) - ({_SAMPLING} if version == _FIRST_VERSION else set())
-        named = metadata.keys() - {_LAYERS} == fields
+        named = metadata.keys() - {_LAYERS} == set(_FIELDS)
         strings = named and all(isinstance(value, str) for value in metadata.values())
         dtype = _row_type(metadata["kv"], metadata["scales"]) if strings else None
         self._require(dtype is not None, "its header lacks fields")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
@@ -16,72 +16,50 @@ from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.weights.layouts import Progress
 
-
-def _onnx() -> BackendFactory:
-    from edgeinfer.runtime.backends.onnx.factory import OnnxFactory
-
-    return OnnxFactory()
-
-
-def _static() -> BackendFactory:
-    from edgeinfer.runtime.backends.static.factory import StaticFactory
-
-    return StaticFactory()
-
-
-def _optimum() -> BackendFactory:
-    from edgeinfer.runtime.backends.onnx.factory import OptimumFactory
-
-    return OptimumFactory()
-
-
-def _llamacpp() -> BackendFactory:
-    from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
-
-    return LlamaCppFactory()
-
-
-def _reference() -> BackendFactory:
-    from edgeinfer.runtime.backends.reference.backend import ReferenceFactory
-
-    return ReferenceFactory()
-
-
-# Made when they are asked for: a model is run by one of them.
-BACKENDS: dict[str, Callable[[], BackendFactory]] = {
-    "onnx": cache(_onnx),
-    "onnx-static": cache(_static),
-    "onnx-optimum": cache(_optimum),
-    "llamacpp": cache(_llamacpp),
-    "reference": cache(_reference),
+_BACKENDS = "edgeinfer.runtime.backends"
+# Modules and classes of the factories, imported when one is needed: a model is run by one of them.
+FACTORIES = {
+    "onnx": (f"{_BACKENDS}.onnx.factory", "OnnxFactory"),
+    "onnx-static": (f"{_BACKENDS}.static.factory", "StaticFactory"),
+    "onnx-optimum": (f"{_BACKENDS}.onnx.factory", "OptimumFactory"),
+    "llamacpp": (f"{_BACKENDS}.llamacpp.factory", "LlamaCppFactory"),
+    "reference": (f"{_BACKENDS}.reference.backend", "ReferenceFactory"),
 }
+
+
+@cache
+def factory_of(name: str) -> BackendFactory:
+    """The factory of a backend."""
+    module, made = FACTORIES[name]
+    factory: BackendFactory = getattr(import_module(module), made)()
+    return factory
 
 
 def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
     """Choose the backend of a bundle, the requested one or its own, its device and the layout of the weights."""
     name = config.backend or bundle.manifest.backend
-    if name not in BACKENDS:
+    if name not in FACTORIES:
         if config.backend:
-            raise UsageError(f"There is no backend {name!r}.", f"Choose one of {', '.join(BACKENDS)}.")
+            raise UsageError(f"There is no backend {name!r}.", f"Choose one of {', '.join(FACTORIES)}.")
         raise BundleError(f"The bundle needs the backend {name!r}.", "Update edgeinfer, or export the model again.")
-    factory = BACKENDS[name]()
+    factory = factory_of(name)
     device = factory.device(config)
     return BackendChoice(name, bundle, factory.layout(bundle, config, device), device)
 
 
 def kernel_name(choice: BackendChoice) -> str:
-    return BACKENDS[choice.name]().kernel(choice.bundle, choice.layout)
+    return factory_of(choice.name).kernel(choice.bundle, choice.layout)
 
 
 def engine_version(choice: BackendChoice) -> str:
     """Name and version of what runs the model, and on which device if not the CPU."""
-    engine = BACKENDS[choice.name]().engine()
+    engine = factory_of(choice.name).engine()
     return engine if choice.device.on_cpu else f"{engine} on {choice.device.name}"
 
 
 def tunable(choice: BackendChoice) -> tuple[str, ...]:
     """Names of the tuned settings that change how fast a backend is."""
-    return BACKENDS[choice.name]().tunes
+    return factory_of(choice.name).tunes
 
 
 def plan_input_of(
@@ -91,7 +69,7 @@ def plan_input_of(
     settings: TunedSettings = UNTUNED,
 ) -> PlanInput:
     """The choices that a plan of a bundle has."""
-    factory, bundle, layout, device = BACKENDS[choice.name](), choice.bundle, choice.layout, choice.device
+    factory, bundle, layout, device = factory_of(choice.name), choice.bundle, choice.layout, choice.device
     return PlanInput(
         choice.name,
         bundle,
@@ -115,7 +93,7 @@ def plan_input_of(
 
 def own_tokenizer(choice: BackendChoice, backend: Backend) -> TokenizerLike:
     """The tokenizer of a model's own file, for configurations whose tokenizer is "model"."""
-    return BACKENDS[choice.name]().tokenizer(backend)
+    return factory_of(choice.name).tokenizer(backend)
 
 
 def make_backend(
@@ -126,7 +104,7 @@ def make_backend(
     settings: TunedSettings = UNTUNED,
     room: int | None = None,
 ) -> Backend:
-    factory = BACKENDS[choice.name]()
+    factory = factory_of(choice.name)
     if not factory.adapts:
         config.refuse_adapters(factory.engine())
     config = with_measured_policy(config, choice.bundle)

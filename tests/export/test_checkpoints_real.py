@@ -19,10 +19,10 @@ from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.tuning.measure import TokenScores
 from tests.cache import export_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import make_graph_backend
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from tests.cache import made
 from tests.factories import make_checkpoint
 
@@ -23,6 +28,21 @@ def checkpoint_of(variant: str, **settings: Any) -> Path:
 def bundle_of(variant: str, config: ExportConfig, **settings: Any) -> Bundle:
     """The bundle of that checkpoint."""
     return open_bundle(made(_bundle, variant, sorted(settings.items()), config) / "bundle")
+
+
+def make_graph_backend(
+    bundle: Bundle,
+    capacity: int,
+    *,
+    layout: Layout | None = None,
+    adapters: dict[str, str] | None = None,
+    **options: Any,
+) -> GraphBackend:
+    """The backend of the graph of a layout; None is the stored one."""
+    if (layout or bundle.manifest.layout) == NATIVE:
+        packed = pack_adapters(bundle.manifest, adapters) if adapters else None
+        return PagedBackend(bundle, capacity, adapters=packed, **options)
+    return OnnxBackend(bundle, capacity, **options)
 
 
 def _checkpoint(folder: Path, variant: str, settings: Settings) -> None:

@@ -277,13 +277,14 @@ def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
         backend.cache.trim(CAPACITY + 1)
 
 
-def test_memory_stays_as_planned(backend: ConcatBackend) -> None:
-    before = backend.nbytes()["kv"]
-    assert before == 2 * GEOMETRY.kv_bytes_per_token() * CAPACITY
+def test_the_cache_takes_what_its_rows_take(backend: ConcatBackend) -> None:
     feed(backend, [1] * 8, [])
+    assert backend.nbytes()["kv"] == 8 * GEOMETRY.kv_bytes_per_token()
     backend.cache.trim(3)
     feed(backend, [2], [0])
-    assert backend.nbytes()["kv"] == before
+    assert backend.nbytes()["kv"] == 4 * GEOMETRY.kv_bytes_per_token()
+    backend.cache.clear()
+    assert backend.nbytes()["kv"] == 0
 
 
 def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -> None:

@@ -11,10 +11,9 @@ from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 from tests.tables import each_row
 
 TEXT = np.array([0, 40, 41, 42, 43, 44, 45])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from tests.runtime.interrupts import within_runs
+from tests.runtime.models import make_graph_backend
 from tests.runtime.test_engine import generate
 from tests.tables import each_row
 

@@ -17,10 +17,9 @@ from edgeinfer.bundle.layouts import LAYOUTS
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 
 pytestmark = pytest.mark.matrix
 

@@ -23,12 +23,11 @@ from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.weights import layouts
 from edgeinfer.runtime.weights.layouts import choose_layout, prepare
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 from tests.tables import each_row
 
 TEXT = np.array([0, 40, 41, 42, 43, 44])

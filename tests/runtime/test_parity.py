@@ -16,9 +16,9 @@ from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY, switched_off
+from tests.runtime.models import make_graph_backend
 from tests.tables import each_row
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -28,6 +27,7 @@ from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.sampler import Sampler
+from tests.runtime.models import make_graph_backend
 from tests.speculation import random_bundle
 from tests.tables import each_row
 

@@ -21,13 +21,12 @@ from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageEr
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 from tests.tables import each_row
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.loading.registry import plan_input_of
@@ -36,7 +35,7 @@ from edgeinfer.runtime.weights import disk_rate
 from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms, streamed_bytes
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 

@@ -17,7 +17,6 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import StorageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
 from edgeinfer.runtime.planning import planner
 from edgeinfer.runtime.planning.plan_input import Configuration
@@ -35,7 +34,7 @@ from edgeinfer.runtime.weights.streaming import (
 )
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 
 MB = 1_000_000
 # The layers of a 0.5B at four bits behind its head: 24 of 7.6 MB.

@@ -1,9 +1,8 @@
-"""The backend of bundles exported through Optimum: each pass reads one copy of the KV cache and writes the next.
+"""The backend of bundles exported through Optimum, whose graphs concatenate past and new keys themselves.
 
-The graph's inputs and outputs are those of edgeinfer.bundle.concat_graph. The graph
-concatenates past and new keys itself, so the cache is kept twice and the copies take turns; a cancelled or failed pass
-leaves the copy it read as it was. The graph computes the logits of every row. Rows of passes of different sizes agree
-to rounding, not bit for bit: what attention adds up depends on the size of the pass.
+The graph's inputs and outputs are listed in edgeinfer.bundle.concat_graph. A pass reads the cache and writes a new one,
+so a cancelled or failed pass leaves it as it was. The graph computes the logits of every row. Rows of passes of
+different sizes agree to rounding, not bit for bit: attention sums in an order that depends on the size of the pass.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ from edgeinfer.runtime.system.memory import MappedFile
 
 
 class ConcatCache(TrimmedCache):
-    """Implements `KVCache` by two copies, float32 (1, kv_heads, rows, head_dim), each array packed at the
-    start of its memory.
+    """Implements `KVCache` by the outputs of the last pass.
 
-    Memory beyond the packed rows is never touched, so the system gives it none until the cache grows into it.
+    Attributes:
+        arrays: keys and values of each layer in turn, float32; rows behind the length are cut off before they are read.
+            (1, H, rows, h) each
     """
 
     copyable = True
@@ -51,46 +51,33 @@ class ConcatCache(TrimmedCache):
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self._geometry = geometry
         self.capacity = capacity
-        self._row = geometry.num_kv_heads * geometry.head_dim
-        arrays = 2 * geometry.num_layers
-        self._read, self._write = (
-            [np.empty(self._row * capacity, np.float32) for _ in range(arrays)] for _ in range(2)
-        )
-        self._packed = 0
         self.length = 0
+        self.arrays = self.empty(0)
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in (*self._read, *self._write))
+        return sum(a.nbytes for a in self.arrays)
 
-    def _views(self, arrays: list[Floats], rows: int) -> list[Floats]:
+    def empty(self, rows: int) -> list[Floats]:  # 2 L of (1, H, rows, h)
+        """Arrays for the outputs of a pass."""
         shape = (1, self._geometry.num_kv_heads, rows, self._geometry.head_dim)
-        return [a[: self._row * rows].reshape(shape) for a in arrays]
+        return [np.empty(shape, np.float32) for _ in range(2 * self._geometry.num_layers)]
 
-    def past(self) -> list[Floats]:  # 2 L of (1, H, P, h)
-        """What the cache holds, packed: keys and values of each layer in turn."""
-        if self.length != self._packed:
-            cached, packed = self._views(self._read, self._packed), self._views(self._write, self.length)
-            for old, new in zip(cached, packed, strict=True):
-                new[...] = old[:, :, : self.length]
-            self.swap(self.length)
-        return self._views(self._read, self.length)
+    def past(self) -> list[Floats]:  # 2 L of (1, H, length, h)
+        """The rows in use."""
+        self.arrays = [np.ascontiguousarray(a[:, :, : self.length]) for a in self.arrays]
+        return self.arrays
 
-    def room(self, rows: int) -> list[Floats]:  # 2 L of (1, H, rows, h)
-        """Where the next pass writes; call `swap` when it has."""
-        return self._views(self._write, rows)
-
-    def swap(self, rows: int) -> None:
-        """Makes what was written, with this many rows, the cache."""
-        self._read, self._write = self._write, self._read
-        self._packed = self.length = rows
+    def replace(self, arrays: list[Floats]) -> None:
+        """Makes these arrays the cache."""
+        self.arrays, self.length = arrays, arrays[0].shape[2]
 
     def trim(self, length: int) -> None:
         check_length(length, self.length)
         self.length = length
 
     def clear(self) -> None:
-        self.length = 0
+        self.replace(self.empty(0))
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         if list(rows) != list(range(len(rows))):
@@ -100,7 +87,7 @@ class ConcatCache(TrimmedCache):
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         start, stop = row_range(start, stop, self.length)
-        arrays = [a[0, :, start:stop].copy() for a in self._views(self._read, self._packed)]
+        arrays = [a[0, :, start:stop].copy() for a in self.arrays]
         return CopiedRows(stop - start, tuple(arrays[::2]), tuple(arrays[1::2]))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -109,26 +96,18 @@ class ConcatCache(TrimmedCache):
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
-        start, stop = self.length, self.length + snapshot.length
-        check_snapshot(snapshot, self._geometry, self.capacity - start)
+        check_snapshot(snapshot, self._geometry, self.capacity - self.length)
         copies = [a for pair in zip(snapshot.keys, snapshot.values, strict=True) for a in pair]
-        cached = self._views(self._read, self._packed)
-        for mine, old, copied in zip(self._views(self._write, stop), cached, copies, strict=True):
-            mine[0, :, :start] = old[0, :, :start]
-            mine[0, :, start:] = copied
-        self.swap(stop)
+        self.replace([np.concatenate([a, b[None]], axis=2) for a, b in zip(self.past(), copies, strict=True)])
 
     def rewrite(self, edit: Edit) -> None:
-        rows, left = self.length, None
-        read = self._views(self._read, self._packed)
+        arrays, rows, left = self.past(), self.length, None
         self.length = 0
         for layer in range(self._geometry.num_layers):
-            keys, values = (a[0, :, :rows].copy() for a in read[2 * layer : 2 * layer + 2])
-            edited = edit(layer, keys, values)
+            edited = edit(layer, *(a[0].copy() for a in arrays[2 * layer : 2 * layer + 2]))
             left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
-            for mine, new in zip(self._views(self._write[2 * layer : 2 * layer + 2], left), edited, strict=True):
-                mine[0] = new
-        self.swap(left or 0)
+            arrays[2 * layer : 2 * layer + 2] = (np.array(a[None]) for a in edited)
+        self.replace(arrays)
 
 
 class ConcatBackend:
@@ -175,10 +154,11 @@ class ConcatBackend:
         self._bind_output(concat_graph.LOGITS, logits[None])
         for name, array in zip(self._past, self.cache.past(), strict=True):
             self._bind_input(name, array)
-        for name, array in zip(self._present, self.cache.room(start + size), strict=True):
+        present = self.cache.empty(start + size)
+        for name, array in zip(self._present, present, strict=True):
             self._bind_output(name, array)
         self._session.run(self._binding)
-        self.cache.swap(start + size)
+        self.cache.replace(present)
         return ForwardOutput(_pick(logits, rows), None)
 
     def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:

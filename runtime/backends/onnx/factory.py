@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,12 +16,12 @@ from edgeinfer.runtime.backends.contract import Backend, runs_apart
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.devices.providers import CPU, Device, Graphs
+from edgeinfer.runtime.devices.providers import Device, Graphs
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.plan_input import BackendChoice, ModelMemory
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
-from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of, weights_place
+from edgeinfer.runtime.weights.layouts import choose_layout, kernel_of, weights_place
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
@@ -67,23 +66,7 @@ class OnnxFactory(BackendFactory):
         return memory_of(choice.bundle, choice.layout, threads=thread_count(config))
 
     def make(self, order: BackendOrder) -> Backend:
-
-        bundle, plan = order.bundle, order.configuration
-        weighed = order.config.overflow in MERGING
-        backend = make_graph_backend(
-            bundle,
-            plan.context,
-            threads=order.threads,
-            exact=order.config.exact,
-            layout=order.layout,
-            kv=plan.kv,
-            progress=order.progress,
-            device=order.device,
-            affinity=order.affinity,
-            pages=_prefix_pages(order, weighed=weighed),
-            weighed=weighed,
-            adapters=order.config.adapters,
-        )
+        bundle, plan, backend = order.bundle, order.configuration, _graph_backend(order)
         decoder = bundle.manifest.decoder
         meter = None if backend.pages is None else DiskMeter(backend.pages.path, keeps=order.config.remember)
         if decoder is not None and plan.expert_bytes:
@@ -125,53 +108,41 @@ class OptimumFactory(BackendFactory):
         return ConcatBackend(order.bundle, order.configuration.context, threads=order.threads)
 
 
-def make_graph_backend(
-    bundle: Bundle,
-    capacity: int,
-    *,
-    threads: int = 1,
-    exact: bool = True,
-    layout: Layout | None = None,
-    kv: str = FLOAT32,
-    progress: Progress | None = None,
-    device: Device = CPU,
-    affinity: str = "",
-    pages: int = 0,
-    weighed: bool = False,
-    adapters: Mapping[str, str] | None = None,
-) -> GraphBackend:
-    """The backend of the graph of a layout; None is the stored one."""
-    if (layout or bundle.manifest.layout) == NATIVE:
+def _graph_backend(order: BackendOrder) -> GraphBackend:
+    """The backend of the graph that reads the layout."""
+    bundle, plan, config = order.bundle, order.configuration, order.config
+    if order.layout == NATIVE:
         from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
         from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 
+        weighed = config.overflow in MERGING
+        layout = PageLayout.of(bundle.manifest.geometry, plan.kv, weighed=weighed)
         return PagedBackend(
             bundle,
-            capacity,
-            threads=threads,
-            exact=exact,
-            kv=kv,
-            pages=pages,
+            plan.context,
+            threads=order.threads,
+            exact=config.exact,
+            kv=plan.kv,
+            pages=config.prefix_cache // layout.page_bytes,
             weighed=weighed,
-            progress=progress,
-            affinity=affinity,
-            adapters=pack_adapters(bundle.manifest, adapters) if adapters else None,
+            progress=order.progress,
+            affinity=order.affinity,
+            adapters=pack_adapters(bundle.manifest, config.adapters) if config.adapters else None,
         )
-    if adapters:
+    if config.adapters:
         message = f"{bundle.manifest.name} runs without the native kernel, and adapters need it."
         raise CapabilityError(message, "Load a bundle of the native layout where the kernel works, or leave them out.")
     from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 
-    assert kv == FLOAT32, "plans have no other cache where the graph is not paged"
     return OnnxBackend(
-        bundle, capacity, threads=threads, exact=exact, progress=progress, device=device, affinity=affinity
+        bundle,
+        plan.context,
+        threads=order.threads,
+        exact=config.exact,
+        progress=order.progress,
+        device=order.device,
+        affinity=order.affinity,
     )
-
-
-def _prefix_pages(order: BackendOrder, *, weighed: bool) -> int:
-    """Pages that the prefix cache may hold."""
-    layout = PageLayout.of(order.bundle.manifest.geometry, order.configuration.kv, weighed=weighed)
-    return order.config.prefix_cache // layout.page_bytes
 
 
 def _onnxruntime() -> str:

@@ -25,7 +25,6 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import (
     NO_ADAPTER,
     ForwardInput,
@@ -156,16 +155,16 @@ class PagedBackend(GraphBackend):
         state = self.cache.state
         return super().divided(batch) if state is None else state.divided(_whole(batch))
 
-    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         for cache, batch in sequences:
             check_pass(self, batch, cache)
         return self.forward_checked(sequences)
 
-    def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
-        own: Sequences = [(c, _placed(c, b)) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
-        if len(own) < len(sequences):
+        own: Sequences = [(cache, _placed(cache, batch)) for cache, batch in sequences]
+        if any(cache.pool is not self.pool for cache, _ in own):
             raise BackendError("A sequence of another model cannot be in this pass.")
         batch_of_all = _joined([batch for _, batch in own])
         step = self._run(own, batch_of_all)

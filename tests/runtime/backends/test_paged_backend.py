@@ -17,7 +17,6 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -28,7 +27,7 @@ from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 from tests.tables import each_row
 
 CAPACITY = 2 * graph.TREE_ROWS + 100

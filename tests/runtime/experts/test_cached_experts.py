@@ -19,13 +19,12 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory
 from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 

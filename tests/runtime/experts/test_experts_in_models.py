@@ -17,11 +17,10 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.wrapped import active_experts
 from edgeinfer.runtime.weights.experts import expected_experts
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 from tests.speculation import PROMPT, load_eager, plain, same
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 4

@@ -16,7 +16,6 @@ from edgeinfer.errors import BackendError
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -27,7 +26,7 @@ from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import Passes, SearchParts
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, make_graph_backend
 from tests.runtime.search.fakes import PROMPT, Letters, LettersBackend, V, letters_logits
 from tests.runtime.test_states import DELTA
 from tests.tables import each_row

@@ -276,7 +276,7 @@ def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock) -> None:
 
 
 def test_the_builtin_model_is_measured() -> None:
-    from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+    from tests.runtime.models import make_graph_backend
 
     backend = make_graph_backend(open_bundle(resolve(None)), 128)
     curve = measure_passes(backend, budget_s=0.1, step=2)

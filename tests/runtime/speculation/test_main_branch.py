@@ -16,12 +16,12 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, main_branch_first
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import make_graph_backend
 
 VOCABULARY = 320
 PAST = 21

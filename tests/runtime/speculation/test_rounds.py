@@ -9,8 +9,8 @@ import pytest
 
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from tests.kernel import require_kernel
+from tests.runtime.models import make_graph_backend
 from tests.runtime.speculation.subjects import EXPORTS, GREEDY, PENALISED, PROMPT, SAMPLED, Subject, Text, bundles
 
 # Each drafter, subject and sampling once: the pairs, eighty of them, are among the further cases.

@@ -21,7 +21,6 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
@@ -29,6 +28,7 @@ from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import make_graph_backend
 
 
 class Clock:

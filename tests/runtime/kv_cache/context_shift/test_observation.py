@@ -20,13 +20,13 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
 from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.runtime.models import make_graph_backend
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family

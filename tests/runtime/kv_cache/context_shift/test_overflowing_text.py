@@ -20,7 +20,6 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
@@ -36,6 +35,7 @@ from edgeinfer.runtime.speculation.verification import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import make_graph_backend
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.speculation import BUILTIN, needs_builtin
 

@@ -17,7 +17,6 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
@@ -32,6 +31,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import make_graph_backend
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
