@@ -17,9 +17,8 @@ from edgeinfer.hub.ids import (
     CONFIG_PATTERNS,
     GGUF,
     WEIGHT_PATTERNS,
-    first_part,
+    gguf_models,
     gguf_parts,
-    is_gguf_model,
     listed_files,
     literal,
 )
@@ -36,10 +35,10 @@ class CachedModel:
 
     Attributes:
         name: what loads it.
-        repo_id: of its repository.
+        repo_id: ORG/NAME of its repository.
         kind: a checkpoint is converted before it runs.
         path: a bundle's or checkpoint's directory, or the (first) GGUF file.
-        files: all files that are its own.
+        files: all files that belong to it alone.
     """
 
     name: str
@@ -50,7 +49,7 @@ class CachedModel:
 
     @property
     def bytes(self) -> int:
-        """Of its files."""
+        """The size of its files."""
         return sum(file.stat().st_size for file in self.files if file.exists())
 
 
@@ -92,7 +91,7 @@ def builtin() -> Path:
 
 
 def ready(model: str | Path | None) -> Path | None:
-    """The built-in model, or a path that was given and can be loaded as it is; None where more must be looked up."""
+    """The built-in model, or a path that can be loaded as it is; None for names that must be looked up."""
     path = None if model is None else existing(model)
     if path is None:
         return builtin() if model in (None, BUILTIN) else None
@@ -112,12 +111,6 @@ def cached_snapshot(repo_id: str) -> Path | None:
     # Older releases of the library return what an interrupted download left.
     whole = all((path / name).is_file() for name in names) if names else is_checkpoint(path)
     return path if whole else None
-
-
-def cached_checkpoint(repo_id: str) -> Path | None:
-    """The cached checkpoint of the main branch, whole, or None."""
-    path = cached_snapshot(repo_id)
-    return None if path is None or is_bundle(path) else path
 
 
 def cached_gguf(repo_id: str, tag: str) -> Path | None:
@@ -159,13 +152,12 @@ def _in_snapshot(repo_id: str, folder: Path) -> list[CachedModel]:
         kind: Kind = "bundle" if is_bundle(folder) else "checkpoint"
         return [] if whole is None else [CachedModel(repo_id, repo_id, kind, folder, files)]
     names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")]
-    names = sorted(name for name in names if is_gguf_model(name))
-    return [_gguf(repo_id, folder, name, names) for name in names if first_part(name)]
-
-
-def _gguf(repo_id: str, folder: Path, first: str, names: list[str]) -> CachedModel:
-    files = tuple(folder / name for name in names if stem_of(name) == stem_of(first))
-    return CachedModel(gguf_name(repo_id, first, names), repo_id, "gguf", folder / first, files)
+    return [
+        CachedModel(
+            gguf_name(repo_id, parts[0], names), repo_id, "gguf", folder / parts[0], tuple(map(folder.joinpath, parts))
+        )
+        for parts in gguf_models(names)
+    ]
 
 
 def gguf_name(repo_id: str, file: str, names: list[str]) -> str:
@@ -180,7 +172,7 @@ def gguf_name(repo_id: str, file: str, names: list[str]) -> str:
 
 
 def remove_cached(model: CachedModel) -> int:
-    """Removes the files of a model from the cache, with what else is left of its repository where that was all.
+    """Removes the files of a model from the cache; the whole repository where it has no other model.
 
     Returns:
         Bytes that were freed.
@@ -202,18 +194,18 @@ def remove_cached(model: CachedModel) -> int:
     return freed
 
 
-_FILE = "last_use.json"
+_LAST_USE = "edgeinfer/last_use.json"
 # The oldest make room.
 _MOST_MODELS = 500
 _MOST_BYTES = 1_000_000
 
 
 def note_use(path: Path) -> None:
-    """Notes that a model was loaded now, as far as that can be kept."""
+    """Notes that a model was loaded now; a failure to keep that fails no load."""
     with contextlib.suppress(OSError, StorageError, ValueError):
         uses = last_uses() | {str(path.resolve()): time.time()}
         latest = sorted(uses.items(), key=lambda use: use[1])[-_MOST_MODELS:]
-        file = _file()
+        file = user_data() / _LAST_USE
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(file, json.dumps(dict(latest), indent=0).encode("utf-8"), durable=False)
 
@@ -221,7 +213,7 @@ def note_use(path: Path) -> None:
 def last_uses() -> dict[str, float]:
     """Seconds since 1970 by resolved path."""
     try:
-        file = _file()
+        file = user_data() / _LAST_USE
         if file.stat().st_size > _MOST_BYTES:
             return {}
         data = json.loads(file.read_text("utf-8"))
@@ -230,7 +222,3 @@ def last_uses() -> dict[str, float]:
     if not isinstance(data, dict):
         return {}
     return {path: float(when) for path, when in data.items() if isinstance(when, int | float) and 0 < when < 1e11}
-
-
-def _file() -> Path:
-    return user_data() / "edgeinfer" / _FILE

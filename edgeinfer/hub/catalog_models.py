@@ -20,7 +20,7 @@ _CONTEXT, _KV_BYTES = 2048, 4
 _GGUF_KV_BYTES = 2
 # Of a linear layer's weight, with its group's scale and zero point (groups of 128, a fourth of a bit).
 _EXTRA_BITS = 0.25
-# What other programs and the system leave of the memory of a machine.
+# The share of a machine's memory that other programs and the system leave.
 _SHARE = 0.75
 
 
@@ -30,7 +30,7 @@ class DecoderSizes:
 
     Attributes:
         experts: of each layer; 0 without a mixture.
-        shared: width of the MLP that a mixture has beside its experts.
+        shared: width of the MLP that every token uses next to the experts.
     """
 
     hidden_size: int
@@ -46,7 +46,7 @@ class DecoderSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DecoderSizes:
-        """Of a config.json whose architecture was found to be supported."""
+        """The sizes in a config.json whose architecture is supported."""
 
         def number(*names: str, default: int | None = None) -> int:
             value = next((config[name] for name in names if config.get(name) is not None), default)
@@ -71,12 +71,12 @@ class DecoderSizes:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Of embedding and output layer."""
+        """Parameters of embedding and output layer."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
     @property
     def parameters(self) -> int:
-        """Of all matrices; norms and biases are left out."""
+        """Parameters of all matrices; norms and biases are left out."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         mlp = 3 * self.hidden_size * (self.intermediate_size * max(self.experts, 1) + self.shared)
         router = self.hidden_size * self.experts
@@ -84,23 +84,23 @@ class DecoderSizes:
         return layer * self.num_hidden_layers + self.vocabulary_parameters
 
     def weight_bytes(self, bits: int) -> int:
-        """Of the converted model's weights."""
+        """Bytes of the converted model's weights."""
         return round(self.parameters * (bits + (_EXTRA_BITS if bits < 32 else 0)) / 8)
 
     def kv_bytes(self, context: int = _CONTEXT) -> int:
-        """Of the cache."""
+        """Bytes of the KV cache."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * _KV_BYTES * context
 
     def memory(self, bits: int) -> int:
-        """What running the converted model takes: weights, a cache for 2048 tokens, and the process around them."""
+        """Bytes that running the converted model takes: weights, a cache for 2048 tokens, and the process."""
         return self.weight_bytes(bits) + self.kv_bytes() + _PROCESS_BYTES
 
 
 def gguf_memory(file_bytes: int, sizes: DecoderSizes | None = None) -> int:
-    """What running a GGUF file takes: the file, a cache for 2048 tokens, and the process around them.
+    """Bytes that running a GGUF file takes: the file, a cache for 2048 tokens, and the process.
 
     Args:
-        sizes: of its decoder; where they are not known, the cache is taken for a tenth of the file.
+        sizes: of its decoder; None estimates the cache as a tenth of the file.
     """
     kv = file_bytes // 10 if sizes is None else sizes.kv_bytes() * _GGUF_KV_BYTES // _KV_BYTES
     return file_bytes + kv + _PROCESS_BYTES
@@ -111,7 +111,7 @@ def room(memory: int | None = None) -> int:
     return round(machine_memory() * _SHARE) if memory is None else memory
 
 
-# What a checkpoint is converted to unless memory or the user says otherwise.
+# The bits that a checkpoint is converted to unless memory or the user says otherwise.
 CATALOG_BITS = 4
 
 
@@ -181,7 +181,7 @@ def catalog_model(name: str) -> CatalogModel | None:
 
 
 def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
-    """Short names, and others that are given, that a mistyped name may stand for, the likeliest first."""
+    """The catalog's and other names that a mistyped name may mean, the likeliest first."""
     import difflib
 
     wanted = name.strip().lower()

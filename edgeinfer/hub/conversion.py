@@ -1,6 +1,6 @@
 """Fetches and converts a model in a process of its own, which can be ended at any moment and takes its memory with it.
 
-What it fetched so far stays in the hub's cache and is not fetched again; what it converted so far goes.
+Files that it fetched stay in the hub's cache and are not fetched again; an unfinished conversion is removed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Choose = Callable[[list[Offer]], str]
 _log = logging.getLogger("edgeinfer.hub")
 
 _PROGRAM = (sys.executable, "-m", "edgeinfer.tools.conversion")
-# How often a caller is asked whether to go on while nothing is heard.
+# How often a caller is asked whether to continue while the process prints nothing.
 _ASK_SECONDS = 0.2
 # Characters of its last line that explain an end without an error.
 _LAST_WORDS = 300
@@ -40,17 +40,17 @@ _GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class FetchJob:
-    """What to fetch and convert.
+    """A model to fetch and convert.
 
     Attributes:
         name: of the hub, ORG/NAME[:TYPE]; "" for a directory.
         directory: of a checkpoint on this machine; "" for the hub.
         revision: branch, tag or commit; None is the main branch.
-        refresh: bring up to date what is here; else what the hub's cache holds is taken as it is.
+        refresh: bring the hub's cache up to date instead of using it as it is.
         bits: of the conversion; None decides by memory.
         memory: budget that the model is to run in; None is what this machine has.
         bars: draw bars on stderr.
-        asks: tell what a repository of GGUF files offers, and take the one that is chosen.
+        asks: send the offers of a repository of GGUF files, and take the one that is chosen.
     """
 
     name: str = ""
@@ -69,9 +69,7 @@ def fetch(
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
 ) -> Path:
-    """Does it; returns the bundle's directory or the GGUF file.
-
-    What is done is logged in a line.
+    """Does a job, logging what happens; returns the bundle's directory or the GGUF file.
 
     Args:
         progress: called with a stage, and bytes or steps done and in all; an exception that it raises ends the work.
@@ -97,12 +95,12 @@ def fetch(
 
 @contextlib.contextmanager
 def _running(job: FetchJob) -> Iterator[tuple[subprocess.Popen[str], IO[bytes]]]:
-    """The process, which is gone when the block ends, and a file with its complaints."""
+    """The process, which has ended when the block ends, and a file with its stderr."""
     # A group of its own: a terminal's Ctrl-C is for the caller, who ends the process.
     apart: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-    # Not a pipe: it would have to be read lest the process waits.
+    # Not a pipe, which someone would have to read so that the process does not block.
     with tempfile.TemporaryFile() as words:
         process = subprocess.Popen(
             [*_PROGRAM, json.dumps(asdict(job))],
@@ -117,7 +115,7 @@ def _running(job: FetchJob) -> Iterator[tuple[subprocess.Popen[str], IO[bytes]]]
         try:
             yield process, words
         finally:
-            # It cleans up and ends when its input does.
+            # The process cleans up and ends when its input is closed.
             with contextlib.suppress(OSError):
                 process.stdin.close()
             try:
@@ -126,14 +124,14 @@ def _running(job: FetchJob) -> Iterator[tuple[subprocess.Popen[str], IO[bytes]]]
                 process.kill()
                 process.wait()
             process.stdout.close()
-            # A file that it was just writing may have come behind its own removal.
+            # A file that it was just writing may have appeared after the removal.
             remove_leftovers()
 
 
 def _heard(
     process: subprocess.Popen[str], subject: str, cancelled: Callable[[], bool] | None
 ) -> Iterator[dict[str, Any]]:
-    """What the process says, until it ends."""
+    """The lines that the process prints, until it ends."""
     said: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
 
     def read() -> None:
@@ -148,7 +146,7 @@ def _heard(
         if cancelled is not None and cancelled():
             raise HubError(f"Fetching {subject} was cancelled.", "Try again to resume; what was downloaded is kept.")
         try:
-            # Not without a limit: on Windows a wait is deaf to Ctrl-C.
+            # With a limit: on Windows a wait without one ignores Ctrl-C.
             line = said.get(timeout=_ASK_SECONDS)
         except Empty:
             continue
@@ -158,7 +156,7 @@ def _heard(
 
 
 def _error(data: dict[str, Any]) -> EdgeInferError:
-    """The error that the process met."""
+    """The error that the process reported."""
     kind = getattr(edgeinfer.errors, str(data["kind"]), InternalError)
     if kind is BudgetError:
         return BudgetError(data["message"], data["hint"], minimum_bytes=int(data["minimum_bytes"]))

@@ -1,9 +1,9 @@
-"""The user's folder of models that were converted on this machine: where each lies, found again, removed.
+"""The user's folder of models that were converted on this machine: found, listed, locked, removed.
 
 models/Qwen--Qwen3-0.6B/source.json              which checkpoint
 models/Qwen--Qwen3-0.6B/4-bit-c1899de289a0/      a bundle, by bits and revision
-models/Qwen--Qwen3-0.6B/.work-XXXX/              a conversion that runs, or was killed
-models/.locks/Qwen--Qwen3-0.6B.lock              held by whoever converts it
+models/Qwen--Qwen3-0.6B/.work-XXXX/              a running or killed conversion
+models/.locks/Qwen--Qwen3-0.6B.lock              held by the process that converts it
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
+from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
 from edgeinfer.hub.ids import WEIGHT_PATTERNS
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 
-# What a folder of an unfinished conversion begins with.
+# The name of an unfinished conversion's folder begins with this.
 WORK = ".work-"
 _LOCKS = ".locks"
 _SOURCE = "source.json"
-_BUNDLE = re.compile(r"(2|4|8|32)-bit-([0-9a-z]{1,12})")
+_BUNDLE = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-bit-([0-9a-z]{{1,12}})")
 _REVISION_LETTERS = 12
-# What says that a checkpoint's directory is another one than before.
+# Files whose change means that a checkpoint's directory holds another model.
 _TELLING = (
     "config.json",
     "tokenizer.json",
@@ -51,7 +51,7 @@ class CheckpointSource:
     """A checkpoint that is converted: a repository of the hub, or a directory.
 
     Attributes:
-        name: what names it: ORG/NAME, or the directory's path.
+        name: ORG/NAME, or the directory's path.
         directory: None for a repository.
     """
 
@@ -76,11 +76,11 @@ class CheckpointSource:
 
     @property
     def folder(self) -> Path:
-        """Where what was converted of it lies."""
+        """The folder of its conversions."""
         return models_folder() / self.key
 
     def revision(self) -> str:
-        """What tells a directory from what it was before: sizes and times of its files."""
+        """A digest of the sizes and times of a directory's files, which changes when the checkpoint does."""
         assert self.directory is not None, "a repository's is its commit"
         files = [self.directory / name for name in _TELLING]
         files += sorted(path for pattern in WEIGHT_PATTERNS for path in self.directory.glob(pattern))
@@ -88,11 +88,11 @@ class CheckpointSource:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def place(self, bits: int, revision: str) -> Path:
-        """Where the bundle of these bits goes."""
+        """The folder of the bundle with these bits."""
         return self.folder / f"{bits}-bit-{revision[:_REVISION_LETTERS] or 'main'}"
 
     def record(self) -> None:
-        """Makes the folder and says in it what it is of."""
+        """Makes the folder, and notes in it which checkpoint it belongs to."""
         with storage_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = {"source": self.name, "hub": self.directory is None}
@@ -101,11 +101,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class Converted:
-    """A bundle that was converted on this machine.
-
-    Attributes:
-        path: the bundle.
-    """
+    """A bundle that was converted on this machine."""
 
     source: CheckpointSource
     bits: int
@@ -114,12 +110,12 @@ class Converted:
 
     @property
     def bytes(self) -> int:
-        """Of its files."""
+        """The size of its files."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
 def source_of(path: Path) -> str | None:
-    """The last part of the name of what a path was converted of, whether or not it is there; None for other paths."""
+    """The last part of a conversion's source, by the path of the bundle, which need not exist; None for other paths."""
     if path.parent.parent != models_folder() or _BUNDLE.fullmatch(path.name) is None:
         return None
     key = path.parent.name
@@ -137,16 +133,16 @@ def models_folder() -> Path:
 
 
 def find_converted(source: CheckpointSource, bits: int | None = None, revision: str | None = None) -> Converted | None:
-    """The bundle of a checkpoint, of several the one that was converted last; None where there is none.
+    """The latest conversion of a checkpoint; None where there is none.
 
     Args:
-        bits, revision: None takes any. Of a directory only what was converted of the files that are in it now counts.
+        bits, revision: None takes any. For a directory only conversions of the files that are in it now count.
     """
     if source.directory is not None and revision is None:
         revision = source.revision()
     found = [
         converted
-        for converted in _in_folder(source.folder)
+        for converted in _conversions(source.folder)
         if bits in (None, converted.bits)
         and converted.source.name == source.name
         and (revision is None or revision[:_REVISION_LETTERS] == converted.revision)
@@ -155,12 +151,12 @@ def find_converted(source: CheckpointSource, bits: int | None = None, revision: 
 
 
 def converted_models() -> list[Converted]:
-    """All of them, by the name of their source, and bits."""
+    """All bundles converted on this machine, by the name of their source, and bits."""
     try:
         folders = list(models_folder().iterdir())
     except (OSError, StorageError):
         return []
-    found = [converted for folder in folders for converted in _in_folder(folder)]
+    found = [converted for folder in folders for converted in _conversions(folder)]
     return sorted(found, key=lambda converted: (converted.source.name, converted.bits))
 
 
@@ -175,16 +171,16 @@ def remove_converted(converted: Converted) -> int:
     """
     freed, folder = converted.bytes, converted.path.parent
     with storage_errors(converted.path):
-        # First what makes it a bundle, so that half of one is never found.
+        # First the manifest, so that half of a bundle is never found.
         (converted.path / MANIFEST).unlink()
         shutil.rmtree(converted.path)
-    if not _in_folder(folder) and not any(folder.glob(f"{WORK}*")):
+    if not _conversions(folder) and not any(folder.glob(f"{WORK}*")):
         shutil.rmtree(folder, ignore_errors=True)
     return freed
 
 
 def lock_of(key: str) -> FileLock:
-    """Held while a folder is written to; the system lets go of it when its holder ends, however that happens."""
+    """The lock that is held while a folder is written to; the system releases it when its holder ends."""
     from filelock import FileLock  # only here: a megabyte of modules
 
     folder = models_folder() / _LOCKS
@@ -194,7 +190,7 @@ def lock_of(key: str) -> FileLock:
 
 
 def remove_leftovers() -> None:
-    """Removes what conversions left that were killed: their folders' locks are free."""
+    """Removes the folders of killed conversions, whose locks are free."""
     left = list(models_folder().glob(f"*/{WORK}*"))
     if not left:
         return
@@ -204,24 +200,18 @@ def remove_leftovers() -> None:
         with contextlib.suppress(Timeout, OSError), lock_of(work.parent.name).acquire(timeout=0):
             shutil.rmtree(work, ignore_errors=True)
             with contextlib.suppress(OSError):
-                (work.parent / _SOURCE).unlink() if not _in_folder(work.parent) else None
+                (work.parent / _SOURCE).unlink() if not _conversions(work.parent) else None
                 work.parent.rmdir()
 
 
-def _in_folder(folder: Path) -> list[Converted]:
-    return list(_read(folder))
-
-
-def _read(folder: Path) -> Iterator[Converted]:
+def _conversions(folder: Path) -> list[Converted]:
     try:
         data = json.loads((folder / _SOURCE).read_text("utf-8"))
         name, from_hub = data["source"], data["hub"]
     except (OSError, ValueError, KeyError, TypeError):
-        return
+        return []
     if not isinstance(name, str):
-        return
-    source = CheckpointSource(name) if from_hub else CheckpointSource(name, Path(name))
-    for path in folder.iterdir():
-        match = _BUNDLE.fullmatch(path.name)
-        if match is not None and is_bundle(path):
-            yield Converted(source, int(match[1]), match[2], path)
+        return []
+    source = CheckpointSource(name, None if from_hub else Path(name))
+    named = ((path, _BUNDLE.fullmatch(path.name)) for path in folder.iterdir())
+    return [Converted(source, int(match[1]), match[2], path) for path, match in named if match and is_bundle(path)]

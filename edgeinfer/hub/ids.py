@@ -18,7 +18,7 @@ from edgeinfer.records import dataclass
 GGUF = ".gguf"
 # Kinds of data a bundle may hold. Pickles, Python and shared libraries are not among them, whatever a manifest lists.
 _BUNDLE_SUFFIXES = {".gguf", ".jinja", ".json", ".md", ".npz", ".onnx", ".onnx_data", ".safetensors", ".txt"}
-# Of a checkpoint only what export reads. Many repositories also keep pickles, ONNX variants or a second copy of the
+# The files of a checkpoint that export reads. Many repositories also keep pickles, ONNX variants or a second copy of the
 # weights (`consolidated.safetensors`), so a pattern such as *.safetensors would fetch gigabytes too many.
 WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors")
 CONFIG_PATTERNS = (
@@ -41,7 +41,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
 _TAGGED = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)
 _BITS = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-?bits?", re.IGNORECASE)
-# Projectors of images beside a model, and data that was used to quantize it.
+# Projectors of images for a model, and data that was used to quantize it.
 _OTHERS = ("mmproj", "imatrix")
 
 
@@ -71,7 +71,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def parse_name(model: str) -> HubName | None:
-    """What a name says where it is one of the hub's; None where it is not."""
+    """Takes a hub name apart; None for other names."""
     if is_hub_id(model):
         return HubName(model)
     match = _TAGGED.fullmatch(model)
@@ -86,13 +86,19 @@ def is_gguf_model(name: str) -> bool:
     return name.endswith(GGUF) and not any(other in name.lower() for other in _OTHERS)
 
 
+def gguf_models(names: Iterable[str]) -> list[list[str]]:
+    """The files of each GGUF model, its first part first."""
+    models = sorted(filter(is_gguf_model, names))
+    return [[n for n in models if stem_of(n) == stem_of(first)] for first in models if first_part(first)]
+
+
 def first_part(name: str) -> bool:
-    """Whether a GGUF file is whole, or the first of its parts, which stands for all."""
+    """Whether a GGUF file is whole, or the first of its parts, by which all are loaded."""
     return part_of(name)[0] == 1
 
 
 def gguf_parts(repo_id: str, names: Iterable[str], tag: str) -> list[str]:
-    """The parts of the one model that a tag means, the first one first."""
+    """The parts of the only model that a tag means, the first one first."""
     models = sorted(name for name in names if is_gguf_model(name))
     whole = re.compile(rf"(^|[-._/]){re.escape(tag)}([-._]|$)", re.IGNORECASE)
     meant = [name for name in models if whole.search(name.removesuffix(GGUF))]
@@ -122,5 +128,5 @@ def listed_files(manifest: Path) -> list[str]:
 
 
 def literal(names: Iterable[str]) -> list[str]:
-    """Names as patterns that mean just them."""
+    """Names as patterns that match only these names."""
     return [glob.escape(name) for name in names]

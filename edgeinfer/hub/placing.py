@@ -31,7 +31,7 @@ class Place:
         path: the bundle's directory or the (first) GGUF file.
         hub_id: ORG/NAME that it came from; None where it came from elsewhere.
         also: further names that mean it, unless they mean others as well.
-        files: what is removed with it.
+        files: removed with it.
         source_bytes: of the checkpoint that it was converted from, where that is still in the hub's cache.
     """
 
@@ -45,12 +45,12 @@ class Place:
 
     @property
     def converted(self) -> Converted | None:
-        """The conversion that it is; None where it is none."""
+        """The conversion that it is; None for other models."""
         return next((each for each in self.files if isinstance(each, Converted)), None)
 
 
 def places() -> list[Place]:
-    """All models on this machine; the user's own files outside the folder of models are not looked for."""
+    """All models on this machine, except the user's own files outside the folder of models."""
     found = [Place(BUILTIN, builtin(), "built-in")]
     cached = cached_models()
     checkpoints = {model.repo_id: model.bytes for model in cached if model.kind == "checkpoint"}
@@ -75,7 +75,7 @@ def places() -> list[Place]:
 
 
 def find_place(name: str, bits: int | None = None) -> Place | None:
-    """The model on this machine that a short name means, in any case; None where there is none.
+    """The model on this machine that a short name means, ignoring case; None where there is none.
 
     Of several conversions of one checkpoint it is the last. A file elsewhere that was loaded before counts too.
 
@@ -83,7 +83,7 @@ def find_place(name: str, bits: int | None = None) -> Place | None:
         bits: of a conversion, where there are several; None takes any.
 
     Raises:
-        ModelError: it means several models.
+        ModelError: the name means several models.
     """
     wanted, here = name.casefold(), places()
     found = [place for place in here if place.name.casefold() == wanted]
@@ -101,10 +101,10 @@ def find_place(name: str, bits: int | None = None) -> Place | None:
 
 
 def shown_name(model: str | Path | None) -> str:
-    """What people call a model, as windows and lists show it: Qwen2.5 Coder 0.5B Instruct.
+    """A model's name as people write it, for windows and lists: Qwen2.5 Coder 0.5B Instruct.
 
     Args:
-        model: as `edgeinfer.load` takes it; no more than its manifest is read.
+        model: as `edgeinfer.load` takes it; only its manifest is read.
     """
     if model is None:
         return BUILTIN
@@ -127,14 +127,13 @@ def _is_called(path: Path, wanted: str) -> bool:
 
 
 def _own_name(path: Path) -> str:
-    """What a model's own files call it."""
+    """The name in a model's own files."""
     manifest = path / MANIFEST if path.is_dir() else path
     return _read_name(path, manifest.stat().st_mtime_ns if manifest.exists() else 0)
 
 
 @lru_cache(maxsize=256)
 def _read_name(path: Path, changed: int) -> str:
-    """As `_own_name`, read again when the file has changed."""
     with contextlib.suppress(EdgeInferError):
         return open_bundle(path).manifest.name
     return _file_name(path)

@@ -1,4 +1,4 @@
-"""From whatever names a model to its files on this machine, fetched and converted where they are not here yet."""
+"""The resolver: from a model's name to its files on this machine, fetched and converted where they are not here yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import ModelError, UsageError, one_of
@@ -25,14 +24,59 @@ from edgeinfer.hub.catalog_models import catalog_model, similar_names
 from edgeinfer.hub.client import Progress
 from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
-from edgeinfer.hub.folder import CheckpointSource, converted_models, find_converted
+from edgeinfer.hub.folder import CheckpointSource, find_converted, source_of
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
-
-if TYPE_CHECKING:
-    from edgeinfer.hub.placing import Place
-
+from edgeinfer.records import dataclass
 
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a name means.
+
+    Attributes:
+        path: the bundle or GGUF file on this machine; None where it must be fetched or converted first.
+        source: what it is fetched or converted from where there is no path: a checkpoint's directory, or a hub name.
+    """
+
+    path: Path | None
+    source: Path | HubName | None = None
+
+
+def find_model(model: str | Path | None, bits: int | None = None) -> Found:
+    """Looks a name up on this machine, without asking the hub.
+
+    Args:
+        model: as `resolve` takes it.
+        bits: of a checkpoint's conversion; None takes any.
+    """
+    if model is None:
+        return Found(builtin())
+    path = existing(model)
+    if path is not None:
+        if path.is_file() or is_bundle(path) or not is_checkpoint(path):
+            return Found(path)
+        converted = find_converted(CheckpointSource.of_directory(path), bits)
+        return Found(None if converted is None else converted.path, path)
+    if model == BUILTIN:
+        return Found(builtin())
+    name = hub_name(model)
+    path = None if name is None else _cached(name, bits)
+    if path is not None:
+        return Found(path)
+    # Only now is the whole machine looked through, so that a short name does not hide a hub name that is here.
+    if isinstance(model, str) and not set(model) & {"/", "\\"}:
+        from edgeinfer.hub.placing import find_place
+
+        place = find_place(model, bits)
+        if place is not None and (place.converted is None or bits in (None, place.converted.bits)):
+            return Found(place.path)
+        if place is not None and place.converted is not None and name is None:
+            # The same checkpoint in other bits.
+            source = place.converted.source
+            return Found(None, source.directory or HubName(source.name))
+    return Found(None, name_of(model))
 
 
 def resolve(
@@ -51,26 +95,25 @@ def resolve(
 
     Args:
         model: None, a path, a catalog name, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
-            ORG/NAME:Q4_K_M, ORG/NAME:4bit for a conversion, or a short name of what is on this machine.
-        bits: of a checkpoint's conversion; None takes what is there, or what goes into memory.
+            ORG/NAME:Q4_K_M, ORG/NAME:4bit for a conversion, or a short name of a model on this machine.
+        bits: of a checkpoint's conversion; None takes the one that is there, or what fits into memory.
         memory: budget that the model is to run in, by which bits or a type are chosen; None is this machine's.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: asked several times a second whether to stop.
-        choose: asked which of the types of a repository of GGUF files to take; None takes the one that fits best.
+        choose: asked which type of a repository of GGUF files to take; None takes the one that fits best.
 
     Raises:
         ModelError: no such path or name.
         HubError: the repository could not be fetched.
         UnsupportedArchitectureError, CheckpointError: the checkpoint cannot be converted.
         StorageError: the disk has too little room.
-        UsageError: `bits` of what is no checkpoint.
+        UsageError: `bits` of a model that is no checkpoint.
     """
     if bits not in (None, *CONVERTED_BITS):
         raise UsageError(f"{bits} bits are not supported.", f"Choose {one_of(CONVERTED_BITS)}.")
-    path = _found(model, bits)
-    if path is None:
-        path = fetch(_job(model, bits, memory, progress), progress, cancelled, choose)
-    if bits is not None and not _is_converted(model, path):
+    found = find_model(model, bits)
+    path = found.path or fetch(_job(found.source, bits, memory, progress), progress, cancelled, choose)
+    if bits is not None and (source_of(path) is None or existing(model or path) == path):
         what = "a GGUF file" if path.is_file() else "a bundle"
         message = f"{'The built-in model' if model is None else model} is {what}, whose weights have their bits."
         raise UsageError(message, "Leave bits out; they are for checkpoints, which are converted.")
@@ -86,14 +129,14 @@ def update(
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
 ) -> Path:
-    """As `resolve`, and what is here of a hub model is brought up to date first.
+    """Resolves a name as `resolve` does, and brings a hub model that is here up to date first.
 
     Args:
         revision: branch, tag or commit; None is the main branch.
     """
     if existing(model) is not None or hub_name(model) is None:
         return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
-    job = _job(model, bits, None, progress)
+    job = _job(name_of(model), bits, None, progress)
     return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled, choose)
 
 
@@ -106,7 +149,7 @@ def local(model: str | Path | None) -> Path | None:
     Raises:
         ModelError: no such path or name.
     """
-    return _found(model, None)
+    return find_model(model).path
 
 
 def find(source: str | Path) -> Path:
@@ -118,10 +161,8 @@ def find(source: str | Path) -> Path:
         HubError: the repository could not be fetched.
     """
     path = existing(source)
-    if path is not None:
-        return path
-    if source == BUILTIN:
-        return builtin()
+    if path is not None or source == BUILTIN:
+        return path or builtin()
     name = name_of(source)
     return cached_snapshot(name.repo_id) or pull(name.repo_id)
 
@@ -139,8 +180,8 @@ def find_checkpoint(source: str | Path) -> Path:
     return path
 
 
-def hub_name(model: str | Path | None) -> HubName | None:
-    """The hub's name that a name means, also one of the catalog; None where it means none."""
+def hub_name(model: str | Path) -> HubName | None:
+    """The hub name that a name means, of the hub or of the catalog; None for other names."""
     if not isinstance(model, str):
         return None
     entry = catalog_model(model)
@@ -148,13 +189,13 @@ def hub_name(model: str | Path | None) -> HubName | None:
 
 
 def name_of(model: str | Path) -> HubName:
-    """As `hub_name`, of what is no path."""
+    """The hub name that a name means, which is not an existing path; ModelError where it means none."""
     text = os.fspath(model)
-    name = hub_name(model)
-    if name is not None and not text.endswith(_FILES):
-        return name
     if text.endswith(_FILES):
         raise ModelError(f"No such file: {text}.", "Check the path.")
+    name = hub_name(model)
+    if name is not None:
+        return name
     if isinstance(model, os.PathLike) or any(sign in text for sign in "/\\~:") or text.startswith(".") or not text:
         hint = "Give a bundle directory, a .gguf file, OWNER/NAME, or a short name of edgeinfer models --catalog."
         raise ModelError(f"No model at {text!r}.", hint)
@@ -166,40 +207,8 @@ def name_of(model: str | Path) -> HubName:
     raise ModelError(message, f"{shown}Others are OWNER/NAME, such as Qwen/Qwen3-0.6B.")
 
 
-def _found(model: str | Path | None, bits: int | None) -> Path | None:
-    """What is on this machine."""
-    if model is None:
-        return builtin()
-    path = existing(model)
-    if path is not None:
-        if path.is_file() or is_bundle(path) or not is_checkpoint(path):
-            return path
-        converted = find_converted(CheckpointSource.of_directory(path), bits)
-        return None if converted is None else converted.path
-    if model == BUILTIN:
-        return builtin()
-    name = hub_name(model)
-    path = None if name is None else _of_hub(name, bits)
-    # Only now is the whole machine looked through, so that a short name hides none of the hub that is here.
-    place = _place(model, bits) if path is None else None
-    if place is not None and (place.converted is None or bits in (None, place.converted.bits)):
-        path = place.path
-    elif place is None and path is None:
-        name_of(model)  # raises where it is none
-    return path
-
-
-def _place(model: str | Path, bits: int | None = None) -> Place | None:
-    """The model that a short name means on this machine."""
-    if not isinstance(model, str) or "/" in model or "\\" in model:
-        return None
-    from edgeinfer.hub.placing import find_place
-
-    return find_place(model, bits)
-
-
-def _of_hub(name: HubName, bits: int | None) -> Path | None:
-    """What is here of a model of the hub."""
+def _cached(name: HubName, bits: int | None) -> Path | None:
+    """A model of the hub as it is on this machine, converted where it is a checkpoint."""
     if name.tag is not None:
         return cached_gguf(name.repo_id, name.tag)
     converted = find_converted(CheckpointSource(name.repo_id), name.bits if bits is None else bits)
@@ -208,26 +217,15 @@ def _of_hub(name: HubName, bits: int | None) -> Path | None:
     path = cached_snapshot(name.repo_id)
     if path is not None:
         return path if is_bundle(path) else None
-    # Of a repository of GGUF files the type that was chosen before, if that is clear.
+    # The type of a repository of GGUF files that was chosen before, if there is only one.
     ggufs = [model.path for model in cached_models() if model.repo_id == name.repo_id and model.kind == "gguf"]
     return ggufs[0] if len(ggufs) == 1 and name.bits is None else None
 
 
-def _is_converted(model: str | Path | None, path: Path) -> bool:
-    if model is None or model == BUILTIN or existing(model) == path:
-        return False
-    return any(converted.path == path for converted in converted_models())
-
-
-def _job(model: str | Path | None, bits: int | None, memory: int | None, progress: Progress | None) -> FetchJob:
-    assert model is not None, "the built-in model is here"
+def _job(source: Path | HubName | None, bits: int | None, memory: int | None, progress: Progress | None) -> FetchJob:
+    assert source is not None, "a model without a path has a source"
     bars = progress is None and sys.stderr is not None and sys.stderr.isatty()
-    path = existing(model)
-    if path is not None:
-        return FetchJob(directory=str(path), bits=bits, memory=memory, bars=bars)
-    place = None if hub_name(model) is not None else _place(model)
-    if place is not None and place.converted is not None and place.converted.source.directory is not None:
-        return FetchJob(directory=str(place.converted.source.directory), bits=bits, memory=memory, bars=bars)
-    name = name_of(model)
-    plain = name.repo_id if name.tag is None else str(name)
-    return FetchJob(name=plain, bits=name.bits if bits is None else bits, memory=memory, bars=bars)
+    if isinstance(source, Path):
+        return FetchJob(directory=str(source), bits=bits, memory=memory, bars=bars)
+    name = source.repo_id if source.tag is None else str(source)
+    return FetchJob(name=name, bits=source.bits if bits is None else bits, memory=memory, bars=bars)

@@ -2,8 +2,8 @@
 
     python -m edgeinfer.tools.conversion '{"name": "Qwen/Qwen3-0.6B"}'
 
-`edgeinfer.hub.conversion` starts it. It tells of its progress in lines of JSON, and ends when its standard input does,
-so that it does not outlive whoever asked. It alone of the face knows `edgeinfer.export`."""
+`edgeinfer.hub.conversion` starts it. It reports progress in lines of JSON, and ends when its standard input does, so
+that it does not outlive the program that started it. It alone of the face imports `edgeinfer.export`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,11 +26,20 @@ from filelock import Timeout
 from edgeinfer.bundle.writing import storage_errors, sync_tree
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, InternalError, StorageError
-from edgeinfer.hub.cache import cached_checkpoint
+from edgeinfer.hub.cache import cached_snapshot, is_bundle
 from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, room
 from edgeinfer.hub.client import Progress, library
 from edgeinfer.hub.conversion import FetchJob
-from edgeinfer.hub.download import Repository, best_offer, look_up, offers_in, pull, pull_config, require_gguf
+from edgeinfer.hub.download import (
+    Repository,
+    best_offer,
+    look_up,
+    missing_files,
+    offers_in,
+    pull,
+    pull_config,
+    require_gguf,
+)
 from edgeinfer.hub.folder import (
     WORK,
     CheckpointSource,
@@ -47,25 +56,28 @@ _PROGRESS_S = 0.1
 _LOCK_SECONDS = 1.0
 # Graphs, manifest and tokenizer of a bundle.
 _SMALL_FILES_BYTES = 15_000_000
-# What a disk should have beside what is written.
+# What a disk should have free, in units of what is written.
 _SPARE = 1.02
 _MOST_TRIES = 100
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One job, what it tells its progress to, and its folder while it converts."""
+    """One job, its progress, its folder while it converts, and the caller's choices."""
 
     job: FetchJob
     progress: Progress
-    note: Callable[[str], None]
     scratch: _Scratch
     answers: SimpleQueue[str]
+
+    def note(self, text: str) -> None:
+        """Sends a line for the caller's log."""
+        _send(note=text)
 
     def chosen(self, found: Repository) -> str:
         """Which GGUF model of a repository to take, ORG/NAME:TYPE."""
         if self.job.asks:
-            _tell(offers=[asdict(offer) for offer in offers_in(found, self.job.memory)])
+            _send(offers=[asdict(offer) for offer in offers_in(found, self.job.memory)])
             return self.answers.get()
         offer = best_offer(found, self.job.memory)
         self.note(f"Taking {offer.name} ({format_size(offer.bytes)}), the type that suits this machine's memory.")
@@ -73,7 +85,7 @@ class _Run:
 
 
 def _work(run: _Run) -> Path:
-    """Does what is asked; returns the bundle's directory or the GGUF file. Errors as `edgeinfer.pull`."""
+    """Does the job; returns the bundle's directory or the GGUF file. Errors as `edgeinfer.pull`."""
     remove_leftovers()
     job = run.job
     if job.directory:
@@ -82,8 +94,8 @@ def _work(run: _Run) -> Path:
     name = parse_name(job.name)
     if name is None:
         raise InternalError(f"{job.name!r} is no name of the hub.", "Write it as OWNER/NAME.")
-    cached = None if job.refresh or name.tag is not None else cached_checkpoint(name.repo_id)
-    if cached is not None:
+    cached = None if job.refresh or name.tag is not None else cached_snapshot(name.repo_id)
+    if cached is not None and not is_bundle(cached):
         return _convert(run, CheckpointSource(name.repo_id), _Origin(cached.name, cached))
     found = look_up(name.repo_id, job.revision)
     if found.kind == "checkpoint":
@@ -93,8 +105,9 @@ def _work(run: _Run) -> Path:
         require_gguf(wanted)
         if name.tag is None:
             wanted = run.chosen(found)
-    _require_disk(wanted, _missing(found, wanted), 0, _hub_cache())
-    return _pull(run, wanted, found)
+    size = _missing_bytes(found, wanted)
+    _require_disk(wanted, size, 0)
+    return _pull(run, wanted, found, size)
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ class _Origin:
     """Where a checkpoint comes from.
 
     Attributes:
-        folder: that it is in already; else it is in a repository.
+        folder: that it is in already; None where it is in the repository.
     """
 
     revision: str
@@ -114,24 +127,28 @@ def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
     job, revision = run.job, origin.revision
     with _locked(source, run.progress):
         sizes = _sizes(_read_config(origin.folder or pull_config(source.name, job.revision)))
-        bits = job.bits or _bits(sizes, room(job.memory), run.note, source.name)
+        bits = job.bits or _bits(sizes, room(job.memory), run, source.name)
         done = find_converted(source, bits, revision)
         if done is not None:
             return done.path
         place = source.place(bits, revision)
-        download = 0 if origin.repository is None else _missing(origin.repository, source.name)
+        found = origin.repository
+        download = 0 if found is None else _missing_bytes(found, source.name)
         converted = sizes.weight_bytes(bits) + _SMALL_FILES_BYTES
-        _require_disk(source.name, download, converted, _hub_cache(), place)
-        folder = origin.folder or _pull(run, source.name, origin.repository)
+        _require_disk(source.name, download, converted, place)
+        folder = origin.folder or _pull(run, source.name, found, download)
         source.record()
         run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
         _export(run, source, folder, place, bits)
-        _remove_former(source, bits, place)
+        for former in place.parent.glob(f"{bits}-bit-*"):
+            if former != place:  # converted from an earlier revision
+                with contextlib.suppress(StorageError, OSError):
+                    remove_converted(Converted(source, bits, "", former))
         return place
 
 
 def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
-    """Converts beside the place and renames, so that half of a bundle is never found."""
+    """Converts in a temporary folder and renames, so that half of a bundle is never found."""
     from edgeinfer.export.exporter import export_checkpoint
     from edgeinfer.export.options import ExportConfig
 
@@ -148,14 +165,6 @@ def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits
         with storage_errors(place):
             sync_tree(bundle)
             bundle.rename(place)
-
-
-def _remove_former(source: CheckpointSource, bits: int, place: Path) -> None:
-    """Removes what was converted of former revisions."""
-    for path in place.parent.glob(f"{bits}-bit-*"):
-        if path != place:
-            with contextlib.suppress(StorageError, OSError):
-                remove_converted(Converted(source, bits, "", path))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def _sizes(config: dict[str, Any]) -> DecoderSizes:
         raise CheckpointError(message, "Check that config.json is complete and belongs to this model.") from error
 
 
-def _bits(sizes: DecoderSizes, limit: int, note: Callable[[str], None], name: str) -> int:
+def _bits(sizes: DecoderSizes, limit: int, run: _Run, name: str) -> int:
     """4, as fewer cost much of a model's sense; 3 or 2 where nothing else goes into memory.
 
     Experts wait on disk until they are chosen, so a mixture need not go into memory.
@@ -185,12 +194,12 @@ def _bits(sizes: DecoderSizes, limit: int, note: Callable[[str], None], name: st
     if sizes.experts or not fitting or fitting[0] == CATALOG_BITS:
         return CATALOG_BITS
     has = f"{format_size(sizes.weight_bytes(CATALOG_BITS))} at 4 bits, and there are {format_size(limit)}"
-    note(f"{name} takes {has}: {fitting[0]} bits make it fit, and its text worse. --bits 4 runs it from disk, slowly.")
+    worse = f"{fitting[0]} bits make it fit, and its text worse. --bits 4 runs it from disk, slowly."
+    run.note(f"{name} takes {has}: {worse}")
     return fitting[0]
 
 
-def _pull(run: _Run, name: str, found: Repository | None) -> Path:
-    size = 0 if found is None else _missing(found, name)
+def _pull(run: _Run, name: str, found: Repository | None, size: int) -> Path:
     if size:
         run.note(f"Downloading {name} ({format_size(size)}).")
     counts: dict[str, tuple[int, int]] = {}
@@ -204,29 +213,20 @@ def _pull(run: _Run, name: str, found: Repository | None) -> Path:
     return pull(name, revision=run.job.revision, progress=True if run.job.bars else count, found=found)
 
 
-def _missing(found: Repository, name: str) -> int:
-    """Bytes of a repository's files that are not in the hub's cache yet."""
-    hub, parsed = library(), parse_name(name)
-    sizes = found.fetched
+def _missing_bytes(found: Repository, name: str) -> int:
+    """Bytes of a model's files that are not in the hub's cache yet."""
+    parsed, sizes = parse_name(name), found.fetched
     if parsed is not None and parsed.tag is not None:
         sizes = {part: found.sizes[part] for part in gguf_parts(found.repo_id, found.sizes, parsed.tag)}
-    return sum(
-        size
-        for file, size in sizes.items()
-        if not isinstance(hub.try_to_load_from_cache(found.repo_id, file, revision=found.commit or None), str)
-    )
+    return sum(missing_files(found.repo_id, found.commit, sizes).values())
 
 
-def _hub_cache() -> Path:
-    return Path(library().constants.HF_HUB_CACHE)
-
-
-def _require_disk(name: str, download: int, converted: int, cache: Path, place: Path | None = None) -> None:
-    """Raises StorageError where the disks have too little room for what is fetched and converted."""
+def _require_disk(name: str, download: int, converted: int, place: Path | None = None) -> None:
+    """Raises StorageError where the disks have too little room for the download and the converted model."""
     needs: dict[int, tuple[Path, int]] = {}
-    for folder, size in ((cache, download), (place, converted)):
+    for folder, size in ((Path(library().constants.HF_HUB_CACHE), download), (place, converted)):
         if folder is not None and size:
-            there = _first_existing(folder)
+            there = next(each for each in (folder, *folder.parents) if each.exists())
             device = there.stat().st_dev
             needs[device] = there, needs.get(device, (there, 0))[1] + size
     for there, size in needs.values():
@@ -237,10 +237,6 @@ def _require_disk(name: str, download: int, converted: int, cache: Path, place: 
             message = f"{name} needs {format_size(size)} of disk space ({', '.join(parts)}), and {there} has "
             hint = "Free some space, or set HF_HOME or XDG_DATA_HOME to a folder on another disk."
             raise StorageError(f"{message}{format_size(free)}.", hint)
-
-
-def _first_existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 @contextlib.contextmanager
@@ -260,7 +256,7 @@ def _locked(source: CheckpointSource, progress: Progress) -> Iterator[None]:
 
 
 class _Scratch:
-    """The folder of the conversion that runs, which goes with this process however that is asked to end."""
+    """The folder of the running conversion, which is removed with this process however it is asked to end."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -272,7 +268,7 @@ class _Scratch:
         """Makes it; removes it with what is left in it."""
         with storage_errors(parent), self._making:
             self._folder = Path(tempfile.mkdtemp(dir=parent, prefix=WORK))
-        if self._closing:  # or what is put into it now could come behind its removal
+        if self._closing:  # files that are put into it now could appear after its removal
             self.remove()
             raise SystemExit(1)
         try:
@@ -295,59 +291,51 @@ class _Scratch:
             tries += 1
 
 
-class _Teller:
-    """Writes lines of progress, not too many."""
+def _report() -> Progress:
+    """Progress as lines of JSON, not too many."""
+    last, latest = 0.0, ""
 
-    def __init__(self) -> None:
-        self._told = 0.0
-        self._stage = ""
-
-    def progress(self, stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal last, latest
         now = time.monotonic()
-        if now - self._told >= _PROGRESS_S or stage != self._stage or done == total:
-            self._told, self._stage = now, stage
-            _tell(stage=stage, done=done, total=total)
+        if now - last >= _PROGRESS_S or stage != latest or done == total:
+            last, latest = now, stage
+            _send(stage=stage, done=done, total=total)
+
+    return report
 
 
-def _said(error: EdgeInferError) -> dict[str, Any]:
-    least = error.minimum_bytes if isinstance(error, BudgetError) else 0
-    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "minimum_bytes": least}
-
-
-def _note(text: str) -> None:
-    _tell(note=text)
-
-
-def _tell(**said: Any) -> None:
-    sys.stdout.write(json.dumps(said) + "\n")
+def _send(**line: Any) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def main(text: str) -> int:
-    """Does the job that is described; the last line tells the path or the error."""
-    teller, scratch, finished = _Teller(), _Scratch(), threading.Event()
-    answers: SimpleQueue[str] = SimpleQueue()
+    """Does the job that is described; the last line of output has the path or the error."""
+    scratch, finished, answers = _Scratch(), threading.Event(), SimpleQueue[str]()
     threading.Thread(target=_hear, args=(answers, finished, scratch), daemon=True).start()
     try:
-        path = _work(_Run(FetchJob(**json.loads(text)), teller.progress, _note, scratch, answers))
+        path = _work(_Run(FetchJob(**json.loads(text)), _report(), scratch, answers))
     except EdgeInferError as error:
         finished.set()
-        _tell(error=_said(error))
+        least = error.minimum_bytes if isinstance(error, BudgetError) else 0
+        said = {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "minimum_bytes": least}
+        _send(error=said)
         return error.exit_code
     finished.set()
-    _tell(path=str(path))
+    _send(path=str(path))
     return 0
 
 
 def _hear(answers: SimpleQueue[str], finished: threading.Event, scratch: _Scratch) -> None:
     """Takes lines of the input; when it ends, so does the program."""
-    # Past Python's buffer, whose lock a thread that still reads would hold when the program ends.
+    # Without Python's buffer, whose lock a thread that still reads would hold when the program ends.
     heard = b""
     while data := os.read(sys.stdin.fileno(), 1024):
         *lines, heard = (heard + data).split(b"\n")
         for line in lines:
             answers.put(line.decode("utf-8"))
-    # Who was told the outcome may close the input before this process has ended with its own code.
+    # The caller may close the input after the outcome, before this process has ended with its own exit code.
     if not finished.is_set():
         scratch.close()
         os._exit(1)

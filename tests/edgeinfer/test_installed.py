@@ -11,8 +11,9 @@ import pytest
 
 from edgeinfer import hub
 from edgeinfer.bundle.names import display_name, file_name
+from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import ModelError, UsageError
-from edgeinfer.hub.folder import CheckpointSource
+from edgeinfer.hub.folder import CheckpointSource, find_converted
 from edgeinfer.installed import list_models, remove_model
 
 # Names of files, folders and repositories, and how people say them.
@@ -203,3 +204,15 @@ def test_a_file_that_says_nothing_is_called_by_its_metadata_or_its_folder() -> N
     for name in ("model.gguf", "ggml-model-q4_0.gguf", "Q4_K_M.gguf", "sha256-" + "0f" * 32):
         assert (file_name(folder / name, "Qwen3"), file_name(folder / name)) == ("Qwen3", folder.name), name
     assert file_name(folder / "qwen3-0.6b-q8_0-00001-of-00002.gguf", "Qwen3 AWQ") == "qwen3-0.6b-q8_0"
+
+
+def test_conversions_of_all_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    source = CheckpointSource("org/model")
+    source.record()
+    for bits in CONVERTED_BITS:
+        source.place(bits, "abc").mkdir()
+        (source.place(bits, "abc") / "edgeinfer.json").touch()
+    assert [converted.bits for converted in hub.converted_models()] == [*CONVERTED_BITS]
+    found = find_converted(source, 3)
+    assert found is not None and found.path == source.place(3, "abc")
