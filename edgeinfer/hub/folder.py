@@ -115,7 +115,7 @@ class Converted:
 
 
 def source_of(path: Path) -> str | None:
-    """The last part of a conversion's source, by the path of the bundle, which need not exist; None for other paths."""
+    """The last part of a conversion's source, by the bundle's path, which need not exist; None for other paths."""
     if path.parent.parent != models_folder() or _BUNDLE.fullmatch(path.name) is None:
         return None
     key = path.parent.name

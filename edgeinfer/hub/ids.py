@@ -18,7 +18,7 @@ from edgeinfer.records import dataclass
 GGUF = ".gguf"
 # Kinds of data a bundle may hold. Pickles, Python and shared libraries are not among them, whatever a manifest lists.
 _BUNDLE_SUFFIXES = {".gguf", ".jinja", ".json", ".md", ".npz", ".onnx", ".onnx_data", ".safetensors", ".txt"}
-# The files of a checkpoint that export reads. Many repositories also keep pickles, ONNX variants or a second copy of the
+# Files of a checkpoint that export reads. Many repositories also keep pickles, ONNX variants or a second copy of the
 # weights (`consolidated.safetensors`), so a pattern such as *.safetensors would fetch gigabytes too many.
 WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors")
 CONFIG_PATTERNS = (

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -22,21 +22,77 @@ from filelock import FileLock, Timeout
 
 from edgeinfer.bundle.writing import new_file, storage_errors
 from edgeinfer.config import format_size
+from edgeinfer.encodings import decode_text, marked_encoding
 from edgeinfer.errors import PromptError, TemplateError, UnshareableError, UsageError
 from edgeinfer.openai import make_completion, whole
 from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.records import dataclass
 from edgeinfer.results import Progress
-from edgeinfer.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model
 
-
 # Bytes of a line: the longest contexts, ten million tokens, hold less text.
 _MOST_LINE = 64 * 1000**2
 _VERSION = 1
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """The result of a run over a file of requests.
+
+    Attributes:
+        requests: lines of the file, all of which are answered.
+        failed: lines whose answer is an error.
+        resumed: lines that an earlier run had answered.
+        seconds: of this run.
+    """
+
+    requests: int
+    failed: int
+    resumed: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON's types."""
+        return dataclasses.asdict(self)
+
+
+def answer_batch(
+    model: Model,
+    requests: BatchInput,
+    output: Path,
+    *,
+    parallel: int,
+    defaults: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> BatchSummary:
+    """Answers a file of requests. Prompts with a common beginning are answered one after the other.
+
+    Args:
+        progress: called with a stage, the replies that are there, and all.
+    """
+    started = time.perf_counter()
+    info = model.info
+    origin = {
+        "input": requests.sha256,
+        "model": [info.name, info.architecture, info.parameters, info.bits_per_weight],
+        "defaults": dict(defaults or {}),
+    }
+    with ReplyFile(output, origin) as replies:
+
+        def report() -> None:
+            if progress is not None:
+                progress("replies", len(replies.done), len(requests.lines))
+
+        resumed = len(replies.done)
+        report()
+        for line in _Answering(model, requests, defaults or {}, parallel).answer(replies.done):
+            replies.append(line)
+            report()
+        replies.finish()
+        return BatchSummary(len(replies.done), replies.failed, resumed, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -45,7 +101,7 @@ class BatchLine:
 
     Attributes:
         number: of the line, from 1.
-        offset, size: where it lies in the file, in bytes.
+        offset, size: its place in the file, in bytes.
         custom_id: of its request; None where that cannot be read.
         error: why it holds no request; None where it does.
     """
@@ -59,11 +115,11 @@ class BatchLine:
 
 @dataclass(frozen=True)
 class BatchInput:
-    """A file of requests, all lines of which were looked at; empty ones are left out.
+    """A file of requests, all lines of which were checked; empty ones are left out.
 
     Attributes:
         sha256: of the file.
-        text: what the file says in UTF-8, where that is not what its bytes are.
+        text: the file in UTF-8, where its own encoding is another.
     """
 
     path: Path
@@ -73,7 +129,7 @@ class BatchInput:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Looks at a file."""
+        """Checks a file."""
         digest = hashlib.sha256()
         try:
             text = _converted(path)
@@ -83,7 +139,12 @@ class BatchInput:
             raise PromptError(f"Cannot read {path}: {error.strerror}.", "Name a file of requests.") from error
         if not lines:
             raise PromptError(f"{path} has no requests.", "Write one JSON object a line.")
-        _refuse_twins(lines)
+        named = [line for line in lines if line.custom_id is not None]
+        twice = next((name for name, count in Counter(line.custom_id for line in named).items() if count > 1), None)
+        if twice is not None:
+            first, second, *_ = (line.number for line in named if line.custom_id == twice)
+            message = f"Lines {first} and {second} have the same custom_id {twice!r}."
+            raise UsageError(message, "Give every line one of its own, or none.")
         return cls(path, lines, digest.hexdigest(), text)
 
     def read(self, lines: Iterable[BatchLine]) -> Iterator[dict[str, Any]]:
@@ -95,7 +156,7 @@ class BatchInput:
 
 
 def _converted(path: Path) -> bytes | None:
-    """A file of UTF-16 or UTF-32, as its mark tells, in UTF-8; None where it is no such file."""
+    """A file of UTF-16 or UTF-32 with a byte order mark, in UTF-8; None for other files."""
     with path.open("rb") as file:
         if marked_encoding(file.read(4)) in (None, "utf-8-sig"):
             return None
@@ -107,7 +168,7 @@ def _opened(path: Path, text: bytes | None) -> BinaryIO:
     return path.open("rb") if text is None else io.BytesIO(text)
 
 
-def _lines(file: BinaryIO, update: Any) -> Iterator[BatchLine]:
+def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[BatchLine]:
     number = offset = 0
     while data := file.readline(_MOST_LINE):
         update(data)
@@ -133,23 +194,14 @@ def _line(data: bytes | None, line: BatchLine) -> BatchLine:
     return line
 
 
-def _refuse_twins(lines: Iterable[BatchLine]) -> None:
-    named = [line for line in lines if line.custom_id is not None]
-    twice = next((name for name, count in Counter(line.custom_id for line in named).items() if count > 1), None)
-    if twice is not None:
-        first, second, *_ = (line.number for line in named if line.custom_id == twice)
-        message = f"Lines {first} and {second} have the same custom_id {twice!r}."
-        raise UsageError(message, "Give every line one of its own, or none.")
-
-
 @dataclass(frozen=True)
 class ReplyLine:
-    """What answers a line of requests.
+    """The answer to a line of requests.
 
     Attributes:
         number: of that line.
         reply: the object of the output's line.
-        failed: whether it tells an error.
+        failed: whether it is an error.
     """
 
     number: int
@@ -158,22 +210,21 @@ class ReplyLine:
 
 
 class ReplyFile:
-    """The replies of a batch: beside the output as they come, each on disk before the next is begun; in the order of
-    the requests under the output's name once all are there.
+    """The replies of a batch, kept in a file next to the output and written in the order of the requests at the end.
 
     Args:
         output: where the replies are wanted.
-        made_of: what they follow from; replies of a former run that differs there are not mixed in.
+        origin: what they follow from; replies of an earlier run that differs there are not mixed in.
 
     Raises:
         UsageError: an unfinished output of another batch is there.
         StorageError: the place cannot be written.
 
     Attributes:
-        partial: the file beside the output.
+        partial: the file that keeps replies until all are there; each is on disk before the next one starts.
     """
 
-    def __init__(self, output: Path, made_of: Mapping[str, Any]) -> None:
+    def __init__(self, output: Path, origin: Mapping[str, Any]) -> None:
         self.partial = self.partial_of(output)
         self._output = output
         self._places: dict[int, tuple[int, int]] = {}  # offset and size, by the request's line
@@ -184,7 +235,7 @@ class ReplyFile:
         try:
             with storage_errors(self.partial):
                 self._lock.acquire(timeout=0)
-            self._take_over(_encoded({"edgeinfer_batch": _VERSION, **made_of}))
+            self._resume(_encoded({"edgeinfer_batch": _VERSION, **origin}))
         except Timeout as error:
             raise UsageError(f"Another run is writing {self.partial}.", "Let it end, or end it.") from error
         except BaseException:
@@ -203,21 +254,19 @@ class ReplyFile:
 
     @property
     def failed(self) -> int:
-        """Those whose answer tells an error."""
+        """How many answers are errors."""
         return len(self._failed)
 
     def append(self, line: ReplyLine) -> None:
-        """Keeps a reply, which is on disk when it returns."""
-        data = _encoded({"line": line.number, "failed": line.failed, "reply": line.reply})
-        offset = self._size
+        """Keeps a reply, which is on disk when this returns."""
+        data, offset = _encoded({"line": line.number, "failed": line.failed, "reply": line.reply}), self._size
         self._write(data)
         self._note(line.number, line.failed, offset, len(data))
 
     def finish(self) -> None:
-        """Gives the output its name, the replies in the order of the requests."""
+        """Writes the output, the replies in the order of the requests, and removes the partial file."""
         with self.partial.open("rb") as kept, new_file(self._output) as output:
-            for number in sorted(self._places):
-                offset, size = self._places[number]
+            for _, (offset, size) in sorted(self._places.items()):
                 kept.seek(offset)
                 output.write(_encoded(json.loads(kept.read(size))["reply"]))
         self.close()
@@ -225,7 +274,7 @@ class ReplyFile:
         Path(self._lock.lock_file).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets go of the file; what it holds stays."""
+        """Closes the file, which stays as it is."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -237,8 +286,8 @@ class ReplyFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take_over(self, head: bytes) -> None:
-        """Reads what a former run kept, up to the first line that is not whole, and cuts off the rest."""
+    def _resume(self, head: bytes) -> None:
+        """Reads the replies of an earlier run, up to the first line that is not whole, and cuts off the rest."""
         with storage_errors(self.partial):
             handle = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         self._handle = handle
@@ -250,7 +299,10 @@ class ReplyFile:
                     self._note(entry["line"], entry["failed"], self._size, len(data))
                     self._size += len(data)
             elif not head.startswith(first):
-                raise _of_another(self.partial, first, head)
+                found, wanted = _whole(first) or {}, json.loads(head)
+                differing = ", ".join(name for name in wanted if found.get(name) != wanted[name])
+                message = f"{self.partial} is of another batch: it differs in {differing}."
+                raise UsageError(message, "Delete it to begin again, or choose another output.")
         with storage_errors(self.partial):
             os.ftruncate(handle, self._size)
         if not self._size:
@@ -276,13 +328,6 @@ class ReplyFile:
             self._failed.add(number)
 
 
-def _of_another(partial: Path, first: bytes, head: bytes) -> UsageError:
-    found, wanted = _whole(first) or {}, json.loads(head)
-    differing = [name for name in wanted if found.get(name) != wanted[name]]
-    message = f"{partial} is of another batch: it differs in {', '.join(differing)}."
-    return UsageError(message, "Delete it to begin again, or choose another output.")
-
-
 def _whole(data: bytes) -> dict[str, Any] | None:
     """The object of a line; None where the line is not whole."""
     if not data.endswith(b"\n"):
@@ -295,64 +340,8 @@ def _whole(data: bytes) -> dict[str, Any] | None:
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:
-    # Escaped, so that a half of a pair of surrogates is no error.
+    # Escaped, so that half of a surrogate pair is no error.
     return json.dumps(value).encode("ascii") + b"\n"
-
-
-_STAGE = "replies"
-
-
-@dataclass(frozen=True)
-class BatchSummary:
-    """What a run over a file of requests did.
-
-    Attributes:
-        requests: lines of the file, all of which are answered.
-        failed: those whose answer tells an error.
-        resumed: those that a former run had answered.
-        seconds: of this run.
-    """
-
-    requests: int
-    failed: int
-    resumed: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {name: getattr(self, name) for name in ("requests", "failed", "resumed", "seconds")}
-
-
-def answer_batch(
-    model: Model,
-    requests: BatchInput,
-    output: Path,
-    *,
-    parallel: int,
-    defaults: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> BatchSummary:
-    """Answers a file of requests. Those that begin alike are answered one after the other.
-
-    Args:
-        progress: called with a stage, the replies that are there, and all.
-    """
-    started = time.perf_counter()
-    info = model.info
-    made_of = {
-        "input": requests.sha256,
-        "model": [info.name, info.architecture, info.parameters, info.bits_per_weight],
-        "defaults": dict(defaults or {}),
-    }
-    tell = progress or _ignored
-    with ReplyFile(output, made_of) as replies:
-        resumed = len(replies.done)
-        tell(_STAGE, resumed, len(requests.lines))
-        for line in _Answering(model, requests, defaults or {}, parallel).answer(replies.done):
-            replies.append(line)
-            tell(_STAGE, len(replies.done), len(requests.lines))
-        replies.finish()
-        return BatchSummary(len(replies.done), replies.failed, resumed, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -368,16 +357,15 @@ class _Answering:
         for line in left:
             if line.error is not None:
                 yield ReplyLine(line.number, damaged_line(line.number, line.custom_id, line.error), failed=True)
-        sound = self._grouped([line for line in left if line.error is None])
-        alone = sound
+        alone = self._grouped([line for line in left if line.error is None])
         if self.parallel > 1 and self.model.can_batch:
-            alone = []
-            yield from self._side_by_side(sound, alone)
+            alone = yield from self._share_passes(alone)
         for line, request in self._read(alone):
             yield self._reply(line, request)
 
-    def _side_by_side(self, lines: list[BatchLine], alone: list[BatchLine]) -> Iterator[ReplyLine]:
-        """Replies in passes that they share; `alone` is given the lines of those that cannot."""
+    def _share_passes(self, lines: list[BatchLine]) -> Generator[ReplyLine, None, list[BatchLine]]:
+        """Replies that share passes; returns the lines whose replies cannot."""
+        alone: list[BatchLine] = []
 
         def maker(line: BatchLine, request: BatchRequest) -> Callable[[], ReplyLine]:
             return lambda: self._reply(line, request, shares=True)
@@ -388,19 +376,19 @@ class _Answering:
                     alone.append(lines[outcome.place])
                 else:
                     yield outcome.result()
+        return alone
 
     def _grouped(self, lines: list[BatchLine]) -> list[BatchLine]:
-        """Lines whose prompts begin alike beside each other."""
+        """The lines in an order in which prompts with a common beginning are neighbours."""
         keys = [_prompt_key(fields.get("body", fields)) for fields in self.requests.read(lines)]
         return [lines[place] for place in sorted(range(len(lines)), key=lambda place: keys[place])]
 
-    def _read(self, lines: Iterable[BatchLine]) -> Iterator[tuple[BatchLine, BatchRequest]]:
-        lines = list(lines)
+    def _read(self, lines: list[BatchLine]) -> Iterator[tuple[BatchLine, BatchRequest]]:
         for line, fields in zip(lines, self.requests.read(lines), strict=True):
             yield line, read_request(fields, self.defaults)
 
     def _reply(self, line: BatchLine, request: BatchRequest, *, shares: bool = False) -> ReplyLine:
-        """The answer to a request, which may be what is wrong with it."""
+        """The answer to a request, which may be an error."""
         assert line.custom_id is not None, "lines without one hold no request"
         try:
             completion = make_completion(request.kind, request.body, self.model)
@@ -412,10 +400,6 @@ class _Answering:
 
 
 def _prompt_key(body: Mapping[str, Any]) -> str:
-    """A text by which requests with alike prompts are neighbours. Templates put functions first."""
+    """A text by which requests with similar prompts are neighbours. Templates put functions first."""
     prompt = body.get("messages", body.get("prompt"))
     return prompt if isinstance(prompt, str) else json.dumps([body.get("tools"), prompt], sort_keys=True)
-
-
-def _ignored(stage: str, done: int, total: int) -> None:
-    """Where no progress is shown."""
