@@ -140,7 +140,6 @@ class Heads:
         _require(not fault, f"The tokens of the {kind} heads {fault}.")
 
     def to_bytes(self) -> bytes:
-        """The file that holds them."""
         notes = {"format": _HEADS_FORMAT, "version": _VERSION, "kind": self.kind}
         return encode_arrays(self.arrays, dict(self.notes) | notes)
 
@@ -210,7 +209,7 @@ class SteeringVector:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, geometry: Geometry) -> None:
-        """Refuses a vector that was not made for a model of these sizes."""
+        """Refuses vectors that were not made for a model of these sizes."""
         tokens, values = self.tokens, self.values
         typed = tokens.dtype == np.int32 and values.dtype == np.float32
         shaped = tokens.ndim == 1 and tokens.shape == values.shape and 1 <= len(tokens) <= MOST_STEERED
@@ -229,7 +228,6 @@ def require_steering_name(name: str) -> None:
 
 
 def steering_names(bundle: Bundle) -> tuple[str, ...]:
-    """The names of a bundle's steering vectors."""
     found = (re.fullmatch(r"steering/([^/]+)\.safetensors", name) for name in bundle.manifest.files)
     return tuple(sorted(match[1] for match in found if match))
 

@@ -22,7 +22,6 @@ T = TypeVar("T", np.float32, np.float64)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,) -> (..., D)
-    """Scales by the root mean square, then by the weight."""
     scale: Floats = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
     return x * scale * weight
 
@@ -35,7 +34,7 @@ def normed(
     kind: NormKind,
     eps: float,
 ) -> Floats:  # (..., D)
-    """The norm of a kind: "layer" takes the mean off first."""
+    """A norm; "layer" takes the mean off first."""
     scaled = rms_norm(x - x.mean(axis=-1, keepdims=True) if kind == "layer" else x, weight, eps)
     return scaled if bias is None else scaled + bias
 
@@ -46,14 +45,14 @@ def softcapped(x: Floats, cap: float) -> Floats:  # (..., T) -> (..., T)
 
 
 def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
-    """Over the last axis; at least one score of each row is finite."""
+    """Softmax over the last axis; at least one score of each row is finite."""
     powers: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
     powers /= powers.sum(axis=-1, keepdims=True)
     return powers
 
 
 def log_softmax(logits: Floats, kind: type[T]) -> NDArray[T]:  # (..., V) -> (..., V)
-    """Natural logarithms of the softmax over the last axis, computed in numbers of a kind."""
+    """Natural logarithms of the softmax over the last axis, computed in the type `kind`."""
     shifted: NDArray[T] = np.subtract(logits, logits.max(axis=-1, keepdims=True), dtype=kind)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return shifted
@@ -77,7 +76,7 @@ def attend(
     """The values that each query sees, weighted by the softmax of their keys' scores.
 
     Args:
-        scale, softcap: of the scores, as in DecoderSpec: 0 is one over the root of the width, and no cap.
+        scale, softcap: of the scores; 0 is one over the root of the width, and no cap.
     """
     products = queries @ keys[:, None].swapaxes(-1, -2)  # (H, g, S, T)
     scores = products * np.float32(scale) if scale else products / np.float32(np.sqrt(queries.shape[-1]))
@@ -100,12 +99,12 @@ def route(
     norm: Floats | None = None,  # (E,)
     eps: float = 1e-6,
 ) -> tuple[Ints, Floats]:  # (S, count), (S, count)
-    """The experts each token uses, by falling score, and what their results are multiplied by.
+    """The experts each token uses, by falling score, and the factors of their results.
 
     Args:
         count: experts of a token; None for all of the model's `top_k`.
-        bias: 0, or -1e9 for an expert that may not be chosen: where no other is left, its weight is zero.
-        choice_bias: is added to the shares where experts are chosen, and not to what their results are multiplied by.
+        bias: 0, or -1e9 for a barred expert, whose weight is zero where no other is left.
+        choice_bias: added to the shares where experts are chosen, and not to their factors.
         norm, eps: the RMS norm of a "relu" router; its weight is zero for scores that are not positive.
     """
     if moe.router == "sparsemixer":
@@ -134,7 +133,7 @@ def route(
 
 
 def _sparse_mixer(judged: Floats, moe: MoESpec, count: int) -> tuple[Ints, Floats]:  # (S, E) -> (S, k), (S, k)
-    """The best experts, each weighted among those near it that are not better. Source: transformers' sparsemixer."""
+    """The best experts, each weighted among the worse ones near it. Source: transformers' sparsemixer."""
     left, chosen, weights = judged.copy(), [], []
     for _ in range(count):
         best = left.argmax(axis=-1)[:, None]
@@ -182,7 +181,7 @@ def inverse_frequencies(spec: RopeSpec, context: int) -> Floats:  # (dim / 2,)
 
 
 def _yarn(spec: RopeSpec, plain: Floats) -> Floats:  # (dim / 2,)
-    """Pairs that turn often keep their speed, those that turn seldom are slowed, and between the borders it blends."""
+    """Keeps the speed of pairs that turn often, slows pairs that turn seldom, and blends in between."""
 
     def border(rotations: float) -> float:
         turns = spec.original_max_positions / (rotations * 2 * math.pi)
@@ -212,7 +211,7 @@ def _llama3(spec: RopeSpec, plain: Floats) -> Floats:  # (dim / 2,)
 
 
 def rotation_border(ropes: Sequence[RopeSpec], capacity: int) -> int | None:
-    """Tokens of the longest text that LongRoPE rotates by its short factors; None where no text outgrows that."""
+    """Tokens of the longest text that LongRoPE rotates by its short factors; None where no text is longer."""
     borders = [rope.original_max_positions for rope in ropes if rope.type == "longrope"]
     return borders[0] if borders and capacity > borders[0] else None
 
@@ -231,7 +230,7 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Floats:  # (S, H, h)
-    """Rotates the first r dimensions of every head; pairs are of both halves, or neighbours where interleaved."""
+    """Rotates the first r dimensions of every head; a pair has one of each half, or neighbours where interleaved."""
     half = cos.shape[-1]
     c, s = cos[:, None], sin[:, None]
     rest = x[..., 2 * half :]
@@ -244,7 +243,7 @@ def rotate(
 
 
 def query_factors(spec: RopeSpec, positions: Ints) -> Floats:  # (S,) -> (S,)
-    """What queries are multiplied by at their positions; see RopeSpec.query_beta."""
+    """The factors of queries at their positions; see RopeSpec.query_beta."""
     return (1 + spec.query_beta * np.log1p(positions // spec.original_max_positions)).astype(np.float32)
 
 
@@ -284,7 +283,7 @@ def inner_values(
     x: Floats,  # (..., F)
     xielu: Floats | None = None,  # (2,)
 ) -> Floats:  # (..., F)
-    """An MLP's activation of what one matrix gives.
+    """An MLP's activation of the product of one matrix.
 
     Args:
         xielu: alpha_p and alpha_n of an "xielu".
@@ -314,12 +313,12 @@ def gate_up(
 
 
 def deviations(share: float) -> float:
-    """How many standard deviations above the mean a share of normally distributed values ends."""
+    """Standard deviations from the mean below which a share of normally distributed values lies."""
     return NormalDist().inv_cdf(share)
 
 
 def cut_off(gate: Floats, share: float) -> Floats:  # (..., F) -> (..., F)
-    """What a row has above its cutoff, if its values were normally distributed, of which a share is cut off."""
+    """The part of each row above its cutoff, which would cut off `share` of normally distributed values."""
     if not share:
         return gate
     cutoff = gate.mean(axis=-1, keepdims=True) + np.float32(deviations(share)) * gate.std(axis=-1, keepdims=True)

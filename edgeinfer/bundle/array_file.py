@@ -42,15 +42,15 @@ _NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 
 
 class ArrayFileError(ValueError):
-    """Bytes that are not those of such a file; says what is wrong, to be read behind the file's name."""
+    """Bytes that are no such file; the message is to be read after the file's name."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Where an array lies in its file, and what it is.
+    """An array's type and its place in the file.
 
     Attributes:
-        dtype: its type as the format spells it: F32, BF16 and so on.
+        dtype: as the format spells it: F32, BF16 and so on.
         offset: from the beginning of the file.
     """
 
@@ -62,13 +62,12 @@ class StoredArray:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one of its numbers."""
         return _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class ArrayIndex:
-    """What a header lists.
+    """The contents of a header.
 
     Attributes:
         notes: texts about the arrays.
@@ -94,7 +93,6 @@ def encode_header(shapes: Shapes, notes: Mapping[str, str]) -> bytes:
 
 
 def type_name(dtype: np.dtype[Any]) -> str:
-    """A type as the format spells it."""
     return _NAMES[dtype.newbyteorder("<")]
 
 
@@ -106,10 +104,10 @@ def encode_arrays(arrays: Arrays, notes: Mapping[str, str]) -> bytes:
 
 
 def decode_arrays(data: bytes, types: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """The arrays of a whole file, which cannot be written to, and its notes.
+    """The arrays of a whole file, which are read-only, and its notes.
 
     Args:
-        types: of those in NUMPY_TYPES, that the arrays may have.
+        types: that the arrays may have, of those in NUMPY_TYPES.
     """
     index = parse_index(data, len(data))
     notes = index.notes
@@ -128,11 +126,7 @@ def decode_arrays(data: bytes, types: tuple[str, ...]) -> tuple[dict[str, NDArra
 
 
 def read_index(file: BinaryIO, size: int, most_header: int = MOST_HEADER_BYTES) -> ArrayIndex:
-    """Reads the header of an open file from its beginning.
-
-    Args:
-        most_header: bytes of the longest header that is read.
-    """
+    """Reads the header of an open file from its beginning, of at most `most_header` bytes."""
     start = file.read(LENGTH_BYTES)
     length = header_bytes(start, size, most_header)
     return parse_index(start + file.read(length), size, most_header)
@@ -147,7 +141,7 @@ def header_bytes(start: bytes, size: int, most: int = MOST_HEADER_BYTES) -> int:
 
 
 def parse_index(data: bytes, size: int, most_header: int = MOST_HEADER_BYTES) -> ArrayIndex:
-    """As `read_index`, of the file's first bytes, which hold the header."""
+    """Reads the header in the first bytes of a file."""
     end = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES], size, most_header)
     try:
         entries = json.loads(data[LENGTH_BYTES:end])
@@ -190,7 +184,7 @@ def _read_entry(name: str, entry: Any, base: int) -> StoredArray:
 
 
 def _check_extent(arrays: tuple[StoredArray, ...], start: int, size: int) -> None:
-    """Arrays must fill the file from the header to its end, one after another."""
+    """Refuses arrays that do not fill the file from the header to its end, one after another."""
     end = start
     for stored in arrays:
         if stored.offset != end:

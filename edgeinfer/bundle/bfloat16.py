@@ -23,7 +23,6 @@ def step(values: Floats, count: int) -> Floats:
 
 
 def is_representable(values: Floats) -> bool:
-    """Whether every value is a bfloat16."""
     return not (np.ascontiguousarray(values).view(np.uint32) & _LOWER_HALF).any()
 
 

@@ -73,7 +73,7 @@ def _checked(rows: QuantizedMatrix, name: str) -> QuantizedMatrix:
 
 
 def read_rows(path: Path, entry: TensorEntry, blob: Blob, start: int, stop: int) -> NDArray[Any]:
-    """Rows start..stop-1 of a part that is stored by rows, gate before up where they take turns in the file."""
+    """Rows start..stop-1 of a part that is stored by rows, gate before up where they alternate in the file."""
     if not entry.interleaved:
         return read_blob(path, blob, start, stop)
     turns, half = read_blob(path, blob), entry.shape[0] // 2
@@ -89,7 +89,7 @@ def _sides(start: int, stop: int, half: int) -> list[tuple[int, int]]:
 
 
 def take_turns(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:  # (N, ...), (N, ...) -> (2 N, ...)
-    """Rows of two arrays by turns."""
+    """Alternates rows of two arrays."""
     return np.stack([gate, up], axis=1).reshape(-1, *gate.shape[1:])
 
 
@@ -191,7 +191,7 @@ CODECS: dict[Layout, Codec] = {NATIVE: NativeCodec(), PORTABLE: PortableCodec(),
 
 
 def _half_runs(shape: QuantizedShape, start: int, stop: int) -> list[tuple[int, int]]:
-    """A run of rows, cut where the halves of a paired matrix meet: beyond, it goes on in the first tile again."""
+    """A run of rows, cut where the halves of a paired matrix meet, as both lie in the same tiles."""
     middle = shape.n // 2
     if shape.paired and start < middle < stop:
         return [(start, middle), (middle, stop)]

@@ -47,7 +47,7 @@ def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Prog
 
 
 def is_converted(bundle: Bundle, layout: Layout, path: Path) -> bool:
-    """Whether `path` is what `convert_weights` makes of this very bundle. Reads its last bytes only."""
+    """Whether `path` is the file that `convert_weights` makes of this bundle. Reads its last bytes only."""
     stamp = _stamp(bundle, layout)
     expected = file_bytes(convert_table(bundle.manifest.tensors, layout)) + len(stamp)
     try:
@@ -70,8 +70,8 @@ def convert_bundle(
 ) -> None:
     """Writes a bundle of the same model that stores another layout; arguments and errors as `convert_weights`.
 
-    It is the bundle that an export in that layout would have made, byte for byte, but where that has 2 bits: those are
-    vectors in the native layout alone.
+    It is byte for byte the bundle that an export in that layout makes, except 2 bits: those are vectors in the native
+    layout alone.
     """
     _require_other(bundle, layout)
     inside = nested_drafter(bundle)
@@ -113,7 +113,6 @@ def _require_other(bundle: Bundle, layout: Layout) -> None:
 
 
 def _write(bundle: Bundle, layout: Layout, file: BinaryIO, progress: Progress | None) -> None:
-    """Writes every tensor to its place in the other layout."""
     sources = stored_tensors(bundle.manifest.tensors)
     targets = stored_tensors(convert_table(bundle.manifest.tensors, layout))
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -139,7 +138,7 @@ def _copy(bundle: Bundle, source: TensorEntry, target: TensorEntry, file: Binary
 
 
 def _stamp(bundle: Bundle, layout: Layout) -> bytes:
-    """What stands after the weights in a converted file: a file of another model may have the same length."""
+    """The line at the end of a converted file, as a file of another model may have the same length."""
     made_of = bundle.manifest.files[WEIGHTS].sha256
     return f"edgeinfer {layout} {LAYOUT_VERSIONS[layout]} {made_of}\n".encode()
 
@@ -152,7 +151,7 @@ _LOCATION = b"location"
 
 
 def relocate(model: bytes, old: str, new: str) -> bytes:
-    """The same model with its initializers in the file `new` instead of `old`."""
+    """A copy of a model whose initializers lie in the file `new` instead of `old`."""
     try:
         return _rewrite(model, _TO_ENTRIES, old.encode(), new.encode())
     except IndexError as error:
@@ -162,18 +161,13 @@ def relocate(model: bytes, old: str, new: str) -> bytes:
 def _rewrite(message: bytes, path: tuple[int, ...], old: bytes, new: bytes) -> bytes:
     """Rewrites the entries that lie at `path` of a message; an empty path says that the message is an entry."""
     if not path:
-        return _rewrite_entry(message, old, new)
-    pieces = []
-    for field in fields(message):
-        if field.number == path[0] and field.body is not None:
-            pieces.append(length_delimited(field.number, _rewrite(field.body, path[1:], old, new)))
-        else:
-            pieces.append(field.whole)
-    return b"".join(pieces)
-
-
-def _rewrite_entry(entry: bytes, old: bytes, new: bytes) -> bytes:
-    parts = {field.number: field.body for field in fields(entry)}
-    if parts.get(_KEY) != _LOCATION or parts.get(_VALUE) != old:
-        return entry
-    return length_delimited(_KEY, _LOCATION) + length_delimited(_VALUE, new)
+        parts = {field.number: field.body for field in fields(message)}
+        if parts.get(_KEY) != _LOCATION or parts.get(_VALUE) != old:
+            return message
+        return length_delimited(_KEY, _LOCATION) + length_delimited(_VALUE, new)
+    return b"".join(
+        length_delimited(field.number, _rewrite(field.body, path[1:], old, new))
+        if field.number == path[0] and field.body is not None
+        else field.whole
+        for field in fields(message)
+    )

@@ -25,7 +25,7 @@ BLOCK_BYTES = {8: _SCALE_BYTES + BLOCK, 4: _SCALE_BYTES + BLOCK // 2}
 
 
 def to_blocks(values: Floats, bits: int) -> NDArray[np.uint8]:  # (..., h) -> (..., h / 32 * bytes)
-    """Rows whose width is a multiple of 32, quantized as llama.cpp does."""
+    """Quantizes rows whose width is a multiple of 32 as llama.cpp does."""
     blocks = values.reshape(*values.shape[:-1], -1, BLOCK)
     stored = np.empty((*blocks.shape[:-1], BLOCK_BYTES[bits]), np.uint8)
     if bits == 8:
@@ -42,7 +42,6 @@ def to_blocks(values: Floats, bits: int) -> NDArray[np.uint8]:  # (..., h) -> (.
 
 
 def from_blocks(stored: NDArray[Any], bits: int) -> Floats:  # (..., h / 32 * bytes) -> (..., h)
-    """The numbers that rows of blocks stand for."""
     blocks = stored.reshape(*stored.shape[:-1], -1, BLOCK_BYTES[bits])
     scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view("<f2").astype(np.float32)
     packed = np.ascontiguousarray(blocks[..., _SCALE_BYTES:])
@@ -78,7 +77,7 @@ class KVType:
     blocks: bool = False
 
     def width(self, head_dim: int) -> int:
-        """Items of the stored array that the channels of one head take; of blocks, whole ones."""
+        """Items of the stored array for one head's channels; whole blocks where there are any."""
         return self.row_bytes(head_dim) if self.blocks else head_dim
 
     def row_bytes(self, head_dim: int) -> int:
@@ -106,7 +105,6 @@ PAGED_KV = (FLOAT32, FLOAT16, "int8", "int4")
 
 
 def find_kv_type(name: str) -> KVType:
-    """A type by its name."""
     known = KV | LLAMA_KV
     if name not in known:
         raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(known)}.")
@@ -119,7 +117,7 @@ def store(kind: KVType, values: Floats) -> NDArray[Any]:  # (H, n, h) -> (H, n, 
 
 
 def load(kind: KVType, stored: NDArray[Any]) -> Floats:  # (H, n, width) -> (H, n, h)
-    """The numbers that rows of floats or blocks stand for; of float32 the rows themselves, not a copy."""
+    """The numbers of stored rows; of float32 the rows themselves, not a copy."""
     return from_blocks(stored, kind.bits) if kind.blocks else stored.astype(np.float32, copy=False)
 
 
@@ -130,7 +128,7 @@ def require_described(condition: bool, what: str) -> None:
 
 
 def require_few_layers(layers: int) -> None:
-    """Refuses more than ten times the layers of the deepest models: what is made for each must come to an end."""
+    """Refuses more than ten times the layers of the deepest models, as some work is done for each."""
     require_described(layers <= 2048, f"num_layers {layers} is impossible")
 
 
@@ -140,8 +138,8 @@ class KVLayer:
 
     Attributes:
         heads: of keys and values; 0 where the layer keeps none, and so are the others then.
-        key_size, value_size: channels of one. Without keys, the values are what a recurrence reads of a token: they are
-            float32 whatever the type of the cache.
+        key_size, value_size: channels of one. Without keys, the values are the input of a recurrence: they are float32
+            whatever the type of the cache.
     """
 
     heads: int
@@ -155,7 +153,7 @@ class KVLayer:
 
     @property
     def recurrent(self) -> bool:
-        """Whether it is what a recurrence reads of a token."""
+        """Whether it holds the input of a recurrence."""
         return self.heads > 0 and self.key_size == 0
 
 
@@ -165,8 +163,8 @@ class StateLayer:
 
     Attributes:
         heads: matrices, (key_size, value_size) each.
-        key_heads: heads of keys and queries, each of which serves as many matrices.
-        channels, width: of the convolution before it: what it reads of a token, and tokens that it reaches over.
+        key_heads: heads of keys and queries, each of which serves equally many matrices.
+        channels, width: of the convolution before it: its input per token, and the tokens that it reaches over.
     """
 
     heads: int = 0
@@ -183,7 +181,6 @@ class StateLayer:
 
     @property
     def parameters(self) -> int:
-        """Numbers of the state."""
         return self.heads * self.key_size * self.value_size
 
 
@@ -227,7 +224,7 @@ class Geometry:
         return self.kv_layers or self._alike
 
     def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:
-        """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.geometry."""
+        """Bytes of keys and values of one token over all layers, by the name of their type."""
         total, floats, kind = 0, find_kv_type(FLOAT32), find_kv_type(kv)
         for each in self.kept:
             row_bytes = (floats if each.recurrent else kind).row_bytes

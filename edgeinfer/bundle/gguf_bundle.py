@@ -54,7 +54,7 @@ _COMPRESSED = frozenset({"deepseek2", "mistral4"})
 
 
 def check_layers(gguf: GgufFile, architecture: str) -> None:
-    """Raises BundleError where a tensor is missing that the loader does without and the graph does not."""
+    """Refuses models without a tensor that the graph needs and the loader does not."""
     names = gguf.by_name.keys()
     for layer in sorted({name.split(".")[1] for name in names if name.startswith("blk.")}):
         needed: list[str] = []
@@ -69,7 +69,7 @@ def check_layers(gguf: GgufFile, architecture: str) -> None:
 
 
 def check_types(gguf: GgufFile) -> None:
-    """Raises BundleError where a tensor has a type that llama.cpp does not compute with."""
+    """Refuses tensors of types that llama.cpp cannot compute with."""
     for tensor in gguf.tensors:
         unknown = tensor.type.name in _NOT_MULTIPLIED and _TABLES.fullmatch(tensor.name) is None
         if unknown or (len(tensor.shape) == 1 and tensor.type.name != "F32"):
@@ -77,7 +77,7 @@ def check_types(gguf: GgufFile) -> None:
 
 
 def check_heads(gguf: GgufFile, architecture: str, layers: int, key_size: int, value_size: int) -> None:
-    """Raises BundleError where heads, or recurrences, have sizes that the architecture's graph refuses."""
+    """Refuses heads, or recurrences, of sizes that the architecture's graph refuses."""
 
     def number(name: str, usual: int) -> int:
         return gguf.metadata.integer(f"{architecture}.{name}", usual)
@@ -141,14 +141,14 @@ _SAMPLING = {
 
 
 def open_gguf(path: Path) -> Bundle:
-    """The bundle that a plain GGUF file is: its manifest and small files are made of the file's metadata."""
+    """Opens a plain GGUF file as a bundle, whose manifest and small files are made from the metadata."""
     gguf = read_gguf(path)
     texts = _texts(gguf, read_vocabulary(gguf))
     return Bundle(path.parent, manifest_of(gguf), texts=texts, header=gguf, digests=False)
 
 
 def check_model(gguf: GgufFile, manifest: Manifest) -> None:
-    """Raises BundleError where the model file of a bundle is malformed or not the one its manifest describes."""
+    """Refuses a bundle's model file that is malformed or not the one its manifest describes."""
     read_vocabulary(gguf)
     geometry = geometry_of(gguf)
     if geometry != manifest.geometry:
@@ -157,7 +157,7 @@ def check_model(gguf: GgufFile, manifest: Manifest) -> None:
 
 
 def manifest_of(gguf: GgufFile) -> Manifest:
-    """The manifest of a plain file; in place of digests it has the fingerprint."""
+    """The manifest of a plain file; its digests are the fingerprint."""
     return Manifest(
         name=_name(gguf),
         architecture=_architecture(gguf),
@@ -171,7 +171,6 @@ def manifest_of(gguf: GgufFile) -> Manifest:
 
 
 def geometry_of(gguf: GgufFile) -> Geometry:
-    """The sizes a runtime must know; where layers differ in their key heads, those of the widest."""
     architecture = _architecture(gguf)
     layers, hidden, context = (_positive(gguf, f"{architecture}.{name}", most) for name, most in _MOST.items())
     for name in _FINITE:
@@ -207,14 +206,14 @@ def geometry_of(gguf: GgufFile) -> Geometry:
 
 
 def key_heads(gguf: GgufFile) -> list[int]:
-    """Heads of keys in each layer; 0 where the file says that it has no attention."""
+    """Heads of keys in each layer; 0 where it has no attention."""
     return _heads(gguf)[1]
 
 
 def kv_bytes_per_token(gguf: GgufFile, kv: str) -> int | None:
-    """Bytes of one token's keys and values over all layers; None where the heads are no whole blocks of the type.
+    """Bytes of one token's keys and values over all layers; None where heads are no whole blocks of the type.
 
-    As if every layer saw the whole context: llama.cpp takes less where some have a sliding window or compressed keys.
+    Counts as if every layer saw the whole context: llama.cpp takes less for sliding windows and compressed keys.
     """
     kind = ggml_type(KV_TYPES[kv])
     _, kv_heads = _heads(gguf)
@@ -225,7 +224,7 @@ def kv_bytes_per_token(gguf: GgufFile, kv: str) -> int | None:
 
 
 def _check_survivable(gguf: GgufFile, architecture: str, layers: int) -> None:
-    """Raises at what llama.cpp asserts of numbers that no other check is about, rather than answer with an error."""
+    """Refuses other numbers that llama.cpp asserts."""
     data = gguf.metadata
     experts = data.integer(f"{architecture}.expert_count", 0)
     used = max(_per_layer(gguf, f"{architecture}.expert_used_count", layers, default=0))
@@ -258,7 +257,7 @@ def _positive(gguf: GgufFile, key: str, most: int) -> int:
 
 
 def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
-    """Query heads and key heads of every layer, which are 0 where it has no attention, but not everywhere."""
+    """Query heads and key heads of every layer; 0 where it has no attention."""
     architecture = _architecture(gguf)
     layers = _positive(gguf, f"{architecture}.block_count", _MOST["block_count"])
     heads = _per_layer(gguf, f"{architecture}.attention.head_count", layers)
@@ -307,14 +306,13 @@ def head_sizes(gguf: GgufFile) -> tuple[int, int]:
 
 
 def _name(gguf: GgufFile) -> str:
-    """What it is called, fit to be printed."""
+    """The model's name, printable."""
     said = gguf.metadata.get("general.name")
     name = file_name(gguf.path, said.strip() if isinstance(said, str) else "")
     return "".join(c if c.isprintable() else " " for c in name).strip()[:100]
 
 
 def _prevalent_type(gguf: GgufFile) -> str:
-    """The type of most bytes."""
     sizes: Counter[str] = Counter()
     for tensor in gguf.tensors:
         sizes[tensor.type.name] += tensor.nbytes
@@ -322,7 +320,7 @@ def _prevalent_type(gguf: GgufFile) -> str:
 
 
 def _texts(gguf: GgufFile, vocabulary: GgufVocabulary) -> Mapping[str, str]:
-    """The small files of a bundle that a plain file's metadata stand for."""
+    """The small files of a bundle, from the metadata."""
     generation: dict[str, object] = {"eos_token_id": list(vocabulary.ends)}
     for key, name in _SAMPLING.items():
         value = gguf.metadata.get(f"general.sampling.{key}")

@@ -118,16 +118,14 @@ TREE_ROWS = 256
 
 
 def rotary_names(index: int) -> tuple[str, str]:
-    """Names of the tables of a rotation, of DecoderSpec.ropes."""
+    """Names of the tables of a rotation, by its index in DecoderSpec.ropes."""
     suffix = f".{index}" if index else ""
     return f"{COS_CACHE}{suffix}", f"{SIN_CACHE}{suffix}"
 
 
 def past_names(layer: int) -> tuple[str, str]:
-    """Names of a layer's past key and value inputs."""
     return f"past_key.{layer}", f"past_value.{layer}"
 
 
 def present_names(layer: int) -> tuple[str, str]:
-    """Names of a layer's present key and value outputs."""
     return f"present_key.{layer}", f"present_value.{layer}"

@@ -47,7 +47,7 @@ WEIGHTS = "weights.bin"
 
 
 def tensor_layout(name: str, layout: Layout) -> Layout:
-    """The layout of one tensor: an embedding, of which rows are looked up, is stored by rows in a static bundle too."""
+    """The layout of one tensor: in a static bundle an embedding is stored by rows, as rows are looked up."""
     return PORTABLE if layout == STATIC and name == "embed" else layout
 
 
@@ -86,7 +86,6 @@ class NativeTiles:
 
 
 def native_parts(shape: QuantizedShape) -> Parts:
-    """The arrays that a matrix is stored as in this layout."""
     tiles, blocks = tiles_of(shape), shape.blocks
     plane, before = TILE * _span(shape), _INLINE_BYTES if shape.inline_scales else 0
     parts: Parts = {"data": ("uint8", (tiles, blocks, before + plane))}
@@ -106,7 +105,7 @@ def tiles_of(shape: QuantizedShape) -> int:
 
 
 def tile_rows(shape: QuantizedShape, first: int, last: int) -> list[tuple[int, int]]:
-    """Runs of rows (start, stop) that tiles first..last-1 hold: one, or one of each half of a paired matrix."""
+    """Runs of rows (start, stop) in tiles first..last-1: one, or one of each half of a paired matrix."""
     halves = _halves(shape)
     count, lanes = shape.n // halves, TILE // halves
     start, stop = first * lanes, min(last * lanes, count)
@@ -114,7 +113,7 @@ def tile_rows(shape: QuantizedShape, first: int, last: int) -> list[tuple[int, i
 
 
 def covering_tiles(shape: QuantizedShape, start: int, stop: int) -> tuple[int, int]:
-    """Tiles (first, last + 1) that hold rows start..stop-1, which must be of one half where the matrix is paired."""
+    """Tiles (first, last + 1) that hold rows start..stop-1, which are all of one half of a paired matrix."""
     halves = _halves(shape)
     count, lanes = shape.n // halves, TILE // halves
     before = start // count * count
@@ -146,7 +145,7 @@ def pack_tiles(rows: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
 
 
 def unpack_tiles(tiles: NativeTiles, shape: QuantizedShape, first: int) -> QuantizedMatrix:
-    """Reverses `pack_tiles` for a run of tiles that begins with tile `first`; rows in the order of `tile_rows`."""
+    """Reverses `pack_tiles` for tiles from `first` on; rows in the order of `tile_rows`."""
     start, stop = tile_rows(shape, first, first + len(tiles.data))[0]
     count, data, own = stop - start, tiles.data, tiles.scales
     if own is None:
@@ -169,7 +168,6 @@ def _halves(shape: QuantizedShape) -> int:
 
 
 def _plane_bits(shape: QuantizedShape) -> int:
-    """Bits of a value in one plane."""
     return min(shape.bits, 4)
 
 
@@ -184,7 +182,7 @@ def _padding(shape: QuantizedShape) -> slice:
 
 
 def _to_tiles(rows: NDArray[Any], shape: QuantizedShape) -> NDArray[Any]:  # (R, ...) -> (T, 32, ...)
-    """Puts each row where its tile has it, zeros where it has none."""
+    """Puts each row into its tile, zeros where there is none."""
     halves = _halves(shape)
     count, lanes, rest = len(rows) // halves, TILE // halves, rows.shape[1:]
     tiles = -(-count // lanes)
@@ -269,7 +267,6 @@ class StaticMatrix:
 
 
 def static_parts(shape: QuantizedShape) -> Parts:
-    """The arrays that a matrix is stored as; one with no even number of rows has none at 4 bits."""
     width = packed_bytes(shape.n, shape.bits)
     parts: Parts = {"data": ("uint8", (shape.k, width)), "scales": ("float32", (shape.blocks, shape.n))}
     if shape.zero_points:
@@ -278,12 +275,12 @@ def static_parts(shape: QuantizedShape) -> Parts:
 
 
 def values_dtype(shape: QuantizedShape) -> str:
-    """ONNX's type of the stored values, and of zero points where there are any."""
+    """ONNX's type of the stored values and zero points."""
     return f"uint{shape.bits}" if shape.zero_points else f"int{shape.bits}"
 
 
 def to_static(rows: QuantizedMatrix, shape: QuantizedShape) -> StaticMatrix:
-    """Turns rows of a matrix; an even number of them, unless they have 8 bits."""
+    """Transposes rows of a matrix; an even number of them, unless they have 8 bits."""
     n, blocks = rows.scales.shape
     values = unpack(rows.data, shape.bits, shape.block_size).reshape(n, shape.k)
     if rows.zero_points is None:

@@ -109,7 +109,7 @@ class PlanRecord:
 
     @property
     def predicted_kl(self) -> float | None:
-        """What quantizing the model was predicted to cost, in nats per token; None where nothing was predicted."""
+        """The predicted cost of quantizing the model, in nats per token; None without predictions."""
         costs = [tensor.predicted_kl for tensor in self.tensors if tensor.predicted_kl is not None]
         return sum(costs) if costs else None
 
@@ -142,12 +142,10 @@ class Blob:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
         return self.size * _ITEM_BYTES[self.dtype]
 
 
@@ -215,20 +213,18 @@ class TensorEntry:
 
     @property
     def layout(self) -> Layout:
-        """The layout a quantized tensor is stored in, which its scales and its order tell."""
+        """The layout of a quantized tensor, by its scales and its order."""
         if self.scales is None or self.scales.dtype == "uint16":
             return NATIVE
         return STATIC if self.transposed else PORTABLE
 
     @property
     def quantized(self) -> QuantizedShape:
-        """What a quantized tensor is, whatever its layout."""
         marks = (self.zero_points is not None, self.paired, self.e2m1, self.inline_scales, self.vectors)
         return QuantizedShape(self.shape[0], self.shape[1], self.bits, self.block_size, *marks)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
-        """All runs of bytes of this tensor."""
         return tuple(b for b in (self.data, self.low, self.scales, self.zero_points) if b is not None)
 
     @property
@@ -238,7 +234,6 @@ class TensorEntry:
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
         return math.prod(self.shape)
 
 
@@ -382,7 +377,7 @@ class Manifest:
         require(agree, "capabilities and tensors disagree")
 
     def capabilities_in(self, layout: Layout) -> Capabilities:
-        """What the model can do when it runs in `layout`, whether stored or converted to."""
+        """The capabilities in a layout, whether stored or converted to."""
         if not self.tensors:
             return self.capabilities
         moe = None if self.decoder is None else self.decoder.moe
@@ -390,7 +385,7 @@ class Manifest:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, blobs shared by two tensors counted once."""
+        """Bytes of all weights, shared ones counted once."""
         blobs = {(b.offset, b.nbytes) for t in self.tensors for b in t.blobs}
         if not blobs:
             return sum(f.bytes for path, f in self.files.items() if path.startswith("model.") or path.endswith(".gguf"))
@@ -402,14 +397,12 @@ class Manifest:
         return self.weight_bytes * 8 / self.parameters
 
     def tensor(self, name: str) -> TensorEntry:
-        """The entry of a tensor."""
         for entry in self.tensors:
             if entry.name == name:
                 return entry
         raise BundleError(f"The bundle has no tensor {name!r}.", DAMAGED)
 
     def to_json(self) -> str:
-        """The text of `edgeinfer.json`."""
         data = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
         return json.dumps(data, indent=1) + "\n"
 

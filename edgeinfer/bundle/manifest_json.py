@@ -22,12 +22,10 @@ Reader = Callable[[Any], Any]
 
 
 def wrong(what: str) -> BundleError:
-    """The error about a manifest."""
     return BundleError(f"Manifest: {what}.", DAMAGED)
 
 
 def require(condition: bool, what: str) -> None:
-    """Raises BundleError about the manifest unless the condition holds."""
     if not condition:
         raise wrong(what)
 
@@ -41,7 +39,7 @@ def read(kind: Any, value: Any, where: str) -> Any:
 
 
 class _MisfitError(Exception):
-    """A value that is not of its type; the text says where, as ".tensors[3].bits", and what is wrong."""
+    """A value of a wrong type; the text says where, as ".tensors[3].bits"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -49,7 +47,7 @@ class _MisfitError(Exception):
         self._what = what
 
     def within(self, place: str) -> _MisfitError:
-        """The same, seen from what contains it."""
+        """Adds the place of the containing value."""
         self._where = place + self._where
         return self
 
@@ -59,7 +57,7 @@ class _MisfitError(Exception):
 
 @functools.cache
 def _reader(kind: Any) -> Reader:
-    """What reads `kind`, a dataclass or a type of JSON's; it raises _MisfitError, or what the dataclass raises."""
+    """A function that reads `kind`, a dataclass or a type of JSON's."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _dataclass_reader(kind)

@@ -51,7 +51,7 @@ _WORDS = {"it": "IT", "vl": "VL", "moe": "MoE", "oss": "OSS", "dpo": "DPO", "sft
 
 
 def part_of(name: str) -> tuple[int, int]:
-    """Which of how many files of a GGUF model a name means."""
+    """The number of a GGUF file among the parts of its model, and how many there are."""
     part = _PART.search(name)
     return (1, 1) if part is None else (int(part[1]), int(part[2]))
 
@@ -97,7 +97,7 @@ def _without_format(name: str) -> str:
 
 
 def _family(part: str) -> str | None:
-    """How a family is written, where a part of a name in small letters begins with one; None where it does not."""
+    """The written form of the family that a part of a name begins with; None where it begins with none."""
     word = _WORD.fullmatch(part.lower())
     return None if word is None or word[1] not in _FAMILIES else (_FAMILIES[word[1]] + word[2]).strip()
 

@@ -27,8 +27,8 @@ _AGAIN = "Export or download the bundle again."
 def open_bundle(path: Path | str) -> Bundle:
     """Opens a bundle: reads the manifest and checks that every file stays inside and has its size.
 
-    A plain GGUF file is a bundle too; of one that was split, the first part stands for all. Digests of small files are
-    compared when they are read; `Bundle.verify` compares all.
+    A plain GGUF file is a bundle too; the first part of a split one stands for all. Digests of small files are compared
+    when they are read; `Bundle.verify` compares all.
     """
     root = Path(path)
     with reading(root):
@@ -61,7 +61,7 @@ def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
 
 
 def _gguf_header(root: Path, manifest: Manifest) -> GgufFile | None:
-    """The header of a bundle's GGUF file, which must be of the model that the manifest describes."""
+    """The header of a bundle's GGUF file, which must fit the manifest."""
     if manifest.backend == "llamacpp" and GGUF_MODEL not in manifest.files:
         raise BundleError(f"{root} has no {GGUF_MODEL}.", _AGAIN)
     if GGUF_MODEL not in manifest.files:
@@ -75,7 +75,7 @@ def _gguf_header(root: Path, manifest: Manifest) -> GgufFile | None:
 
 
 def _roots(root: Path) -> tuple[Path, ...]:
-    """Where a bundle's files may lie: its directory, and in a hub cache, whose snapshots are links, the blob store."""
+    """Where a bundle's files may lie: its directory, and the blob store of a hub cache, whose snapshots are links."""
     folder = root.resolve()
     return (folder, folder.parents[1] / "blobs") if folder.parent.name == "snapshots" else (folder,)
 
@@ -100,7 +100,7 @@ def _check_file(target: Path, name: str, entry: FileEntry) -> None:
 
 
 def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:
-    """Writes a file of a bundle, instead of any that has its name, and opens the bundle again.
+    """Writes a file of a bundle, replacing any of its name, and opens the bundle again.
 
     Whatever interrupts it, the bundle is there without the file, or with it.
     """
@@ -124,7 +124,7 @@ def _write_manifest(bundle: Bundle, files: dict[str, FileEntry]) -> None:
 
 
 def _write_like(bundle: Bundle, path: Path, data: bytes) -> None:
-    """Writes a file whole; a new one is its maker's alone, and a bundle's are for whoever may read it."""
+    """Writes a file whole, with the rights of the bundle's other files."""
     mode = (bundle.path / MANIFEST).stat().st_mode
     write_file(path, data)
     with storage_errors(bundle.path):
@@ -161,13 +161,13 @@ def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
 
 
 def nested_drafter(target: Bundle) -> Bundle | None:
-    """The drafter inside of a bundle; None where there is none. Errors as `open_bundle`."""
+    """The drafter inside a bundle; None without one."""
     names = target.manifest.drafters
     return open_bundle(target.path / names[0]) if names else None
 
 
 def _require_copied(source: Bundle, sealed: Manifest) -> None:
-    """Raises BundleError where a file was damaged before it was copied, which its new digest would hide."""
+    """Refuses files that were damaged before they were copied, which their new digests would hide."""
     for name, entry in source.manifest.files.items():
         if not name.startswith(f"{NESTED}/") and sealed.files.get(name, entry) != entry:
             message = f"{source.path / name} does not match its sha256 in the manifest."
@@ -184,7 +184,7 @@ _PREFIX = "exit_agreement."
 
 
 def exit_figure(depth: int) -> str:
-    """The figure of how often a guess after so many layers is the target's, which only trained depths have."""
+    """Name of the figure for how often a guess after so many layers is the target's; only trained depths have it."""
     return f"{_PREFIX}{depth}"
 
 
@@ -195,6 +195,6 @@ def trained_depths(manifest: Manifest) -> tuple[int, ...]:
 
 
 def add_figures(bundle: Bundle, figures: Mapping[str, float]) -> None:
-    """Writes figures beside those that the manifest has."""
+    """Adds figures to the manifest's quality."""
     manifest = replace(bundle.manifest, quality=bundle.manifest.quality | dict(figures))
     write_file(bundle.path / MANIFEST, manifest.to_json().encode())

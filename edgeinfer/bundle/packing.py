@@ -59,7 +59,7 @@ _VALUES = _all_values()
 
 
 def split_codes(codes: Bytes) -> Bytes:  # (..., B / 4) -> (..., B)
-    """The codes of blocks as values of 2 bits, which is how bundles carry them."""
+    """The codes of blocks as values of 2 bits, the form in which bundles carry them."""
     fields = codes[..., None, :] >> _shifts() & np.uint8(3)  # (..., 4, B / 4)
     return fields.reshape(*codes.shape[:-1], -1)
 
@@ -72,7 +72,7 @@ def join_codes(fields: Bytes) -> Bytes:  # (..., B) -> (..., B / 4)
 
 
 def read_vectors(fields: Bytes) -> Bytes:  # (..., B) -> (..., B)
-    """The values of 4 bits, with a zero of 8, that blocks of codes stand for."""
+    """The values of 4 bits, with a zero of 8, of blocks of codes."""
     values = _VALUES[join_codes(fields)]  # (..., B / 4, 4)
     return np.ascontiguousarray(values.swapaxes(-1, -2)).reshape(fields.shape)
 
@@ -115,7 +115,6 @@ class QuantizedShape:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
         return blocks_per_row(self.k, self.block_size)
 
 
@@ -129,7 +128,6 @@ class QuantizedMatrix:
 
 
 def portable_parts(shape: QuantizedShape) -> Parts:
-    """The arrays that a matrix is stored as in this layout."""
     parts: Parts = {
         "data": ("uint8", (shape.n, shape.blocks, packed_bytes(shape.block_size, shape.bits))),
         "scales": ("float32", (shape.n, shape.blocks)),
@@ -150,12 +148,11 @@ def blocks_per_row(k: int, block_size: int) -> int:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` values of `bits` bits take."""
     return -(-count * bits // 8)
 
 
 def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:  # (..., C) -> (..., ceil(C * bits / 8))
-    """Packs unsigned values along the last axis, first value in the lowest bits; the tail is padded with zeros."""
+    """Packs unsigned values along the last axis, first value in the lowest bits; pads with zeros."""
     if bits == 8:
         return np.ascontiguousarray(values)
     if bits == 3:
@@ -197,7 +194,7 @@ def dequantize(
     k: int,
     vectors: bool = False,
 ) -> NDArray[np.float32]:  # (N, K)
-    """The float matrix that the packed blocks stand for."""
+    """The float matrix of packed blocks."""
     n, blocks = scales.shape
     codes = unpack(data, bits, block_size)  # (N, blocks, block_size)
     values = (read_vectors(codes) if vectors else codes).astype(np.float32)
@@ -210,7 +207,7 @@ def dequantize(
 
 
 def dense_rows(rows: QuantizedMatrix, shape: QuantizedShape) -> NDArray[np.float32]:  # (N, K)
-    """The float matrix that rows of a quantized one stand for."""
+    """The float matrix of rows of a quantized one."""
     if shape.e2m1:
         return dequantize_e2m1(rows.data, rows.scales)
     return dequantize(
@@ -228,7 +225,7 @@ def dequantize_e2m1(
     data: NDArray[np.uint8],  # (N, blocks, B)
     scales: NDArray[np.float32],  # (N, blocks)
 ) -> NDArray[np.float32]:  # (N, blocks * 2 B)
-    """The float matrix that blocks of codes of E2M1 stand for."""
+    """The float matrix of blocks of E2M1 codes."""
     values = E2M1_DOUBLED[unpack(data, 4, 2 * data.shape[-1])].astype(np.float32)
     values *= scales[..., None]
     return values.reshape(len(data), -1)
@@ -253,17 +250,16 @@ class Expert:
 
 
 def expert_tensor(layer: int, expert: int, part: str) -> str:
-    """Name of a tensor of an expert."""
     return f"layers.{layer}.mlp.experts.{expert}.{part}"
 
 
 def expert_biases(layer: int, part: str) -> str:
-    """Name of the vector that holds the biases of a part, of the first expert to the last."""
+    """Name of the vector with a part's biases, of all experts."""
     return f"layers.{layer}.mlp.experts.{part}_bias"
 
 
 def find_expert(name: str) -> Expert | None:
-    """What a tensor is of which expert; None where it is of none."""
+    """Takes the name of an expert's tensor apart; None for other tensors."""
     found = _NAME.fullmatch(name)
     return None if found is None else Expert(int(found[1]), int(found[2]), found[3])
 
@@ -277,18 +273,18 @@ def common_format(shapes: Sequence[QuantizedShape]) -> tuple[int, int, bool]:
 
 
 def plain_shape(shape: QuantizedShape) -> QuantizedShape:
-    """What a matrix is outside the native layout, if no expert of codes of E2M1."""
+    """The shape of a matrix outside the native layout."""
     bits = VALUE_BITS if shape.vectors else portable_bits(shape.bits)
     return dataclasses.replace(shape, bits=bits, vectors=False)
 
 
 def portable_bits(bits: int) -> int:
-    """What values of so many bits are stored in outside the native layout."""
+    """Bits of stored values outside the native layout."""
     return 4 if bits == 3 else bits
 
 
 def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
-    """The same values in a format of as many or more bits, as large or smaller blocks, and zero points if any has."""
+    """Converts rows to a format of as many or more bits, as large or smaller blocks, and zero points if any has."""
     before = (source.bits, source.block_size, source.zero_points, source.e2m1, source.vectors)
     if before == (target.bits, target.block_size, target.zero_points, target.e2m1, target.vectors):
         return rows

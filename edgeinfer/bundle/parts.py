@@ -63,19 +63,18 @@ class LayerHeads:
 
     @property
     def products(self) -> tuple[int, ...]:
-        """Rows of the first product that make queries, keys and values, as far as it makes them."""
+        """Rows of the first product that make queries, keys and values, if it makes them."""
         if not self.owns:
             return (self.q_size,)
         return (self.q_size, self.kv_size) if self.keys_are_values else (self.q_size, self.kv_size, self.kv_size)
 
     @property
     def kept(self) -> KVLayer:
-        """What the layer keeps of a token."""
         return KVLayer(self.kv_heads, self.size, self.size) if self.owns else KVLayer(0, 0, 0)
 
 
 def check_heads(heads: Sequence[LayerHeads]) -> None:
-    """Raises BundleError unless every layer reads the keys and values of one that can have them."""
+    """Refuses layers that read keys and values of a layer without them."""
     _require(all(each.heads % each.kv_heads == 0 for each in heads), "num_heads must be a multiple of num_kv_heads")
     earlier = all(0 <= each.source <= layer for layer, each in enumerate(heads))
     _require(earlier, "kv_sources must be layers that come before their readers")
@@ -84,7 +83,7 @@ def check_heads(heads: Sequence[LayerHeads]) -> None:
 
 
 def with_sources(kv_sources: Sequence[int], layer_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:  # (2 L,) -> (2 L,)
-    """A layer mask with the attention of every layer whose keys and values a layer that runs reads."""
+    """A layer mask that also runs the attention of every layer whose keys and values are read."""
     whole = layer_mask.copy()
     whole[[2 * source for layer, source in enumerate(kv_sources) if layer_mask[2 * layer]]] = True
     return whole
@@ -169,7 +168,7 @@ class LatentSpec:
 
     @property
     def met_size(self) -> int:
-        """Channels that a query meets of a token."""
+        """Channels of the vector that is kept of a token."""
         return self.rank + self.rotary_size
 
 
@@ -308,7 +307,7 @@ class MoESpec:
 
     @property
     def by_shares(self) -> bool:
-        """Whether weights are shares that were made before experts are chosen, by something else than these shares."""
+        """Whether weights are shares, made before the experts are chosen and not chosen by."""
         return self.router == "sigmoid" or self.choice_bias or (self.groups > 1 and not self.renormalize)
 
     @property
@@ -377,7 +376,6 @@ class DeltaSpec:
 
     @property
     def state(self) -> StateLayer:
-        """What a layer keeps."""
         sizes = (self.value_heads, self.key_heads, self.key_size, self.value_size)
         return StateLayer(*sizes, channels=2 * self.keys + self.values, width=self.width)
 
@@ -440,13 +438,12 @@ class Mamba2Spec:
 
     @property
     def state(self) -> StateLayer:
-        """What a layer keeps: of each head a matrix of channels of B and channels of x."""
         sizes = (self.heads, self.groups, self.state_size, self.head_size)
         return StateLayer(*sizes, channels=self.conv_size, width=self.width)
 
 
 def parts_of(mixer: Mixer) -> tuple[Mixer, ...]:
-    """What a layer has of attention and recurrences."""
+    """The attention and recurrences of a mixer."""
     both: tuple[Mixer, ...] = ("attention", "mamba2")
     return both if mixer == "attention+mamba2" else () if mixer == "none" else (mixer,)
 

@@ -86,7 +86,7 @@ class Module:
 
     @property
     def taken(self) -> NDArray[np.int64]:  # (rows,)
-        """Which rows of the module the matrix has, in its order."""
+        """The rows of the module that the matrix has, in its order."""
         rows = np.arange(self.rows)
         if not self.pieces:
             return rows
@@ -111,7 +111,6 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """How many numbers stand between inputs and outputs."""
         return self.a.shape[0]
 
 
@@ -133,7 +132,7 @@ class AdapterFile:
         return sum(4 * (math.prod(c.a.shape) + math.prod(c.b.shape)) for c in self.changes.values())
 
     def digest(self) -> str:
-        """SHA-256 of both files, by which rows that were made with the adapter are known again."""
+        """SHA-256 of both files, which identifies rows that were made with the adapter."""
         found = hashlib.sha256()
         try:
             for name in (CONFIG, WEIGHTS):
@@ -153,7 +152,6 @@ class AdapterFile:
             raise AdapterError(f"{self.path / WEIGHTS} cannot be read: {error}.", "Download it again.") from error
 
     def factor(self, file: BinaryIO, stored: StoredArray) -> NDArray[np.float32]:
-        """The numbers of one factor, in its shape."""
         file.seek(stored.offset)
         kind = np.dtype("<u2") if stored.dtype == "BF16" else NUMPY_TYPES[stored.dtype]
         raw: NDArray[Any] = np.empty(stored.shape, kind)
@@ -165,12 +163,12 @@ class AdapterFile:
 
 
 def adapter_bytes(path: Path) -> int:
-    """Bytes of an adapter in memory: factors as float32, a GGUF file as it is. Errors as `open_adapter`."""
+    """Bytes of an adapter in memory: factors as float32, a GGUF file as it is."""
     return path.stat().st_size if path.is_file() else open_adapter(path).nbytes
 
 
 def module_key(name: str) -> str:
-    """What identifies a module: its name without what checkpoints, and models in memory, put before it."""
+    """A module's name without the prefixes of checkpoints and of models in memory."""
     while True:
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
         if prefix is None:
@@ -257,7 +255,7 @@ def _change(path: Path, config: Mapping[str, Any], module: str, a: StoredArray, 
 
 
 def _of_module(path: Path, config: Mapping[str, Any], patterns: str, usual: str, module: str) -> float:
-    """A number of a module: by the first pattern that its name ends in (peft/utils/other.py, get_pattern_key)."""
+    """A number of a module: the first pattern that its name ends in decides (peft/utils/other.py, get_pattern_key)."""
     table = config.get(patterns) or {}
     value = config.get(usual)
     if not isinstance(table, dict):

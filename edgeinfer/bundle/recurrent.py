@@ -20,14 +20,14 @@ _EPSILON = np.float32(1e-6)  # of the norm of queries and keys: transformers, mo
 
 
 def widths(spec: DecoderSpec) -> tuple[int, ...]:
-    """What a layer with a state keeps of a token here; 0 for other layers."""
+    """Numbers that a layer with a state keeps of a token here; 0 for other layers."""
     # Of each head the delta rule has two gates, Mamba-2 a time step.
     states, gates = (spec.state_of(layer) for layer in range(spec.num_layers)), 1 if spec.delta is None else 2
     return tuple(each.channels + gates * each.heads for each in states)
 
 
 def enter(spec: DecoderSpec, layer: int, product: Callable[[str], Floats]) -> Entered:
-    """What a layer reads of its rows."""
+    """The inputs of a layer's recurrence for its rows."""
     if spec.mixer(layer) == "conv":
         before, after, values = np.split(product("in"), 3, axis=1)
         return before * values, after
@@ -40,7 +40,7 @@ def enter(spec: DecoderSpec, layer: int, product: Callable[[str], Floats]) -> En
 
 
 def vectors(spec: DecoderSpec, mixer: Mixer) -> tuple[str, ...]:
-    """Names of what a layer's recurrence has beside its products."""
+    """Names of a recurrence's weights other than its products."""
     if mixer == "conv":
         return ("conv", "conv_bias") if spec.conv is not None and spec.conv.bias else ("conv",)
     names, scan = ("conv", "dt_bias", "a_log"), spec.mamba2
@@ -50,13 +50,13 @@ def vectors(spec: DecoderSpec, mixer: Mixer) -> tuple[str, ...]:
 
 
 def weights_of(weights: Mapping[str, Floats], prefix: str) -> dict[str, Floats]:
-    """Those of one layer's mixer by their own names."""
+    """The weights of one layer's mixer by their own names."""
     begin = f"{prefix}."
     return {name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)}
 
 
 def _convolved(weights: Mapping[str, Floats], text: Floats) -> Floats:  # (n, C) -> (n, C)
-    """Each token's sum of its last ones, each channel with weights of its own."""
+    """Each token's weighted sum of its last ones, by channel."""
     conv = weights["conv"][:, 0]  # (C, width)
     padded = np.concatenate([np.zeros((conv.shape[1] - 1, text.shape[1]), np.float32), text])
     sums = np.zeros_like(text) + weights.get("conv_bias", np.float32(0))
@@ -143,5 +143,5 @@ def mix(
     text: Floats,  # (n, C)
     own: Floats,  # (m, G)
 ) -> Floats:  # (m, F)
-    """What a recurrence gives for the last rows of a text."""
+    """The output of a recurrence for the last rows of a text."""
     return _MIXES[mixer](spec, weights, text, own)

@@ -179,15 +179,13 @@ class DecoderSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """All rotations, by their index."""
         return (self.rope, *self.more_ropes)
 
     def rope_index(self, layer: int) -> int:
-        """Which of `ropes` a layer rotates by; -1 where it does not."""
+        """The index in `ropes` of a layer's rotation; -1 where it does not rotate."""
         return self.rope_layers[layer] if self.rope_layers else 0
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """The rotation of a layer; None where it does not rotate."""
         index = self.rope_index(layer)
         return None if index < 0 else self.ropes[index]
 
@@ -198,17 +196,17 @@ class DecoderSpec:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads; of latent attention that of what is kept of a token."""
+        """Width of all key heads, and of all value heads; of latent attention, of the vector that is kept."""
         return self.num_kv_heads * self.head_dim if self.latent is None else self.latent.met_size
 
     @property
     def heads_size(self) -> int:
-        """Width of what all heads give."""
+        """Width of the output of all heads."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_size)
 
     @property
     def attention_matrices(self) -> tuple[str, ...]:
-        """Names of a layer's matrices of attention, after its prefix, in the order they are multiplied by."""
+        """Names of a layer's matrices of attention, after its prefix, in the order they are used."""
         if self.latent is not None:
             queries = ("q_a", "q_b") if self.latent.query_rank else ("q",)
             return (*queries, "kv_a", "k_b", "v_b", "out")
@@ -229,7 +227,7 @@ class DecoderSpec:
 
     @property
     def window_size(self) -> int:
-        """Sliding window of the layers that have one, in tokens; 0 when none has."""
+        """Sliding window in tokens, of the layers that have one; 0 when none has."""
         return max(self.windows, default=0)
 
     def window(self, layer: int) -> int:
@@ -237,35 +235,30 @@ class DecoderSpec:
         return self.windows[layer] if self.windows else 0
 
     def mixer(self, layer: int) -> Mixer:
-        """What mixes the tokens of a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
     def heads(self, layer: int) -> LayerHeads:
-        """The heads of a layer's attention."""
         source = self.kv_sources[layer] if self.kv_sources else layer
         full = None if self.window(layer) else self.full_heads
         sizes = (self.num_kv_heads, self.head_dim) if full is None else (full.num_kv_heads, full.head_dim)
         return LayerHeads(self.num_heads, *sizes, bool(full and full.keys_are_values), source, source == layer)
 
     def mlp_size(self, layer: int) -> int:
-        """Inner width of a layer's MLP."""
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
 
     @property
     def carried_size(self) -> int:
-        """Width of what a layer hands to the next: the hidden states of all streams."""
+        """Width of the hidden states of all streams."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def cut(self, layer: int) -> float:
-        """Share of what enters a layer's activation that is cut off."""
+        """Share of a layer's gate that is cut off."""
         return self.sparsity[layer] if self.sparsity else 0.0
 
     def parts_of(self, layer: int) -> tuple[Mixer, ...]:
-        """What a layer has of attention and recurrences."""
         return parts_of(self.mixer(layer))
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer has attention."""
         return "attention" in self.parts_of(layer)
 
     @property
@@ -279,20 +272,17 @@ class DecoderSpec:
         return () if set(kept) == {attends} else kept
 
     def state_of(self, layer: int) -> StateLayer:
-        """The state that a layer keeps of a text."""
         kinds = {"delta": self.delta, "mamba2": self.mamba2}
         kept = (kind.state for name, kind in kinds.items() if kind is not None and name in self.parts_of(layer))
         return next(kept, StateLayer())
 
     @property
     def _states(self) -> tuple[StateLayer, ...]:
-        """The state of each layer; empty where none keeps one."""
         states = tuple(self.state_of(layer) for layer in range(self.num_layers))
         return states if any(each.heads for each in states) else ()
 
     @property
     def geometry(self) -> Geometry:
-        """The sizes a runtime drives the decoder by."""
         return Geometry(
             vocab_size=self.vocab_size,
             hidden_size=self.carried_size,

@@ -46,18 +46,16 @@ _MOST_ROWS, _MOST_CONTEXT = 4096, 1 << 20
 
 
 def past_names(layer: int) -> tuple[str, str]:
-    """Names of a layer's past key and value inputs."""
     return f"past_key.{layer}", f"past_value.{layer}"
 
 
 def new_names(layer: int) -> tuple[str, str]:
-    """Names of a layer's new key and value outputs."""
     return f"new_key.{layer}", f"new_value.{layer}"
 
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output of a graph: its name, type and shape."""
+    """An input or output of a graph."""
 
     name: str
     dtype: str
@@ -85,7 +83,6 @@ class StaticGraph:
 
     @property
     def logit_rows(self) -> int:
-        """R."""
         return 1 if self.prompts else self.rows
 
     def inputs(self, spec: DecoderSpec) -> Iterator[Value]:
@@ -136,17 +133,15 @@ class StaticGraphs:
 
     @property
     def prompts(self) -> StaticGraph:
-        """The graph for prompts."""
         return StaticGraph(self.chunk, True, self.context)
 
     @property
     def narrow(self) -> tuple[StaticGraph, ...]:
-        """The others, the narrowest first."""
+        """The graphs that are not for prompts, the narrowest first."""
         return tuple(StaticGraph(width, False, self.context) for width in self.widths)
 
     @property
     def all(self) -> tuple[StaticGraph, ...]:
-        """Every graph."""
         return (*self.narrow, self.prompts)
 
 

@@ -52,7 +52,7 @@ class Bundle:
     digests: bool = True
 
     def file(self, name: str) -> Path:
-        """Path of a listed file, compared with its digest; those of weights are left to who loads them."""
+        """Path of a listed file, compared with its digest; weights are verified by their loader."""
         entry = self._entry(name)
         if self.digests and name != WEIGHTS and entry.bytes <= _MOST_HASHED_BYTES:
             self.check(name)
@@ -60,7 +60,6 @@ class Bundle:
 
     @property
     def gguf(self) -> GgufFile:
-        """The header of the model file, wherever that lies."""
         if self.header is None:
             raise BundleError(f"{self.path} contains no GGUF file.", f"Its backend is {self.manifest.backend}.")
         return self.header
@@ -72,7 +71,7 @@ class Bundle:
         return (stored, *(other for other in LAYOUTS if other != stored and self.has(model_name(stored, other))))
 
     def kv_types(self, layout: Layout) -> tuple[str, ...]:
-        """Types of cache (edgeinfer.bundle.geometry) that the graph of a layout can have, float32 first."""
+        """Types of cache that the graph of a layout can have, float32 first."""
         return PAGED_KV if layout == NATIVE else (FLOAT32,)
 
     @property
@@ -81,19 +80,18 @@ class Bundle:
         return {model_name(self.manifest.layout, layout): layout for layout in self.layouts}
 
     def model_file(self, layout: Layout) -> Path:
-        """Path of the graph that reads a layout."""
         return self.file(model_name(self.manifest.layout, layout))
 
     def weights_file(self, layout: Layout) -> Path:
-        """Path of the weights in a layout, where the graph beside looks for them.
+        """Path of the weights in a layout, where its graph looks for them.
 
-        Those of a layout that is not stored are there only once they were converted to (edgeinfer.bundle.conversion).
+        Weights of a layout that is not stored are there only once they were converted (edgeinfer.bundle.conversion).
         """
         return self.path / weights_name(self.manifest.layout, layout, quantized=self.quantized)
 
     @property
     def quantized(self) -> bool:
-        """Whether any of the weights is, so that layouts differ."""
+        """Whether any weight is quantized, so that layouts differ."""
         return any(t.bits < 32 for t in self.manifest.tensors)
 
     def has(self, name: str) -> bool:
@@ -121,7 +119,6 @@ class Bundle:
         return value
 
     def check(self, name: str) -> None:
-        """Compares one file with its digest."""
         if not self.digests:
             hint = "Compare its sha256 with the one that its publisher lists."
             raise UsageError(f"{self.path / name} is not an edgeinfer bundle and comes without a digest.", hint)
@@ -129,12 +126,11 @@ class Bundle:
             self._compare(name, digest_of(self.path / name))
 
     def verify(self) -> None:
-        """Compares every file with its digest."""
         for name in self.manifest.files:
             self.check(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A weight as float32, in its logical shape; quantized ones are multiplied out."""
+        """A weight as float32, in its logical shape."""
         entry = self.manifest.tensor(name)
         if entry.bits == 32:
             data = read_rows(self.path / WEIGHTS, entry, entry.data, 0, entry.data.shape[0])
@@ -142,7 +138,6 @@ class Bundle:
         return dense_rows(self.rows(entry, 0, entry.shape[0]), entry.quantized)
 
     def rows(self, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
-        """Rows start..stop-1 of a quantized weight."""
         return CODECS[entry.layout].read(self.path / WEIGHTS, entry, start, stop)
 
     def _entry(self, name: str) -> FileEntry:
@@ -157,7 +152,7 @@ class Bundle:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what can go wrong in reading a file of a bundle into a BundleError, but for memory that is refused."""
+    """Turns errors of reading a file of a bundle into a BundleError, except refused memory."""
     try:
         yield
     except UnicodeError as error:

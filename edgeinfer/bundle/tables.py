@@ -58,7 +58,6 @@ class Outline:
     shares: str = ""
 
     def parts(self, layout: Layout) -> Parts:
-        """The arrays it is stored as."""
         if self.quantized is not None:
             return PARTS[tensor_layout(self.name, layout)](self.quantized)
         return {"data": ("float32", self.shape[::-1] if self.transposed else self.shape)}
@@ -82,7 +81,7 @@ def lay_out(outlines: Iterable[Outline], layout: Layout) -> tuple[TensorEntry, .
 
 
 def _place(outlines: list[Outline], layout: Layout, end: int) -> tuple[list[dict[str, Blob]], int]:
-    """The parts of tensors of one format behind `end`, those of one name together; and where they end."""
+    """The places of tensors of one format after `end`, by part, and the new end."""
     placed: list[dict[str, Blob]] = [{} for _ in outlines]
     for part, (dtype, shape) in outlines[0].parts(layout).items():
         size = Blob(0, dtype, shape).nbytes
@@ -95,7 +94,7 @@ def _place(outlines: list[Outline], layout: Layout, end: int) -> tuple[list[dict
 
 
 def _stacks(outlines: list[Outline], layout: Layout) -> dict[str, list[Outline]]:
-    """What lies together with each tensor of an expert, in one format, by the tensor's name."""
+    """The tensors that lie together with each expert's tensor, in one format, by its name."""
     layers: dict[int, list[tuple[Expert, Outline]]] = {}
     for outline in outlines:
         expert = find_expert(outline.name)
@@ -186,7 +185,7 @@ def _outlines(tensors: Iterable[TensorEntry]) -> Iterator[Outline]:
 
 
 def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Those that bring bytes of their own: not a head that is the embedding."""
+    """The tensors with bytes of their own: not a head that is the embedding."""
     owners: dict[tuple[object, ...], TensorEntry] = {}
     for tensor in tensors:
         owners.setdefault(_unnamed(tensor), tensor)
@@ -194,17 +193,16 @@ def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 def _unnamed(tensor: TensorEntry) -> tuple[object, ...]:
-    """What two tensors of the same bytes have in common."""
+    """Everything that two tensors of the same bytes share."""
     return _UNNAMED(tensor)
 
 
 def is_looked_up(name: str) -> bool:
-    """Whether a tensor is a table of which a pass reads the rows of its tokens alone: an embedding."""
+    """Whether a tensor is an embedding, of which a pass reads only the rows of its tokens."""
     return name in ("embed", PER_LAYER_TABLE)
 
 
 def file_bytes(tensors: Iterable[TensorEntry]) -> int:
-    """Length of the weights file."""
     return max((blob.offset + blob.nbytes for tensor in tensors for blob in tensor.blobs), default=0)
 
 
@@ -212,7 +210,7 @@ _AGAIN = "Export or download the bundle again."
 
 
 def check_tensors(manifest: Manifest) -> None:
-    """Every weight must lie in the weights file, and the decoder be no larger than its weights."""
+    """Refuses weights outside the weights file, and decoders with larger shapes than their weights."""
     if not manifest.tensors:
         return
     if WEIGHTS not in manifest.files:
@@ -237,7 +235,7 @@ def check_tensors(manifest: Manifest) -> None:
 
 
 def check_graphs(manifest: Manifest) -> None:
-    """Every graph of a static bundle must be there, and be of its decoder."""
+    """Refuses static bundles without a graph, or with graphs of another decoder."""
     static, decoder = manifest.static, manifest.decoder
     if static is None:
         return
@@ -254,7 +252,6 @@ def check_graphs(manifest: Manifest) -> None:
 
 
 def _vocabulary_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of embedding and head, as far as they are the bundle's own."""
     drafted = decoder.vocab_size if module is None else module.vocab_size or decoder.vocab_size
     for name, tokens in (("embed", decoder.vocab_size), ("head", drafted)):
         if module is None or name not in module.shares:
@@ -262,7 +259,6 @@ def _vocabulary_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iter
 
 
 def _head_shapes(size: int, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the matrices of a draft module's heads."""
     for head in range(0 if module is None else module.heads):
         yield f"heads.{head}.joined", (2 * size, (2 + head) * size)
         if module is not None and module.head_layers > 1:
@@ -270,7 +266,7 @@ def _head_shapes(size: int, module: DraftModule | None) -> Iterator[tuple[str, t
 
 
 def _mixer_shapes(decoder: DecoderSpec, *, concatenated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
+    """Names and shapes of the first product of each layer's mixer, and of a recurrence's other weights."""
     hidden, per_layer = decoder.hidden_size, decoder.per_layer
     if per_layer is not None:
         yield PER_LAYER_TABLE, (per_layer.vocab_size * decoder.num_layers, per_layer.size)
@@ -299,7 +295,6 @@ def _mixer_shapes(decoder: DecoderSpec, *, concatenated: bool) -> Iterator[tuple
 
 
 def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a layer's router and experts, where it has any."""
     moe, hidden = decoder.experts_of(layer), decoder.hidden_size
     if moe is None:
         return

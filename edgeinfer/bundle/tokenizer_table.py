@@ -51,7 +51,7 @@ _MOST_GAPS = 4
 
 
 def encode_table(contents: bytes) -> bytes | None:
-    """The table of a tokenizer.json; None of one that is not a byte-pair tokenizer of the plain kind."""
+    """The table of a tokenizer.json; None for tokenizers that are not plain byte-pair ones."""
     try:
         tokenizer = json.loads(contents)
         model = tokenizer["model"]
@@ -91,7 +91,7 @@ def encode_table(contents: bytes) -> bytes | None:
 
 
 def _is_plain(tokenizer: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether merging is all that the model does, and its words can be told from their symbols."""
+    """Whether the model only merges, and its words can be distinguished from their symbols."""
     vocab, unknown = model["vocab"], model.get("unk_token")
     if model["type"] != "BPE" or not model.keys() <= _MODEL or "" in vocab:
         return False
@@ -106,7 +106,7 @@ def _is_plain(tokenizer: dict[str, Any], model: dict[str, Any]) -> bool:
 
 
 def _added_ids(tokens: list[dict[str, Any]], vocab: dict[str, int]) -> dict[str, int] | None:
-    """Ids of added tokens as the library gives them; None where the file says others, which the library overrules."""
+    """Ids of added tokens as the library gives them; None where the file has others, which the library ignores."""
     ids: dict[str, int] = {}
     for token in tokens:
         text = token["content"]

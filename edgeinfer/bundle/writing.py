@@ -42,16 +42,16 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
-        """Of a path, or of an open file's descriptor."""
+        """The identity of a path, or of an open file's descriptor."""
         status = os.fstat(file) if isinstance(file, int) else file.stat()
         changed = 0 if sys.platform == "win32" else status.st_ctime_ns
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, changed)
 
 
 def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> tuple[str, FileIdentity] | None:
-    """The sha256 of a file and what the file was when it was opened for that; None where it was stopped.
+    """The sha256 of a file and its identity when it was opened; None if stopped.
 
-    Takes one buffer of memory, and holds the interpreter neither while it reads nor while it computes.
+    Takes one buffer of memory, and releases the interpreter while it reads and computes.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file, mmap.mmap(-1, _PIECE) as room, memoryview(room) as buffer:
@@ -67,7 +67,7 @@ def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> tuple[
 
 
 def published_digest(path: Path) -> str | None:
-    """The sha256 that a file was published with, where it lies in a hub's cache under that name; None elsewhere."""
+    """The sha256 under which a file lies in a hub's cache; None for other files."""
     target = path.resolve()
     blob = target.parent.name == "blobs" and _SHA256.fullmatch(target.name)
     return target.name if blob else None
@@ -96,7 +96,7 @@ MANIFEST = "edgeinfer.json"
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk or a path that cannot be written into a StorageError; nothing inside may read other files."""
+    """Turns a full disk or an unwritable path into a StorageError; nothing in the block may read other files."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
-    """Writes a file whole or not at all: beside, synced, renamed."""
+    """Writes a file whole or not at all: to a temporary file, synced, renamed."""
     with new_file(path, durable=durable) as file:
         file.write(data)
 
@@ -143,7 +143,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path]:
-    """Yields a temporary sibling directory to fill; on success it becomes `path`, on any failure it is removed."""
+    """Yields a temporary sibling directory to fill; on success it becomes `path`, on failure it is removed."""
     with storage_errors(path):
         if path.exists() and not replace_existing:
             raise StorageError(f"{path} already exists.", "Choose another name, or add --force to replace it.")
@@ -167,7 +167,6 @@ def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path
 
 
 def sync_tree(root: Path) -> None:
-    """Brings every file under a folder to disk."""
     for folder, _, files in os.walk(root):
         for name in files:
             handle = os.open(Path(folder) / name, os.O_RDONLY)
@@ -188,7 +187,6 @@ def seal(root: Path, manifest: Manifest) -> Manifest:
 
 
 def digest_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal digits."""
     hashed = hash_file(path)
     assert hashed is not None, "nothing stops it"
     return hashed[0]

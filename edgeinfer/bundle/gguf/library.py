@@ -75,14 +75,15 @@ _kept: list[Any] = []  # callbacks, as long as the library may call them
 
 
 def llama_library() -> Any:
-    """llama-cpp-python's low-level module, which says nothing on stderr from now on."""
+    """llama-cpp-python's low-level module, silenced on stderr."""
     with _lock:
         return _checked()
 
 
 def logged_error() -> str:
-    """The first line that llama.cpp logged as an error since this was asked, without the names of its functions; empty
-    where there is none. What follows the first is that each caller failed too."""
+    """The first line that llama.cpp logged as an error since the last call, without the names of its functions; empty
+    without one. Later lines only say that each caller failed too.
+    """
     line = _PREFIX.sub("", _log[0].strip()) if _log else ""
     _log.clear()
     return line.rstrip(".")
@@ -90,7 +91,7 @@ def logged_error() -> str:
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Shows a listener every piece of text that llama.cpp logs meanwhile."""
+    """Shows a listener every text that llama.cpp logs in the block."""
     _listeners.append(listener)
     try:
         yield
@@ -100,7 +101,7 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _soon_asleep() -> Iterator[None]:
-    """Tells an OpenMP that is loaded and begins to work meanwhile how long to spin, unless the user told it."""
+    """Shortens the spinning of an OpenMP that is loaded in the block, unless the user has set it."""
     name, value = _SPINNING
     if name in os.environ or _POLICY in os.environ:
         yield
@@ -119,7 +120,6 @@ def _checked() -> Any:
 
 
 def _tried() -> Any:
-    """The module, once it is known to work here."""
     lib = _imported()
     _kept.append(lib.llama_log_callback(_remember))
     lib.llama_log_set(_kept[-1], None)
@@ -139,7 +139,7 @@ def _tried() -> Any:
 def _end_threads_before_forks(lib: Any) -> None:
     """Has GNU's OpenMP end its threads before a fork, as the child would wait for them in its first pass.
 
-    In the parent the next pass starts them again. Other OpenMPs see to it themselves.
+    In the parent the next pass starts them again. Other OpenMPs need no help.
     """
     pause = getattr(lib._lib, "omp_pause_resource_all", None)
     if pause is not None and hasattr(os, "register_at_fork"):
@@ -169,7 +169,7 @@ def _imported() -> Any:
 
 
 def is_installed() -> bool:
-    """Whether llama-cpp-python is there, which is not loaded to find out."""
+    """Whether llama-cpp-python is there; does not load it."""
     return find_spec(_PACKAGE) is not None
 
 
@@ -240,7 +240,7 @@ _RESULTS: dict[str, Any] = {
 
 @cache
 def functions(name: str) -> Any:
-    """ggml's functions in the library of this name, whose pointers go in as `c_void_p` and come out as numbers."""
+    """ggml's functions in a library, whose pointers go in as `c_void_p` and come out as numbers."""
     ggml = ctypes.CDLL(name)
     for function, result in _RESULTS.items():
         getattr(ggml, function).restype = result
@@ -248,12 +248,11 @@ def functions(name: str) -> Any:
 
 
 def cpu_device(ggml: Any) -> ctypes.c_void_p:
-    """The processor."""
     return ctypes.c_void_p(ggml.ggml_backend_dev_by_type(_CPU))
 
 
 def extra_buffer_types(ggml: Any) -> Any:
-    """llama.cpp's own array of what it tries before plain memory, ended by a null pointer; None where there is none."""
+    """llama.cpp's own array of buffers that it tries before plain memory, ended by a null pointer; None without one."""
     registry = ctypes.c_void_p(ggml.ggml_backend_dev_backend_reg(cpu_device(ggml)))
     address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
     if not address:
@@ -325,14 +324,14 @@ _Feed = Callable[[int, int], "NDArray[np.float32] | None"]
 
 
 class _FaultError(Exception):
-    """What the library cannot do."""
+    """A step that the library fails."""
 
 
 def smoke_test(lib: Any) -> str:
     """What is wrong with the library, empty where nothing is.
 
-    Tokens fed at once must give what they give one after the other, and a cache that was copied out and back must
-    give the same next token.
+    Tokens fed at once must give the logits of tokens fed one by one, and a cache that was copied out and back must give
+    the same next token.
     """
     try:
         with _model(lib, None) as (context, feed):

@@ -31,7 +31,6 @@ class GgmlType:
 
     @property
     def quantized(self) -> bool:
-        """Whether values share scales."""
         return self.block_values > 1
 
     @property
@@ -40,14 +39,13 @@ class GgmlType:
         return 8 * self.block_bytes / self.block_values
 
     def row_bytes(self, values: int) -> int:
-        """Length of a row, which is whole blocks."""
         assert values % self.block_values == 0, f"{values} values are no whole blocks of {self.name}"
         return values // self.block_values * self.block_bytes
 
 
 @dataclass(frozen=True)
 class ItemType:
-    """How a metadata value is stored; strings and arrays have no size of their own.
+    """How a metadata value is stored.
 
     Attributes:
         name: as the format's description writes it, such as "uint32".
@@ -107,7 +105,6 @@ _BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
 
 
 def ggml_type(name: str) -> GgmlType:
-    """A type by its name, which must be one of `GGML_TYPES`."""
     return _BY_NAME[name]
 
 
@@ -139,7 +136,6 @@ _LENGTH = struct.Struct("<Q")
 
 
 def damaged(path: Path, what: str) -> BundleError:
-    """The error of a file that is not as it should be."""
     return BundleError(f"{path}: {what}.", AGAIN)
 
 
@@ -149,8 +145,7 @@ class GgufArray:
 
     Attributes:
         item_type: name of an `ItemType`, never "array".
-        count: of items.
-        path, offset, nbytes: where the items lie, strings with their lengths before them.
+        path, offset, nbytes: the place of the items, strings with their lengths before them.
     """
 
     item_type: str
@@ -164,7 +159,6 @@ class GgufArray:
         return self.strings() if self.item_type == ITEM_TYPES[STRING].name else self.numbers()
 
     def numbers(self) -> NDArray[Any]:  # (count,)
-        """The items of an array of numbers or booleans."""
         kind = next(kind for kind in ITEM_TYPES.values() if kind.name == self.item_type)
         if kind.number == STRING:
             raise damaged(self.path, "an array that should hold numbers holds text")
@@ -172,7 +166,6 @@ class GgufArray:
         return items.astype(np.bool_) if kind.number == BOOL else items
 
     def strings(self) -> list[str]:
-        """The items of an array of text."""
         try:
             return [spelling.decode("utf-8") for spelling in self.spellings()]
         except UnicodeDecodeError as error:
@@ -206,9 +199,9 @@ Value = bool | int | float | str | GgufArray
 
 
 class Metadata(Mapping[str, Value]):
-    """Keys and values of a file, with look-ups that insist on a type.
+    """The metadata of a file, with look-ups that insist on a type.
 
-    All of them raise BundleError where the value is of another type, or is not there and has no default.
+    They raise BundleError where the value has another type, or is missing and has no default.
     """
 
     def __init__(self, path: Path, values: dict[str, Value]) -> None:
@@ -225,7 +218,6 @@ class Metadata(Mapping[str, Value]):
         return len(self._values)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise damaged(self._path, f"{key} is not text")
@@ -246,14 +238,13 @@ class Metadata(Mapping[str, Value]):
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """Yes or no."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise damaged(self._path, f"{key} is neither true nor false")
         return value
 
     def array(self, key: str, *item_types: str) -> GgufArray:
-        """An array whose items are of one of the types."""
+        """An array whose items have one of the types."""
         value = self._value(key, None)
         if not isinstance(value, GgufArray) or value.item_type not in item_types:
             raise damaged(self._path, f"{key} is not an array of {' or '.join(item_types)}")

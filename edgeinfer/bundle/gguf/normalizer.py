@@ -56,7 +56,7 @@ _ALSO = {
 
 
 def steps_of(name: str) -> tuple[tuple[str, ...], bool] | None:
-    """The steps of a pre-tokenizer, and whether words of the vocabulary are taken whole; None of a name without any."""
+    """The steps of a pre-tokenizer, and whether words of the vocabulary are taken whole; None for unknown names."""
     named = _ALSO.get(name, name)
     return next((steps for steps, known in PRE_TOKENIZERS.items() if known == named), None)
 
@@ -71,12 +71,11 @@ _COMPOSING = (
 
 
 def default_steps(pre: str) -> tuple[str, ...]:
-    """The steps that a file of this pre-tokenizer means where it names none."""
+    """The steps of a file with this pre-tokenizer that names none."""
     return ("nfc",) if pre in _COMPOSING else ()
 
 
 def normalizer_steps(metadata: Metadata) -> tuple[str, ...]:
-    """The steps of a file."""
     if NORMALIZER_KEY in metadata:
         return tuple(metadata.array(NORMALIZER_KEY, "string").strings())
     return default_steps(metadata.text("tokenizer.ggml.pre", ""))
@@ -144,13 +143,13 @@ class GgufNormalizer:
         self._between = _any_of(special)
 
     def __call__(self, text: str) -> str:
-        """A text as llama.cpp's tokenizer is to get it, special tokens and all."""
+        """A text as llama.cpp's tokenizer needs it, special tokens included."""
         parts = self._between.split(text) if self._between is not None else [text]
         # Special tokens are every second part.
         return "".join(part if i % 2 else self.run(part, first=i == 0) for i, part in enumerate(parts))
 
     def run(self, run: str, *, first: bool = True) -> str:
-        """A run between special tokens."""
+        """Normalizes a run between special tokens."""
         for step in self._steps:
             if run and (first or step != "first_prefix"):
                 run = STEPS[step](run)

@@ -69,9 +69,9 @@ class GgufTensor:
     """One entry of the tensor table.
 
     Attributes:
-        shape: in numpy's order, (rows, columns) for a matrix: the last is the one whose values lie side by side.
+        shape: in numpy's order, (rows, columns) for a matrix.
         offset: in its file.
-        split: number of the file it lies in.
+        split: number of its file.
     """
 
     name: str
@@ -83,13 +83,12 @@ class GgufTensor:
 
     @property
     def size(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one file says.
+    """The header of one file.
 
     Attributes:
         size: bytes of the file.
@@ -123,7 +122,7 @@ def read_part(path: Path, split: int = 0) -> Part:
 
 
 class _Header:
-    """A header as it is read, front to back."""
+    """A header that is read front to back."""
 
     def __init__(self, path: Path, size: int, data: mmap.mmap) -> None:
         self._path = path
@@ -135,7 +134,6 @@ class _Header:
         self._text_bytes = 0
 
     def read(self, split: int) -> Part:
-        """The whole header."""
         version = self._read_version()
         tensors, pairs = self._take(_COUNTS, "the counts")
         self._check_count(pairs, MAX_METADATA, _LEAST_PAIR, "metadata entries")
@@ -174,14 +172,14 @@ class _Header:
     # Runs of bytes
 
     def _need(self, count: int, what: str) -> None:
-        """Raises where fewer bytes are left."""
+        """Refuses a file with fewer bytes left."""
         if count > self._size - self._at:
             raise self._bad(f"it ends inside {what}")
         if count > self._limit - self._at:
             raise self._cut(what)
 
     def _cut(self, what: str) -> BundleError:
-        """The error of a header that goes on where nothing more is read."""
+        """The error of a header that continues past the last byte that is read."""
         if self._limit < self._size:
             return self._bad(f"its header has more than {MAX_HEADER_BYTES // 10**6} MB")
         return self._bad(f"it ends inside {what}")
@@ -193,7 +191,7 @@ class _Header:
         return values
 
     def _check_count(self, count: int, most: int, least_bytes: int, what: str) -> None:
-        """Raises where so many things of at least so many bytes cannot be there or are too many to be meant."""
+        """Refuses counts that the rest of the file cannot hold, or that no published model has."""
         if count > most:
             raise self._bad(f"it claims {count} {what}, more than the {most} that are read")
         self._need(count * least_bytes, f"{count} {what}")
@@ -266,7 +264,7 @@ class _Header:
         return GgufArray(kind.name, count, self._path, start, self._at - start)
 
     def _skip_strings(self, count: int, what: str) -> int:
-        """Where an array of strings ends."""
+        """The end of an array of strings."""
         data, at, limit, unpack = self._data, self._at, self._limit, _U64.unpack_from
         if not count:
             return at
@@ -287,9 +285,9 @@ class _Header:
         return at
 
     def _check_encoding(self, places: NDArray[np.int64], end: int, what: str) -> None:  # (count,)
-        """Raises where a string of an array is not UTF-8.
+        """Refuses arrays with a string that is not UTF-8.
 
-        Many are decoded at a time: their lengths are made spaces, which also keep one's end from the next one's start.
+        Many are decoded at a time: their lengths are made spaces, which also separate the strings.
         """
         first = 0
         while first < len(places):
@@ -313,7 +311,7 @@ class _Header:
     # Tensors
 
     def _table(self, count: int, alignment: int) -> list[GgufTensor]:
-        """The tensors, of which none overlap or leave gaps; offsets are relative to where the first one begins."""
+        """The tensors, which neither overlap nor leave gaps; offsets are relative to the first one's."""
         table: dict[str, GgufTensor] = {}
         expected = 0
         for _ in range(count):
@@ -329,7 +327,6 @@ class _Header:
         return list(table.values())
 
     def _tensor(self) -> GgufTensor:
-        """An entry of the table."""
         name = self._name("a tensor's name", MAX_NAME_BYTES)
         what = f"tensor {_short(name)}"
         (count,) = self._take(_U32, what)
@@ -353,7 +350,7 @@ def _padded(size: int, alignment: int) -> int:
 
 
 def _short(name: str) -> str:
-    """A name for a message, whatever it is made of."""
+    """A name shortened for a message."""
     return repr(name if len(name) <= 64 else name[:61] + "...")
 
 
@@ -367,10 +364,10 @@ _MAPPED_ALIGNMENT = 32  # ggml's TENSOR_ALIGNMENT
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a model file says, checked against the file.
+    """The header of a model file, checked against the file.
 
     Attributes:
-        metadata: of the first file; strings and numbers are Python's, arrays are read when their values are taken.
+        metadata: of the first file; arrays are read when their values are used.
         tensors: of all files, in their order.
         splits: the files that hold it, most often one.
     """
@@ -381,22 +378,20 @@ class GgufFile:
 
     @property
     def path(self) -> Path:
-        """The file, or the first of its parts, which stands for all."""
+        """The file, or the first of its parts."""
         return self.splits[0].path
 
     @property
     def version(self) -> int:
-        """Of the format."""
         return self.splits[0].version
 
     @property
     def alignment(self) -> int:
-        """What tensors' offsets are multiples of, from the first one's on."""
         return self.splits[0].alignment
 
     @property
     def header_bytes(self) -> int:
-        """Up to the end of the (first) file's tensor table."""
+        """Bytes up to the end of the (first) file's tensor table."""
         return self.splits[0].header_bytes
 
     @property
@@ -411,25 +406,20 @@ class GgufFile:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @functools.cached_property
     def mappable(self) -> bool:
-        """Whether llama.cpp can use all tensors where they lie in the mapped files, which it insists begin aligned.
-
-        The format allows alignments of 8 and 16, with which some may not.
-        """
+        """Whether llama.cpp can use all tensors in the mapped files; the format also allows alignments too small for it."""
         return not any(tensor.offset % _MAPPED_ALIGNMENT for tensor in self.tensors)
 
     @functools.cached_property
     def by_name(self) -> dict[str, GgufTensor]:
-        """Tensors by their names."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """64 hexadecimal digits that differ where headers, sizes or samples of the data do; no digest of the whole."""
+        """64 hexadecimal digits that depend on headers, sizes and samples of the data, not on all of it."""
         digest = hashlib.sha256()
         for split in self.splits:
             digest.update(f"{split.size} {split.header_bytes} ".encode())
@@ -453,7 +443,7 @@ def _sample(split: Part, digest: hashlib._Hash) -> None:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads the header of a model file; of one that was split into parts, the headers of all, given the first."""
+    """Reads the header of a model file; given the first part of a split model, the headers of all parts."""
     first = read_part(path)
     metadata = Metadata(path, first.metadata)
     count = metadata.integer("split.count", 1)
@@ -473,7 +463,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _siblings(path: Path, metadata: Metadata, count: int) -> list[Path]:
-    """The files of all parts, the given first one's among them."""
+    """The files of all parts, the given first one included."""
     name = _SPLIT_NAME.fullmatch(path.name)
     if name is None or int(name[3]) != count:
         hint = "Keep the names that the parts were published with: NAME-00001-of-00003.gguf and so on."
@@ -490,7 +480,6 @@ def _siblings(path: Path, metadata: Metadata, count: int) -> list[Path]:
 
 
 def _check_part(part: Part, metadata: Metadata, number: int) -> None:
-    """Raises where a file is not the part it should be."""
     own = Metadata(part.path, part.metadata)
     for key, expected in (("split.no", number), ("split.count", metadata.integer("split.count"))):
         if own.integer(key) != expected:

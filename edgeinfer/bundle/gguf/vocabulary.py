@@ -113,7 +113,6 @@ class GgufVocabulary:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return self.tokens.count
 
     @property
@@ -123,7 +122,6 @@ class GgufVocabulary:
 
 
 def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
-    """The vocabulary of a file."""
     data, path = gguf.metadata, gguf.path
     model = data.text("tokenizer.ggml.model", "none")
     if model in _NO_VOCABULARY:
@@ -162,7 +160,6 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
 
 
 def _types(gguf: GgufFile, count: int) -> GgufArray | None:
-    """The numbers of the kinds of all tokens."""
     types = _beside(gguf, "token_type", count, "int32")
     if types is not None and not np.isin(types.numbers(), _TOKEN_TYPES).all():
         raise damaged(gguf.path, "a token has an unknown type")
@@ -170,7 +167,7 @@ def _types(gguf: GgufFile, count: int) -> GgufArray | None:
 
 
 def _is_text(spelling: str, kind: int) -> bool:
-    """Whether a file calls a token text that is spelled like an end; `</s>` is a tag of HTML, too."""
+    """Whether a token that is spelled like an end is text; `</s>` is a tag of HTML, too."""
     return kind == _NORMAL or (kind == _USER_DEFINED and spelling == "</s>")
 
 
@@ -215,7 +212,7 @@ def _special(gguf: GgufFile, model: str, pre: str, count: int) -> dict[str, int]
 
 
 def _scan(gguf: GgufFile, tokens: GgufArray, special: dict[str, int]) -> tuple[dict[str, int], dict[int, str]]:
-    """Ids of the known spellings, and spellings of those and of the special ids; all spellings must differ."""
+    """Ids of the known spellings, and spellings of these and of the special ids; refuses equal spellings."""
     wanted = {text.encode() for text in (*_ENDS, *(text for texts in _FILL_ENDS.values() for text in texts))}
     chosen = set(special.values())
     found: dict[str, int] = {}
