@@ -6,7 +6,7 @@ the static layout, whose rows are columns of the file, is held whole while it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -77,34 +77,19 @@ def read_rows(path: Path, entry: TensorEntry, blob: Blob, start: int, stop: int)
     if not entry.interleaved:
         return read_blob(path, blob, start, stop)
     turns, half = read_blob(path, blob), entry.shape[0] // 2
-    parts = [
-        turns[2 * first + side : 2 * last + side : 2] for side, (first, last) in enumerate(_sides(start, stop, half))
-    ]
-    return np.concatenate(parts)
+    gate, up = (min(start, half), min(stop, half)), (max(start, half) - half, max(stop, half) - half)
+    return np.concatenate([turns[2 * run[0] + side : 2 * run[1] + side : 2] for side, run in enumerate((gate, up))])
 
 
-def _sides(start: int, stop: int, half: int) -> list[tuple[int, int]]:
-    """A run of rows as a run of each half; either may be empty."""
-    return [(min(start, half), min(stop, half)), (max(start, half) - half, max(stop, half) - half)]
-
-
-def take_turns(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:  # (N, ...), (N, ...) -> (2 N, ...)
+def take_turns(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:  # 2 x (N, ...) -> (2 N, ...)
     """Alternates rows of two arrays."""
-    return np.stack([gate, up], axis=1).reshape(-1, *gate.shape[1:])
-
-
-def _take_turns(gate: QuantizedMatrix, up: QuantizedMatrix) -> QuantizedMatrix:
-    zeros = None
-    if gate.zero_points is not None and up.zero_points is not None:
-        zeros = take_turns(gate.zero_points, up.zero_points)
-    return QuantizedMatrix(take_turns(gate.data, up.data), take_turns(gate.scales, up.scales), zeros)
+    return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 class PortableCodec:
     """Rows one after the other."""
 
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
-        """See `Codec.read`."""
         assert entry.scales is not None
         return QuantizedMatrix(
             read_rows(path, entry, entry.data, start, stop),
@@ -113,7 +98,6 @@ class PortableCodec:
         )
 
     def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
-        """See `Codec.write`."""
         n, k = entry.shape
         halves = 2 if entry.interleaved else 1
         step = max(1, _RUN_VALUES // (halves * k))
@@ -122,7 +106,7 @@ class PortableCodec:
             run = (
                 rows(start, stop)
                 if halves == 1
-                else _take_turns(rows(start, stop), rows(n // 2 + start, n // 2 + stop))
+                else QuantizedMatrix.combine([rows(start, stop), rows(n // 2 + start, n // 2 + stop)], take_turns)
             )
             run = _checked(run, entry.name)
             _write_blob(file, entry.data, halves * start, run.data)
@@ -134,11 +118,9 @@ class NativeCodec:
     """Tiles of 32 rows."""
 
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
-        """See `Codec.read`."""
         return _join([_read_run(path, entry, *run) for run in _half_runs(entry.quantized, start, stop)])
 
     def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
-        """See `Codec.write`."""
         shape = entry.quantized
         tiles, step = tiles_of(shape), max(1, _RUN_VALUES // (TILE * shape.k))
         for first in range(0, tiles, step):
@@ -154,7 +136,6 @@ class StaticCodec:
     """Columns."""
 
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
-        """See `Codec.read`."""
         # Two rows share a byte at 4 bits.
         first, last = start - start % 2, stop + stop % 2
         cut = slice(packed_bytes(first, entry.bits), packed_bytes(last, entry.bits))
@@ -165,12 +146,9 @@ class StaticCodec:
             read_blob(path, entry.scales)[:, first:last],
             None if zeros is None else read_blob(path, zeros)[:, cut],
         )
-        rows, chosen = from_static(columns, entry.quantized), slice(start - first, stop - first)
-        points = None if rows.zero_points is None else rows.zero_points[chosen]
-        return QuantizedMatrix(rows.data[chosen], rows.scales[chosen], points)
+        return from_static(columns, entry.quantized)[start - first : stop - first]
 
     def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
-        """See `Codec.write`."""
         n, k = entry.shape
         parts = {"data": entry.data, "scales": entry.scales, "zero_points": entry.zero_points}
         whole = {part: np.empty(blob.shape, blob.dtype) for part, blob in parts.items() if blob is not None}
@@ -214,17 +192,8 @@ def _read_run(path: Path, entry: TensorEntry, start: int, stop: int) -> Quantize
             before += start - run_start
             break
         before += run_stop - run_start
-    chosen = slice(before, before + stop - start)
-    zeros = None if rows.zero_points is None else rows.zero_points[chosen]
-    return QuantizedMatrix(rows.data[chosen], rows.scales[chosen], zeros)
+    return rows[before : before + stop - start]
 
 
 def _join(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
-    if len(parts) == 1:
-        return parts[0]
-    zeros = [p.zero_points for p in parts if p.zero_points is not None]
-    return QuantizedMatrix(
-        np.concatenate([p.data for p in parts]),
-        np.concatenate([p.scales for p in parts]),
-        np.concatenate(zeros) if zeros else None,
-    )
+    return parts[0] if len(parts) == 1 else QuantizedMatrix.combine(parts, np.concatenate)

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,17 @@ class QuantizedMatrix:
     data: NDArray[np.uint8]  # (N, blocks, block_size * bits / 8)
     scales: NDArray[np.float32]  # (N, blocks)
     zero_points: NDArray[np.uint8] | None  # (N, ceil(blocks * bits / 8))
+
+    def __getitem__(self, rows: slice) -> QuantizedMatrix:
+        zeros = None if self.zero_points is None else self.zero_points[rows]
+        return QuantizedMatrix(self.data[rows], self.scales[rows], zeros)
+
+    @staticmethod
+    def combine(parts: Sequence[QuantizedMatrix], how: Callable[[list[Any]], NDArray[Any]]) -> QuantizedMatrix:
+        """Combines the arrays of several matrices of one format."""
+        zeros = [part.zero_points for part in parts if part.zero_points is not None]
+        combined = (how([part.data for part in parts]), how([part.scales for part in parts]))
+        return QuantizedMatrix(*combined, how(zeros) if zeros else None)
 
 
 def portable_parts(shape: QuantizedShape) -> Parts:

@@ -178,7 +178,7 @@ def write_floats(file: BinaryIO, entry: TensorEntry, rows: FloatRows) -> None:
     if entry.interleaved:
         half = count // 2
         for start, stop in _runs(half, max(1, step // 2)):
-            file.write(take_turns(rows(start, stop), rows(half + start, half + stop)).data)
+            file.write(take_turns([rows(start, stop), rows(half + start, half + stop)]).data)
         return
     for start, stop in _runs(count, step):
         file.write(np.ascontiguousarray(rows(start, stop)).data)

@@ -410,7 +410,7 @@ class GgufFile:
 
     @functools.cached_property
     def mappable(self) -> bool:
-        """Whether llama.cpp can use all tensors in the mapped files; the format also allows alignments too small for it."""
+        """Whether llama.cpp can use all tensors in the mapped files; the format allows smaller alignments."""
         return not any(tensor.offset % _MAPPED_ALIGNMENT for tensor in self.tensors)
 
     @functools.cached_property
