@@ -12,7 +12,8 @@ import pytest
 import edgeinfer as package
 from edgeinfer import chat
 from edgeinfer.apps.cli.inputs import read_text
-from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.errors import PromptError, StorageError, UsageError
+from edgeinfer.user_files import user_cache
 from tests.cli import TIME_LIMIT, edgeinfer, refuses
 from tests.tables import each_row
 
@@ -76,3 +77,23 @@ def test_conversations_that_cannot_be_read(
         assert caught.value.hint
     with pytest.raises(UsageError, match="larger than"):
         loaded.load_chat(tmp_path / "long.json")
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the cache lies elsewhere")
+def test_the_variable_of_the_desktop_counts_before_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert user_cache() == Path("/somewhere/.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert user_cache() == Path("/elsewhere")
+
+
+def test_a_user_without_a_home_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(StorageError, match="no home folder"):
+        user_cache()

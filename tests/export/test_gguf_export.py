@@ -27,7 +27,7 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf import route, writer
 from tests.export.packed import make_mxfp4
 from tests.export.test_gguf_parity import gguf_logits
-from tests.gguf_logits import GgufModel
+from tests.gguf_models import GgufModel
 
 pytestmark = pytest.mark.gguf
 

@@ -37,7 +37,7 @@ from tests.export.gguf_cases import (
     layers,
 )
 from tests.export.passes import TOKENS, expected_logits
-from tests.gguf_logits import GgufModel
+from tests.gguf_models import GgufModel
 
 pytestmark = pytest.mark.gguf
 

@@ -22,7 +22,7 @@ from edgeinfer.errors import BackendError, BundleError, StorageError, UsageError
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 from edgeinfer.export.options import FILE_TYPES
-from tests.gguf_logits import GgufModel
+from tests.gguf_models import GgufModel
 
 pytestmark = pytest.mark.gguf
 

@@ -33,7 +33,7 @@ from tests.export.gguf_cases import GGUF_CASES
 from tests.export.packed import make_mxfp4
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
-from tests.gguf_logits import GgufModel
+from tests.gguf_models import GgufModel
 
 # Keys of no model, which are for people or of tokenizers.
 _OTHER = ("general.", "tokenizer.", "GGUF.")
