@@ -22,13 +22,13 @@ from filelock import FileLock, Timeout
 
 from edgeinfer.bundle.writing import new_file, storage_errors
 from edgeinfer.config import format_size
-from edgeinfer.encodings import decode_text, marked_encoding
 from edgeinfer.errors import PromptError, TemplateError, UnshareableError, UsageError
 from edgeinfer.openai import make_completion, whole
 from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.records import dataclass
 from edgeinfer.results import Progress
+from edgeinfer.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model
