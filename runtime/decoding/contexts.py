@@ -43,9 +43,6 @@ class ContextMaker:
     Args:
         prefix: that contexts are evaluated behind, one token at least.
         progress: called with the tokens of each pass; what it raises ends the evaluation.
-
-    Raises:
-        CapabilityError: as `require_contexts`, which takes the same.
     """
 
     def __init__(

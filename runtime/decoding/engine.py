@@ -38,9 +38,6 @@ class Engine:
         chunk: prompt tokens per pass.
         context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
         prefixes: keeps other conversations, to go back to them cheaply; engines of one model may share it.
-
-    Raises:
-        CapabilityError: other conversations are to be kept, and the backend's cache cannot be copied.
     """
 
     def __init__(

@@ -38,14 +38,12 @@ class RowRequest:
     """Rows of one sequence that a task waits for.
 
     Args:
-        cache: of the sequence.
         batch: the rows.
 
     Attributes:
         cache, batch: as given; drafts may be cut.
         fed: rows that passes have evaluated.
         parts: what these passes gave; the last one's is a view until `keep`.
-        error: that the task is to raise.
         can_wait: its rows may be cut into several passes: a prompt's, of which at most the last is continued.
     """
 
@@ -210,9 +208,7 @@ class SequenceBackend(WrappedBackend[Backend]):
     """Implements `contract.Backend` for one sequence of several, whose passes the scheduler shares among them.
 
     Args:
-        scheduler: that it belongs to.
         backend: that runs the passes, and belongs to somebody else.
-        cache: of the sequence.
     """
 
     def __init__(self, scheduler: Scheduler, backend: Backend, cache: PagedCache) -> None:

@@ -35,7 +35,6 @@ class Company:
     """What is best for all replies that share passes.
 
     Attributes:
-        stream_ms: in which each reply has a token if all are streamed.
         draft_tokens: of each draft, where all are drafted elsewhere; 0 where all are better streamed.
     """
 

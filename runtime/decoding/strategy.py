@@ -49,12 +49,7 @@ class Step:
 
 @dataclass
 class DecodingStatistics:
-    """Counts what every strategy may count.
-
-    Attributes:
-        passes: of the target.
-        rows: of those passes.
-    """
+    """Counts what every strategy may count."""
 
     passes: int = 0
     rows: int = 0
@@ -65,7 +60,6 @@ class SearchStatistics(DecodingStatistics):
     """Counts what a search took.
 
     Attributes:
-        branches: texts decoded side by side.
         trials: as `SearchUse` has it.
     """
 
@@ -78,7 +72,6 @@ class ReducedStatistics(DecodingStatistics):
     """What reduced compute made of a reply's tokens after the first.
 
     Attributes:
-        tokens: made in all.
         reduced: of them, made with less than the whole model.
         caught_up: of those, evaluated by the whole model later.
         blocks_skipped: attention and MLP blocks, over all tokens.
@@ -108,7 +101,6 @@ class SpeculationStatistics(DecodingStatistics):
     """Counts what the rounds of one generation came to; fields as in `results.SpeculationUse`.
 
     Attributes:
-        committed: tokens.
         timed_passes: rows and milliseconds of passes of the target that gave the logits of all rows, as they ran.
         timed_guesses: by drafter, milliseconds of its guesses that were paid for, the mean of each round.
         timed_reading: by drafter, milliseconds a token of what it read before a guess.
@@ -213,10 +205,6 @@ class DecodingStrategy:
 
     The rows of the backend's cache must be those that the whole model gives to the text's tokens. A strategy that
     leaves some out, or feeds them later, cuts the cache to those that are by the time its generation ends.
-
-    Args:
-        backend: the target.
-        sampler: of the reply's tokens.
 
     Attributes:
         searches: the cache holds more than the reply while it is decoded, so that the reply cannot be paused.

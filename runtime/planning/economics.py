@@ -48,10 +48,8 @@ class Prospect:
     """What a drafter is expected to do for a text.
 
     Attributes:
-        drafter: its name.
         covers: share of the rounds without a draft of those before it in which it drafts.
         accepted: rate at which a token of its drafts is accepted where those before it were.
-        guess_ms: of one guess.
         at_once: whether the first guess of a round pays for all of them.
         most: tokens of its drafts at most; 0 is any number.
         tables: whether it looks guesses up, so that asking costs time in every round.
@@ -73,7 +71,6 @@ class Ahead(NamedTuple):
 
     Attributes:
         worth: their expected tokens, less what their milliseconds could decode otherwise; 0 where none pays.
-        length: how many they are.
         tokens: expected.
     """
 

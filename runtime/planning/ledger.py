@@ -48,12 +48,9 @@ class Ledger:
         terms: bytes that the model's parts take now, by the plan's terms.
         reliefs: in the order in which they are tried.
         replan: makes another plan of the one in force, the process and the bytes in use.
-        apply: has the model work by a plan.
 
     Attributes:
-        plan: in force.
         given_up: names of what was given up and not taken again, in order.
-        peak: the largest total of counted pages that was seen.
     """
 
     def __init__(

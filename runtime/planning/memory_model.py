@@ -41,8 +41,6 @@ class MemoryModel:
     """What the configurations of one model take.
 
     Args:
-        config: what the caller asked for.
-        process: memory of this process now, with the libraries that loading will import.
         reserve: bytes by which the process may grow before the model is loaded.
     """
 

@@ -155,7 +155,6 @@ class Alternative:
     """Another way to run the same model.
 
     Attributes:
-        name: how it differs.
         planned_bytes: of the pages that count.
         fits: whether it is within the budget.
     """

@@ -165,13 +165,7 @@ class OptionBytes:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What runs a bundle, chosen once for a load.
-
-    Attributes:
-        name: of the backend.
-        layout: of the weights, as it will run.
-        device: that the model runs on.
-    """
+    """What runs a bundle, chosen once for a load."""
 
     name: str
     bundle: Bundle
@@ -184,20 +178,13 @@ class PlanInput:
     """A model to plan for, and what there is to choose from.
 
     Attributes:
-        backend: name of the backend that runs the model.
-        layout: of the target's weights, as it will run.
-        drafter: a small model that drafts.
         kv_types: those that the graph or the library has, the usual one first.
         weights_modes: those the backend has, the fastest first.
-        tokenizer: how the tokenizer is kept in memory.
-        threads: of the linear algebra.
-        memory: what the model takes.
         modes_differ: whether weights of another mode are multiplied in another way, at another speed.
         loads_experts: whether how many experts a token uses is fixed when the model is loaded.
         most_drafted: tokens of a draft that can be taken back again, at most; None where any number can.
         head_apart: whether logits of a draft's rows can be computed a few at a time where all weights are in memory.
         settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
-        device: that the model runs on.
         device_note: why it is not the one that was asked for; empty where it is.
         offload: how many layers run on a graphics processor; None where none do.
         weights_place: the file that passes read the weights from, which may still have to be made; None where

@@ -221,7 +221,6 @@ class _Choice:
     Attributes:
         budget: in bytes, or None.
         free: as `search` takes it.
-        worth: of a configuration.
     """
 
     budget: int | None

@@ -91,7 +91,6 @@ class DiskReads:
     Attributes:
         rate: bytes a second that it gives; None where it has not been measured.
         always: bytes of weights that every pass reads.
-        experts: of which it reads some.
         layers: where each layer's weights lie in their file; none where the system's cache drops no windows.
         room: bytes of weights that the system can keep.
     """
@@ -156,7 +155,6 @@ class SpeedModel:
     """Predicts the pace of configurations of one model.
 
     Args:
-        pace_of: what is known of a configuration whose weights stay in memory.
         disk: what passes read where they do not; None where that does not matter.
         room: bytes of weights that the system can keep beside a configuration; None where it keeps all.
     """

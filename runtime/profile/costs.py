@@ -53,9 +53,6 @@ class PassCosts:
     Attributes:
         points: rows of a pass and its milliseconds, by ascending rows.
         step: passes run over a multiple of so many rows, padded up to it; 1 where that is not known.
-
-    Raises:
-        StorageError: impossible values.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -129,9 +126,6 @@ class DraftCosts:
         token_ms: milliseconds of a token besides its round: choosing it, its text and its figures; None until a reply
             told.
         read_ms: milliseconds of a token of the text that is read before a guess, by the name of a drafter that reads.
-
-    Raises:
-        StorageError: impossible values.
     """
 
     guess_ms: Mapping[str, float]

@@ -37,7 +37,6 @@ class KeptMeasurement(Generic[Measured]):
 
     Args:
         kind: a dataclass of numbers and names, which refuses impossible ones with a UsageError.
-        folder: of this kind's files, in the user's cache.
     """
 
     def __init__(self, kind: type[Measured], folder: str) -> None:
@@ -101,11 +100,7 @@ class MeasuredPolicy:
 
     Attributes:
         policy: that loses least, one of config.OVERFLOWS.
-        tokens: of the text that told it.
         text, copying, needles: nats per token above those of a context that holds all of the text, mean over contexts.
-
-    Raises:
-        UsageError: a value is impossible.
     """
 
     policy: str

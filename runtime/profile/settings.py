@@ -139,16 +139,9 @@ class Fingerprint:
     """A machine, and the versions of what runs on it.
 
     Attributes:
-        processor: its name.
         cores: that this process can keep busy.
         processors: threads that this process may run on at once.
-        system: name and architecture.
-        edgeinfer: version.
-        engine: name and version of the library that runs the model.
         kernel: what multiplies.
-
-    Raises:
-        UsageError: a value of another type, or out of all proportion.
     """
 
     processor: str
@@ -216,14 +209,7 @@ class TunedProfile:
 
     Attributes:
         model: its digest, as `model_digest` gives it.
-        name: of the model, for people.
-        machine: where they were measured.
-        threads: that they were proved with.
-        settings: what is better than the usual ones.
         measured: when, UTC, ISO 8601.
-
-    Raises:
-        UsageError: a value is impossible.
     """
 
     model: str

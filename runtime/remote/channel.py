@@ -74,7 +74,6 @@ class Channel:
     turns out slower is paid from an account, into which a small share of the time goes.
 
     Args:
-        most: tokens of a draft.
         prices: of drafts and bytes, which count like time.
     """
 

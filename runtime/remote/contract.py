@@ -20,7 +20,6 @@ class RemoteAccess:
         key: that it asks for; None where it asks for none.
         model: name of the one to ask for; None is the server's first.
         digest: that its model must have; None is any.
-        tokenizer: of the model that drafts.
         begin_ids: tokens that begin the drafting model's texts.
         end_ids: tokens that end them.
     """
@@ -39,7 +38,6 @@ class Decided:
     """Tokens that were decided.
 
     Attributes:
-        last: of the round.
         ending: why the reply is over; None where it goes on.
         server_ms: milliseconds of the round in the server, known with its last tokens.
         verified: drafted tokens that the server looked at; None is all of them.

@@ -93,11 +93,7 @@ class RemoteDecoding(DecodingStrategy):
     were accepted.
 
     Args:
-        backend: of the model that drafts.
         sampler: of the reply; drafts are drawn by the noise that the server draws by.
-        server: whose model decides.
-        options: of the reply, as the server takes them.
-        channel: what is known of the way there.
         chunk: most rows of a pass that catches up.
         goes_on: the local model writes the rest where the server is lost.
         cancelled: whether the reply is to end.
@@ -406,15 +402,7 @@ _VERIFYING = ("edgeinfer", "sglang", "vllm")
 
 
 class RemoteDeciding:
-    """Makes the strategies of replies that a server decides.
-
-    Args:
-        config: as the model was loaded.
-        access: which server decides.
-
-    Raises:
-        CapabilityError: httpcore is not installed.
-    """
+    """Makes the strategies of replies that a server decides."""
 
     def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
         importlib.import_module(_CLIENT)  # which raises an error where httpcore is not installed

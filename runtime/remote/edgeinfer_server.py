@@ -44,11 +44,7 @@ class EdgeInferReply(RetriedReply):
     """Implements `contract.RemoteReply` by sessions.
 
     Args:
-        access: which server decides.
         opening: what opens a session, in which its name and the reply so far are wanting.
-
-    Attributes:
-        session: its name.
     """
 
     def __init__(self, access: RemoteAccess, opening: Mapping[str, Any]) -> None:

@@ -106,7 +106,6 @@ class RemoteRefusalError(Exception):
     """The server refused a request.
 
     Attributes:
-        status: of its answer.
         told: the error object of the answer; empty where it has none.
     """
 
@@ -121,11 +120,7 @@ UNANSWERED = (UnansweredError, RemoteRefusalError, *_BROKEN)
 
 
 class Connection:
-    """JSON to a server and back. It follows no redirections, so that keys and texts go nowhere else.
-
-    Args:
-        access: which server, and by which key.
-    """
+    """JSON to a server and back. It follows no redirections, so that keys and texts go nowhere else."""
 
     def __init__(self, access: RemoteAccess) -> None:
         base = urlsplit(access.url.rstrip("/"))
@@ -196,12 +191,7 @@ class Connection:
 
 
 class RetriedReply:
-    """Implements `contract.RemoteReply` by rounds that are sent again where the way fails.
-
-    Args:
-        access: which server decides.
-        connection: to it.
-    """
+    """Implements `contract.RemoteReply` by rounds that are sent again where the way fails."""
 
     def __init__(self, access: RemoteAccess, connection: Connection) -> None:
         self._access = access

@@ -19,17 +19,7 @@ PROBE = "Zwölf 0x7f4a naïve foxes_jumped  over\n\tthe lazy dog; 我们 2026-11
 
 
 class OtherEngine:
-    """Implements `contract.RemoteServer` for one of these engines.
-
-    Args:
-        access: which server is asked.
-
-    Attributes:
-        reply: class of its replies.
-
-    Raises:
-        CapabilityError: a digest is asked for, which these engines do not tell.
-    """
+    """Implements `contract.RemoteServer` for one of these engines."""
 
     reply: ClassVar[type[OtherEngineReply]]
 
@@ -58,8 +48,6 @@ class OtherEngineReply(RetriedReply):
     """Implements `contract.RemoteReply` for one of these engines.
 
     Args:
-        access: which server decides.
-        prompt: token ids.
         sampling: options of drawn text; empty is greedy.
     """
 

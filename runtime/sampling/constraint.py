@@ -34,10 +34,6 @@ class ChoiceTrie:
 
     Args:
         choices: token ids of each; one may begin another, and repetitions count once.
-        end_ids: stop tokens, any of which ends the reply.
-
-    Raises:
-        UsageError: there are no choices or no stop tokens, or a choice is empty, has a negative id or a stop token.
 
     Attributes:
         tokens: of each slot. (N,)
@@ -144,7 +140,6 @@ class ChoiceLists:
     """The tries of one model; the last is kept, as programs ask for the same one each time. Safe from any thread.
 
     Args:
-        tokenizer, encoder: of the model.
         vocab_size: tokens that it has logits for.
     """
 
@@ -319,11 +314,6 @@ class TextCheck:
     Tokens are drawn until one passes (AWRS, adaptive weighted rejection sampling): they are taken in the order in which
     the keyed noise ranks them, which is drawing without replacement, and the first whose text passes is the very token
     that drawing among all those gives. The set of tokens that may follow is never made.
-
-    Args:
-        checker: of the caller.
-        tokenizer: of the model.
-        stop_ids: that end the reply.
     """
 
     def __init__(self, checker: Checker, tokenizer: TokenizerLike, stop_ids: frozenset[int]) -> None:

@@ -41,17 +41,8 @@ class GrammarConstraint:
     text is certain, `forced` guesses a spelling: the longest tokens first.
 
     Args:
-        vocabulary: of the model.
         source: of the grammar, by `grammar_source`.
         end_ids: stop tokens of the vocabulary, any of which ends the reply where the grammar lets it end, only there.
-
-    Raises:
-        GrammarError: the grammar is wrong, unsupported, unsatisfiable or takes too much to compile.
-        UsageError: there are no stop tokens, or the engine is not installed.
-        TokenizerError: the model's tokens cannot be followed.
-
-    Attributes:
-        costs: so far.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str, end_ids: Collection[int]) -> None:

@@ -122,11 +122,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
 
 
 def translated(pattern: str, keyword: str) -> str:
-    """An expression of the same texts as ECMAScript's.
-
-    Args:
-        pattern: ECMAScript's, which is looked for anywhere in a text.
-    """
+    """An expression of the same texts as ECMAScript's."""
     return _Translation(pattern, keyword).whole()
 
 

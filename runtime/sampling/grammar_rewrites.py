@@ -171,8 +171,6 @@ class Neutral:
     """Takes words without effect out of the parts of one document.
 
     Args:
-        root: the document, in which references are looked up.
-        draft: that it is by.
         formats: that are checked; others are annotations.
     """
 

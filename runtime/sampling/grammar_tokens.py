@@ -58,7 +58,6 @@ class NumberLimit:
     A number that the grammar itself holds to more digits keeps them: constants, bounds, and whatever has no end yet.
 
     Args:
-        source: of the grammar, whose own numbers may be longer.
         ahead: `digits_ahead` of the vocabulary.
         text_of: the bytes of a token.
     """
@@ -173,7 +172,6 @@ class GrammarVocabulary:
     """The vocabulary of one model for the grammar engine, made when it is first needed: 0.7 s at 150 thousand tokens.
 
     Args:
-        tokenizer: of the model.
         size: tokens that the model has logits for.
         sliced: whether the engine keeps the tokens of strings apart, which takes memory and saves time.
     """

@@ -22,9 +22,6 @@ class TokenCounts:
     """How often each token occurs in the prompt and in the reply, as a stack: tokens are pushed and popped in order.
 
     Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it.
-
-    Args:
-        prompt: token ids of the prompt.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
@@ -163,12 +160,8 @@ class LogitsProcessor:
     the lower token id wins a tie. Not for use by several threads at once.
 
     Args:
-        config: the options of the generation.
         vocab_size: V, the length of a row of logits.
         seed: of the position-keyed generator, in [0, 2**64).
-
-    Raises:
-        UsageError: a biased token id is outside the vocabulary.
     """
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:

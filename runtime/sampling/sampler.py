@@ -30,13 +30,8 @@ class Sampler:
     """Samples the tokens of one reply, and accepts them.
 
     Args:
-        processor: with the options and the seed of the generation.
-        prompt: token ids, for penalties.
         constraint: on what may follow; None leaves it free.
         check: of the caller, on the text that tokens make; None leaves it free.
-
-    Attributes:
-        logprobs: of the reply's tokens so far, where they were asked for.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class ThinkingBudget:
     """Implements `Constraint`: anything may follow but more of a thought that has had its tokens.
 
     Args:
-        tokenizer: of the model.
         budget: tokens of each thought at most, its tags not counted.
         prompt: token ids, which may end inside a thought, as templates of some models have it.
     """

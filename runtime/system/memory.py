@@ -110,9 +110,6 @@ class ProcessMemory:
     """Bytes of the process now, and its peak.
 
     Attributes:
-        rss: in memory now.
-        peak_rss: most that was ever in memory.
-        anonymous: memory without a file behind it.
         file: pages of mapped files, shared memory included.
     """
 

@@ -47,11 +47,7 @@ def can_start() -> bool:
 
 
 class RenderProcess:
-    """Renders one template in a process of its own, for any number of threads, by turns.
-
-    Args:
-        source: of the template.
-    """
+    """Renders one template in a process of its own, for any number of threads, by turns."""
 
     def __init__(self, source: str) -> None:
         self._source = source

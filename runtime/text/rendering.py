@@ -196,11 +196,7 @@ def check_syntax(source: str) -> None:
 
 
 class Rendering:
-    """A compiled template, for any number of threads.
-
-    Raises:
-        RenderError: the source is malformed.
-    """
+    """A compiled template, for any number of threads."""
 
     def __init__(self, source: str) -> None:
         self._environment = TemplateEnvironment()

@@ -270,7 +270,6 @@ class _Words:
     """Names and constants of a template's source.
 
     Attributes:
-        names: identifiers, and constants that are keys of data.
         constants: words in quotes, without those that could begin or end a special token.
         harmless: texts in quotes, and the places in them that need no placeholder.
     """
@@ -299,11 +298,7 @@ def _unquoted(text: str) -> str:
 
 
 class LiteralEncoder:
-    """A tokenizer that tells special tokens from text that looks like them.
-
-    Args:
-        end_ids: tokens that end a reply.
-    """
+    """A tokenizer that tells special tokens from text that looks like them."""
 
     def __init__(self, tokenizer: TokenizerLike, end_ids: Iterable[int] = ()) -> None:
         self.special_tokens = SpecialTokens.of(tokenizer, end_ids)

@@ -111,7 +111,6 @@ class CallMark:
     """What the calls of a reply begin with.
 
     Attributes:
-        text: of the mark.
         token: that it is, where it is a special one, which has no text; else None.
         anywhere: whether text may stand before it; else it counts at the very beginning only.
     """
@@ -122,12 +121,7 @@ class CallMark:
 
 
 class CallStops:
-    """Looks for stop strings in the text before calls alone; white space before their mark belongs to them.
-
-    Args:
-        matcher: looks for them.
-        mark: of the calls.
-    """
+    """Looks for stop strings in the text before calls alone; white space before their mark belongs to them."""
 
     def __init__(self, matcher: StopMatcher, mark: CallMark) -> None:
         self._matcher, self._mark = matcher, mark
@@ -185,16 +179,13 @@ class ReplyText:
     """The text of a reply as its tokens come, up to a stop token or a stop string.
 
     Args:
-        tokenizer: decodes the tokens.
         stops: stop strings; special tokens that they spell are found where the token is drawn.
-        stop_ids: stop tokens, which have no text.
         context_ids: as `StreamDecoder` takes them.
         calls: what calls of functions begin with, in which no stop strings are looked for; None where there are none.
 
     Attributes:
         tokens: so far, a stop token included.
         decoded: text that became certain with the last of them, whether it may be shown or not.
-        ended: by a stop token or a stop string.
     """
 
     def __init__(
@@ -261,9 +252,6 @@ class _SpecialTokensInStops:
 
     Args:
         tokenizer, stops, stop_ids: as of `ReplyText`.
-
-    Attributes:
-        stops: strings to look for: as given, and with placeholders.
     """
 
     def __init__(self, tokenizer: TokenizerLike, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
@@ -302,7 +290,6 @@ class StreamDecoder:
     already, stand, and each invalid byte is one replacement character.
 
     Args:
-        tokenizer: decodes the ids.
         context_ids: ids that precede the stream, so that it continues their text: the first word keeps its leading
             space, and a character they leave incomplete is completed. Only the last few matter.
     """

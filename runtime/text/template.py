@@ -43,11 +43,7 @@ class ChatTemplate:
         tool_source: jinja2 text of conversations with tools, where those have a template of their own.
 
     Attributes:
-        source: as it was given.
         tool_use: the template of conversations with tools; None where it is this one.
-
-    Raises:
-        TemplateError: the source is too large or malformed.
     """
 
     def __init__(
@@ -112,7 +108,6 @@ class ChatTemplate:
         Args:
             messages: mappings with a str `role` and a `content` that is a str or a list of text parts; `content` may be
                 None or absent beside `tool_calls`. Other keys pass through.
-            tools: JSON schemas of functions, as OpenAI shapes them.
         """
         if tools and self.tool_use is not None:
             return self.tool_use.render(messages, add_generation_prompt, tools, variables)

@@ -228,9 +228,6 @@ class SpecialPlaceholders:
         backend: the library's tokenizer; placeholders are added where it has free ids.
         encoded: encodes a text; the second argument says whether to add special tokens, the third are ids to give as
             SPECIAL.
-
-    Attributes:
-        ids: of the placeholders.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str, bool, Set[int]], list[int]]) -> None:
@@ -326,9 +323,6 @@ _LOWER = (1 << _HALF) - 1
 class MappedTokenizer(Tokenizer):
     """Implements `contract.TokenizerLike`. The library cuts texts into words and words into symbols, by a vocabulary of
     symbols alone; the symbols of each word are merged here.
-
-    Args:
-        table: of the tokenizer.
     """
 
     # The library's account of every symbol, and there are four to a token.

@@ -246,11 +246,6 @@ class SampleTexts:
     Args:
         backend: must skip layers; its cache is emptied.
         window: most tokens of each reply that are read, all in one pass.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-        UsageError: there is no text.
-        BackendError: a text does not fit the cache.
     """
 
     def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:

@@ -205,7 +205,6 @@ class Attempt:
     """A value that was tried.
 
     Attributes:
-        name, value: of the setting.
         outcome: "better", "not better", "slower" in something, "unclear" as timings scattered, "no memory", or "too
             slow to try".
         ratio: its time to that of the best found before, in what it is for; None where it could not be timed.
@@ -223,7 +222,6 @@ class SettingsFound:
 
     Attributes:
         settings: that are proved better; UNTUNED where none are.
-        attempts: in their order.
         proof: of the chosen set against the usual settings; None where nothing was chosen.
         usual: median milliseconds of the usual settings by part.
         rejected: what was chosen and not proved; None where that did not happen.

@@ -118,13 +118,8 @@ class Stopwatch:
     """Loads a model as settings say and times it.
 
     Args:
-        plan_for: plans for settings.
-        make: loads by settings and a plan.
         memory: bytes that may be taken.
         visit_ms: how long a visit may take.
-
-    Raises:
-        BudgetError, UsageError: the model does not fit with the usual settings, or has too small a context.
     """
 
     def __init__(
