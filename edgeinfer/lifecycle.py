@@ -101,10 +101,10 @@ class ModelParts:
         return replace(self.loaded, verified=self.verification.outcome)
 
     @property
-    def company(self) -> int:
+    def batch_size(self) -> int:
         """Sequences that shared the last pass."""
         backend = self.engine.backend
-        return backend.company if isinstance(backend, SequenceBackend) else 1
+        return backend.batch_size if isinstance(backend, SequenceBackend) else 1
 
     @property
     def plan(self) -> MemoryPlan:

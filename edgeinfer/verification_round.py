@@ -15,7 +15,7 @@ from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.results import FinishReason
 from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError, RotatingBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, worth_in_company
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice
 from edgeinfer.runtime.decoding.strategy import Step
 
 
@@ -46,7 +46,7 @@ class VerificationStream(TokenStream):
         self._further, self._acceptance = further, acceptance
         self.verified = self.compared = self.right = 0
         self._given_up = False
-        self._company = 1
+        self._advice = 1
         self._pass_ms: Callable[[int], float] | None = None
         super().__init__(parts, request, turns)
 
@@ -81,21 +81,21 @@ class VerificationStream(TokenStream):
     def _reason_at_limit(self) -> FinishReason:
         return "length" if self._given_up else super()._reason_at_limit()
 
-    def company(self, devices: int) -> Company | None:
+    def advice(self, devices: int) -> DraftAdvice | None:
         """What is best for all replies of now; None where there is no other, or too little is known. Safe from any
         thread.
 
         Args:
             devices: that have asked for rounds lately, as those between two rounds have no rows in a pass.
         """
-        replies = max(self._company, devices)
+        replies = max(self._advice, devices)
         if replies < 2 or self._pass_ms is None:
             return None
-        return worth_in_company(replies, self._acceptance, self._pass_ms, VERIFIED_ROWS)
+        return draft_advice(replies, self._acceptance, self._pass_ms, VERIFIED_ROWS)
 
     def _look_around(self) -> None:
-        """Remembers the company of the last pass, for who asks on other threads."""
-        self._company, self._pass_ms = self._parts.company, self._parts.speculator.pass_ms
+        """Remember the batch size of the last pass, for other threads."""
+        self._advice, self._pass_ms = self._parts.batch_size, self._parts.speculator.pass_ms
 
     def _step(self) -> Step | None:
         if self._decided:

@@ -227,7 +227,7 @@ class VerifyCompletion:
         # A device that leaves a stream continues after what it has received.
         self._session.reaches(len(self._reply) + self._sent, chunk.token_ids)
         self._sent += len(chunk.token_ids)
-        return [{**facts, **self._company(), "tokens": list(chunk.token_ids)}]
+        return [{**facts, **self._advice(), "tokens": list(chunk.token_ids)}]
 
     def finished(self, index: int, result: Result) -> list[Event]:
         made, session = self._made, self._session
@@ -248,7 +248,7 @@ class VerifyCompletion:
     def _answer(self, made: VerificationStream, tokens: Sequence[int]) -> Event:
         return {
             **self._facts,
-            **self._company(),
+            **self._advice(),
             "session": self._name,
             "base": len(self._session.prompt) + len(self._reply) + len(made.tokens),
             "tokens": list(tokens),
@@ -257,11 +257,11 @@ class VerifyCompletion:
             "server_ms": (time.perf_counter() - self._came) * 1e3,
         }
 
-    def _company(self) -> Event:
+    def _advice(self) -> Event:
         """What suits the device best, given the other replies in progress."""
         self._session.heard = time.perf_counter()
-        company = None if self._made is None else self._made.company(self._sessions.going_on())
-        return {} if company is None else {"stream_ms": company.stream_ms, "draft_tokens": company.draft_tokens}
+        advice = None if self._made is None else self._made.advice(self._sessions.going_on())
+        return {} if advice is None else {"stream_ms": advice.stream_ms, "draft_tokens": advice.draft_tokens}
 
 
 def _opened(fields: Fields, model: Model) -> _Session:

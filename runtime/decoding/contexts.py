@@ -56,7 +56,6 @@ class ContextMaker:
         self._engine, self._prefix, self._progress = engine, tuple(prefix), progress
 
     def prefix(self) -> CacheSnapshot:
-        """Rows of the prefix."""
         self._begin()
         return self._cache.snapshot(0, len(self._prefix))
 
@@ -122,7 +121,7 @@ class _Reading:
         self._start = self._stop = 0  # of the piece
 
     def of(self, part: EditPart) -> Iterator[CacheSnapshot]:
-        """Rows of a part where it was before, which is behind all parts that were asked for."""
+        """Rows of a part at its former place, behind all parts requested."""
         assert part.before is not None
         first, last = part.before, part.before + part.stop - part.start
         while first < last:
@@ -136,7 +135,7 @@ class _Reading:
 
 
 def _odd(engine: Engine, spec: DecoderSpec) -> str:
-    """What keeps a model's contexts from being evaluated apart; empty where nothing does."""
+    """Say why a model's contexts cannot be evaluated separately; empty if they can."""
     backend = engine.backend
     if spec.mixers:
         return "recurrent layers"

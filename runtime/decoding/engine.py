@@ -66,7 +66,6 @@ class Engine:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the last generation was cancelled."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -111,12 +110,12 @@ class Engine:
         return self._steps(prompt, left, stop_ids, strategy)
 
     def allowance(self, prompt: int, max_tokens: int | None) -> int:
-        """Counts the tokens that the reply to a prompt of so many tokens may have."""
+        """Tokens that the reply to a prompt may have."""
         room = self.backend.cache.capacity - prompt + 1 if self.context_shift is None else self.backend.cache.capacity
         return room if max_tokens is None else max_tokens if self.context_shift is not None else min(max_tokens, room)
 
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
-        """Evaluates up to so many tokens of a checked prompt; tells whether only its last one is left."""
+        """Evaluate up to `most` tokens of a checked prompt; return whether only its last one is left."""
         self._cancelled.clear()
         try:
             self.begin(len(prompt))
@@ -195,7 +194,6 @@ class Engine:
         return self.backend.cache.capacity
 
     def forget(self) -> None:
-        """Empties the cache."""
         self._tokens.clear()
         self.lost = Lost()
         if self.context_shift is not None:
@@ -203,7 +201,7 @@ class Engine:
         self.backend.cache.trim(0)
 
     def check(self, prompt: Sequence[int], draft: Sequence[int] = ()) -> None:
-        """Refuses a prompt that cannot be continued, or not by this draft, for which there need be no room."""
+        """Refuse a prompt, or a draft behind it, that cannot be continued."""
         capacity, vocabulary = self.backend.cache.capacity, self.backend.geometry.vocab_size
         if not prompt:
             raise PromptError("The prompt is empty.", "Write at least one token of text.")
@@ -239,7 +237,7 @@ class Engine:
         return logits
 
     def room(self) -> int:
-        """Counts the tokens that can be fed before the context is full; a context shift makes room where it is."""
+        """Tokens that can be fed before the context is full; a context shift makes room first."""
         self._make_room()
         return self.backend.cache.capacity - self.backend.cache.length
 
@@ -261,7 +259,7 @@ class Engine:
         return logits
 
     def _make_room(self) -> None:
-        """Lets the context shift shorten a full cache."""
+        """Shorten a full cache by the context shift."""
         if self.context_shift is None or self.backend.cache.length < self.backend.cache.capacity:
             return
         try:
@@ -283,7 +281,7 @@ class Engine:
         return () if self.lost.tokens or odd or self.contexts is not None else tuple(self._tokens)
 
     def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
-        """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are."""
+        """Replace the cached rows by rows kept elsewhere; the cached ones are kept as a prefix."""
         self._keep(0, tokens)
         self.forget()
         self.begin(len(tokens))
@@ -294,7 +292,7 @@ class Engine:
             raise
 
     def borrow(self, other: Engine, tokens: Sequence[int]) -> None:
-        """Takes over what another engine of the model holds of these tokens, where it is more than this one has."""
+        """Copy the rows that another engine of the model has of these tokens, if they are more."""
         if other.adapter != self.adapter or self.contexts is not None:
             return
         shared = min(other.shared(tokens), len(other.cached_tokens), len(tokens) - 1)
@@ -302,14 +300,13 @@ class Engine:
             self.adopt(tokens[:shared], [other.backend.cache.snapshot(0, shared)])
 
     def restart(self) -> None:
-        """Empties the cache; what it holds becomes a prefix of other conversations, as far as there is room."""
+        """Empty the cache; its rows are kept as a prefix if there is room."""
         self._keep(0, ())
         self.forget()
         self.backend.cache.clear()
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes kept of other conversations."""
         return self.prefixes.nbytes
 
     def nbytes(self) -> dict[str, int]:
@@ -322,11 +319,11 @@ class Engine:
         return terms
 
     def evict_prefixes(self, keep_bytes: int = 0) -> None:
-        """Drops other conversations, those used longest ago first, until no more than this is kept."""
+        """Drop kept prefixes, the least recently used first, down to this many bytes."""
         self.prefixes.evict(keep_bytes)
 
     def _reuse(self, prompt: Sequence[int]) -> int:
-        """Cuts the cache to what it shares with the prompt, or puts back more that was kept; counts what remains."""
+        """Cut the cache to the rows shared with the prompt, or restore more from kept prefixes; return their number."""
         most = min(len(prompt) - 1, self.backend.cache.capacity)
         cached = self._resumable(min(self.shared(prompt), len(prompt) - 1))
         if cached < self.lost.since:
@@ -344,7 +341,7 @@ class Engine:
         return len(self._tokens)
 
     def _enter_contexts(self, contexts: JoinedContexts, cached: int) -> None:
-        """Cuts the cache to `cached` tokens of the text, or puts the contexts in place of all."""
+        """Cut the cache to `cached` tokens, or replace all rows by the contexts."""
         if cached >= len(contexts.tokens):
             self.truncate(cached)
             return
@@ -354,29 +351,29 @@ class Engine:
         self._tokens += contexts.tokens
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
-        """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
+        """Keep the cached rows as a prefix if more than a few are about to be cut off."""
         cached_tokens, cache = self.cached_tokens, self.backend.cache
         if len(cached_tokens) - cached > _FEW and cache.copyable:
             for end in (cache.marked, len(cached_tokens)) if cache.marked else (len(cached_tokens),):
                 self.prefixes.offer(cached_tokens[:end], cache.snapshot, prompt, self.adapter)
 
     def append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot], of: int = 0) -> None:
-        """Adds rows of the tokens that follow the cached ones, `tokens` being those of the text from `-of` on."""
+        """Append rows of the tokens that follow the cached ones."""
         for piece in pieces:
             self.backend.cache.append(piece)
             start = len(self._tokens) + of
             self._tokens += tokens[start : start + piece.length]
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """Counts the first tokens that are those that were fed."""
+        """Count the leading tokens that were fed already."""
         return shared_length(np.array(self._tokens), np.array(tokens))
 
     def _resumable(self, length: int) -> int:
-        """The tokens that can be left of so many of the text."""
+        """The largest length, up to this one, that the cache can be cut to."""
         return self.backend.cache.resumable(length - self.lost.tokens) + self.lost.tokens
 
     def truncate(self, length: int) -> None:
-        """Cuts the text, and the cache, to its first tokens; to fewer where the cache can go on from those alone."""
+        """Cut text and cache to the first tokens, or to fewer if the cache can only resume there."""
         length = self._resumable(length)
         del self._tokens[length:]
         self.backend.cache.trim(length - self.lost.tokens)

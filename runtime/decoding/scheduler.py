@@ -57,16 +57,14 @@ class RowRequest:
 
     @property
     def left(self) -> int:
-        """Rows that were not evaluated yet."""
         return len(self.batch.tokens) - self.fed
 
     @property
     def over(self) -> bool:
-        """Whether its task can go on."""
         return self.error is not None or not self.left
 
     def cut(self, rows: int) -> None:
-        """Leaves out what a draft has behind so many rows."""
+        """Drop a draft's rows beyond this number."""
         batch = self.batch
         if rows < len(batch.tokens):
             tree = None if batch.tree is None else batch.tree[:rows]
@@ -89,19 +87,18 @@ class RowRequest:
         )
 
     def take(self, output: ForwardOutput, count: int) -> None:
-        """Takes what a pass gave for its next rows."""
+        """Store a pass's output for the next rows."""
         self.fed += count
         self.parts.append(output)
         self._kept = False
 
     def keep(self) -> None:
-        """Copies what the next pass overwrites."""
         if not self._kept:
             self.parts[-1] = self.parts[-1].copy()
             self._kept = True
 
     def output(self) -> ForwardOutput:
-        """What all passes gave together; of a single one a view that the next pass overwrites."""
+        """Join the output of all passes; of a single one a view that the next pass overwrites."""
         if len(self.parts) == 1:
             return self.parts[0]
         hidden = [part.hidden for part in self.parts if part.hidden is not None]
@@ -138,11 +135,11 @@ class SequenceTask:
 
     @property
     def waits(self) -> bool:
-        """Whether rows are to be evaluated before it can go on."""
+        """Whether the task waits for rows."""
         return not all(request.over for request in self.requests)
 
     def outputs(self) -> list[ForwardOutput]:
-        """What the rows gave that it waited for."""
+        """Outputs of the rows that the task waited for."""
         requests, self.requests = self.requests, ()
         error = next((request.error for request in requests if request.error is not None), None)
         if error is None:
@@ -154,25 +151,25 @@ class SequenceTask:
             del error  # the frames of its traceback hold pages, and would wait for the collection of a circle
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait for rows: of several sequences for those of all."""
+        """End the wait for rows with an error."""
         for request in self.requests:
             request.error = error
 
     def resume(self) -> None:
-        """Lets the work go on until it waits for rows, or ends; `finish_turn` where an interrupt came in between."""
+        """Run the task until it waits for rows or ends; after an interrupt call `finish_turn`."""
         self._turns_given = self._turns_over + 1
         self.finish_turn()
         if self.over:
             self._thread.join()
 
     def finish_turn(self) -> None:
-        """Waits until the work waits for rows, or ends, if it was let go on."""
+        """Wait until a resumed task waits for rows or ends."""
         while self._turns_over < self._turns_given:
             _wake(self._turn)
             self._back.acquire()
 
     def wait(self) -> None:
-        """Waits for the next turn; on the task's own thread."""
+        """Wait for the next turn, on the task's own thread."""
         self._end_turn()
         self._await_turn()
 
@@ -195,7 +192,7 @@ class SequenceTask:
 
 
 def _wake(waiting: threading.Lock) -> None:
-    """Lets who waits for a lock look again; only one side ever does so."""
+    """Wake the thread that waits for a lock; only one side ever does so."""
     if waiting.locked():
         waiting.release()
 
@@ -218,51 +215,45 @@ class SequenceBackend(WrappedBackend[Backend]):
 
     @property
     def cache(self) -> PagedCache:
-        """That of the sequence."""
         return self._own
 
     def use_adapter(self, name: str | None) -> None:
-        """Evaluates the next rows of this sequence with an adapter, or with none."""
         self._own.adapter = adapter_place(self.adapters, name)
 
     @property
-    def company(self) -> int:
-        """Counts the sequences that the last pass had rows of."""
-        return self._scheduler.company
+    def batch_size(self) -> int:
+        return self._scheduler.batch_size
 
     @property
     def free_pages(self) -> int:
-        """Pages that all sequences can still take."""
         return self._scheduler.free_pages
 
     def new_sequence(self, capacity: int) -> PagedCache:
-        """See `contract.TogetherBackend.new_sequence`."""
         return self._scheduler.new_sequence(capacity).cache
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """One pass, together with rows of other sequences; see `contract.Backend.forward`."""
+        """Evaluate a pass together with rows of other sequences."""
         return self.forward_together([(self._own, batch)])[0]
 
     def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
-        """Rows of several sequences of one reply, together with those of others; see `contract.TogetherBackend`."""
+        """Evaluate several sequences of one reply, together with those of others."""
         for cache, batch in sequences:
             check_pass(self._inner, batch, cache)
         return self.forward_checked(sequences)
 
     def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
-        """See `contract.TogetherBackend.forward_checked`."""
         return self._scheduler.evaluate(self, sequences)
 
     def cancel(self) -> None:
-        """Ends the wait for rows; a pass that is shared with others comes to its end."""
+        """End the wait for rows; a shared pass runs to its end."""
         self._scheduler.cancel(self)
 
     def nbytes(self) -> dict[str, int]:
-        """Nothing: the pages are the pool's."""
+        """Return nothing: the pages are the pool's."""
         return {"kv": 0, "buffers": 0}
 
     def close(self) -> None:
-        """Lets go of the pages; the backend belongs to somebody else."""
+        """Free the pages; the backend is shared."""
         self._own.trim(0)
 
 
@@ -271,7 +262,7 @@ class Scheduler:
 
     Args:
         backend: that evaluates several sequences in one pass, and itself.
-        prompt_rows: rows of a pass at most, beside those of sequences that are being decoded.
+        prompt_rows: rows of prompts in a pass at most, besides rows of sequences that are being decoded.
         inter_token_latency: as `PromptShare` takes it.
         make_room: lets go of kept prefixes until so many pages are free, or none is left.
         pass_ms: gives the milliseconds of a pass by its rows, by which drafts are cut to what pays; or None where that
@@ -280,7 +271,7 @@ class Scheduler:
         on_pass_ms: is called with the rows of a pass without prompts, and its milliseconds.
 
     Attributes:
-        company: sequences that the last pass had rows of.
+        batch_size: number of sequences in the last pass.
     """
 
     def __init__(
@@ -301,7 +292,7 @@ class Scheduler:
         self._share = PromptShare(prompt_rows, inter_token_latency)
         self._make_room = make_room
         self._pass_ms, self._draft_rows, self._on_pass_ms = pass_ms, draft_rows, on_pass_ms
-        self.company = 0
+        self.batch_size = 0
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._current: SequenceTask | None = None  # that goes on now
@@ -312,30 +303,28 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Tasks that have not ended."""
         return len(self._tasks)
 
     @property
     def free_pages(self) -> int:
-        """Pages that sequences can still take."""
         return self._together.free_pages
 
     def new_sequence(self, capacity: int) -> SequenceBackend:
-        """A backend for another sequence of so many tokens at most; its errors are those of `TogetherBackend`'s."""
+        """Make a backend for another sequence of at most this many tokens."""
         return SequenceBackend(self, self._backend, self._together.new_sequence(capacity))
 
     def start(self, work: Callable[[], None]) -> SequenceTask:
-        """Adds a task, which begins with the next step; on the thread that calls `step`. It must not raise."""
+        """Add a task, which begins with the next step. Must not raise; call on the thread of `step`."""
         task = SequenceTask(work)
         self._tasks.append(task)
         return task
 
     def interrupt(self) -> None:
-        """Has the `step` that runs, or else the next one, return before another pass. Safe from any thread."""
+        """Make the running or next `step` return before another pass. Thread-safe."""
         self._awaited = True
 
     def step(self) -> bool:
-        """Lets tasks go on until each waits for rows, then runs a pass; returns whether tasks are left."""
+        """Run tasks until each waits for rows, then run a pass; return whether tasks are left."""
         started = time.perf_counter()
         try:
             for task in tuple(self._tasks):
@@ -354,7 +343,7 @@ class Scheduler:
         return bool(self._tasks)
 
     def close(self) -> None:
-        """Ends all tasks: what they wait for is cancelled. On the thread that calls `step`."""
+        """Cancel all tasks, on the thread of `step`."""
         self._closing = True
         for task in tuple(self._tasks):
             task.finish_turn()
@@ -366,14 +355,14 @@ class Scheduler:
         self._closing = False
 
     def give_way(self) -> None:
-        """Lets others have a pass; on a task's thread."""
+        """Yield a pass to others, on a task's thread."""
         if self._current is not None and not self._closing:
             self._current.wait()
 
     def evaluate(
         self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
     ) -> list[ForwardOutput]:
-        """Waits for rows, which later passes evaluate; the only task, and who is none, runs them at once."""
+        """Wait for rows that later passes evaluate; a lone task, or a caller that is none, runs them at once."""
         if self._closing:
             raise PassCancelledError("All sequences were ended.")
         task = self._current
@@ -388,7 +377,7 @@ class Scheduler:
         return task.outputs()
 
     def cancel(self, sequence: SequenceBackend) -> None:
-        """Ends the wait of a sequence for rows, or the pass that is its alone. Safe from any thread."""
+        """End a sequence's wait for rows, or its own pass. Thread-safe."""
         with self._lock:
             if self._alone is sequence:
                 self._backend.cancel()
@@ -400,7 +389,7 @@ class Scheduler:
         self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
     ) -> list[ForwardOutput]:
         self._provide(sum(cache.pages_for(len(batch.tokens)) for cache, batch in wanted))
-        self.company = len(wanted)
+        self.batch_size = len(wanted)
         with self._lock:
             self._alone = sequence
         try:
@@ -414,7 +403,6 @@ class Scheduler:
         return outputs
 
     def _resume(self, task: SequenceTask) -> None:
-        """Lets a task go on that can."""
         if task.waits:
             return
         try:
@@ -434,14 +422,14 @@ class Scheduler:
         self._current = None
 
     def _pass(self, waiting: list[RowRequest], step_started: float) -> None:
-        """Evaluates what one pass can have of the rows that tasks wait for; the oldest sequence's for certain."""
+        """Run one pass over waiting rows; the oldest sequence's are always among them."""
         first = waiting[0].batch
         alike = [request for request in waiting if request.batch.goes_with(first)]
         self._cut_drafts(alike)
         chosen = self._with_pages(self._chosen(alike), waiting)
         if not chosen:
             return
-        self.company = len(chosen)
+        self.batch_size = len(chosen)
         inputs = [(request.cache, request.next_rows(count)) for request, count in chosen]
         started = time.perf_counter()
         try:
@@ -461,7 +449,7 @@ class Scheduler:
             request.take(output, count)
 
     def _chosen(self, alike: list[RowRequest]) -> list[tuple[RowRequest, int]]:
-        """Whose rows the next pass has, and how many: all of those being decoded, then prompts as they came."""
+        """Choose the rows of the next pass: all that are being decoded, then prompts in order of arrival."""
         decoded = [request for request in alike if not request.can_wait]
         chosen = [(request, request.left) for request in decoded]
         rows = sum(request.left for request in decoded)
@@ -474,7 +462,7 @@ class Scheduler:
         return chosen
 
     def _cut_drafts(self, alike: list[RowRequest]) -> None:
-        """Leaves of the drafts what is worth most in one pass with all others' rows."""
+        """Shorten drafts to the rows worth most in a pass with all others."""
         drafted = [request for request in alike if request.batch.gains is not None]
         if not drafted or (pass_ms := self._pass_ms()) is None:
             return
@@ -487,7 +475,7 @@ class Scheduler:
     def _with_pages(
         self, chosen: list[tuple[RowRequest, int]], waiting: Sequence[RowRequest]
     ) -> list[tuple[RowRequest, int]]:
-        """Those of them that there are pages for. Where the oldest has none, the youngest loses what it has."""
+        """Keep the requests that there are pages for; if the oldest has none, preempt the youngest."""
         free = self._together.free_pages
         # A row needs at most a page of its own, and a copy of the one that it goes on in.
         if sum(count + 1 for _, count in chosen) <= free:
@@ -512,14 +500,14 @@ class Scheduler:
         return kept
 
     def _provide(self, pages: int, reserved: int = 0) -> int:
-        """Lets go of kept prefixes where fewer pages are free, besides those reserved; how many were gained."""
+        """Evict kept prefixes until this many unreserved pages are free; return the number gained."""
         before = self._together.free_pages
         if before - reserved < pages:
             self._make_room(pages + reserved)
         return self._together.free_pages - before
 
     def _preempt(self, oldest: RowRequest) -> bool:
-        """Has the youngest other task that has rows give up its pages; returns whether there is one."""
+        """Preempt the youngest other task with rows; return whether there is one."""
         for task in reversed(self._tasks):
             if task.waits and oldest not in task.requests and any(each.cache.length for each in task.requests):
                 task.fail(PreemptedError("The sequence gave its pages to older ones."))

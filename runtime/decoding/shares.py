@@ -24,14 +24,14 @@ _LOOK = 32
 # A step of so many times more or fewer rows tells nothing of a step.
 _NEAR = 2
 # Milliseconds that a request for a round, and a streamed token, take of a processor besides their rows: measured, see
-# docs/log, "devices in company".
+# docs/log, devices that share passes.
 _ROUND_MS, _EVENT_MS = 3.7, 0.9
 # How much faster drafts must be expected to be than streams, as rounds do not all come at once.
 _COMPANY_GAIN = 1.3
 
 
 @dataclass(frozen=True)
-class Company:
+class DraftAdvice:
     """What is best for all replies that share passes.
 
     Attributes:
@@ -87,14 +87,14 @@ class PromptShare:
             self.rows = min(max(_stepped(self.rows, change), 1), self._most)
 
     def _wanted(self, rows: int) -> float | None:
-        """Milliseconds that a step with prompts may take; None where nothing tells yet."""
+        """Milliseconds that a step with prompts may take; None before anything was measured."""
         if self._wanted_ms is not None or not self._plain_ms:
             return self._wanted_ms
         return _USUAL_GAP * self._plain_ms[min(self._plain_ms, key=lambda known: (abs(known - rows), known))]
 
 
 def _stepped(rows: int, change: float) -> int:
-    """So many times more rows, in whole ones: at least one more where it is more."""
+    """Scale a number of rows, by at least one if it grows."""
     return max(int(rows * change), rows + 1) if change > 1 else int(rows * change)
 
 
@@ -128,7 +128,7 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
     return chosen
 
 
-def worth_in_company(replies: int, acceptance: float, pass_ms: Callable[[int], float], most: int) -> Company:
+def draft_advice(replies: int, acceptance: float, pass_ms: Callable[[int], float], most: int) -> DraftAdvice:
     """Whether replies that are drafted elsewhere are better streamed, by what a token costs where all do alike.
 
     `draft_rows` looks at drafts that were sent, so what it takes to ask for a round is spent there; here it counts. A
@@ -141,4 +141,4 @@ def worth_in_company(replies: int, acceptance: float, pass_ms: Callable[[int], f
         worth = tokens / (pass_ms(replies * (1 + drafted)) + replies * _ROUND_MS)
         if worth > best:
             best, chosen = worth, drafted
-    return Company(stream_ms, chosen)
+    return DraftAdvice(stream_ms, chosen)

@@ -141,7 +141,6 @@ class SpeculationStatistics(DecodingStatistics):
         times: RoundTimes,
         guessed_ms: float,
     ) -> None:
-        """Counts one round."""
         self.rounds += 1
         self.drafted += len(sources)
         self.accepted += len(accepted)
@@ -169,14 +168,14 @@ class SpeculationStatistics(DecodingStatistics):
             )
 
     def add_guesses(self, timed: Sequence[tuple[str, float]], reading: Sequence[tuple[str, float]] = ()) -> None:
-        """Notes what guesses of one round took, and a token of what was read before them, each with its drafter."""
+        """Record the times of one round's guesses and of reading before them, by drafter."""
         for name in dict.fromkeys(name for name, _ in timed):
             self.timed_guesses.setdefault(name, []).append(fmean(ms for of, ms in timed if of == name))
         for name, ms in reading:
             self.timed_reading.setdefault(name, []).append(ms)
 
     def add_plain(self, verify_ms: Sequence[float], overhead_ms: float) -> None:
-        """Counts plain steps, each with its pass; the rest took the same each time."""
+        """Count plain steps with their passes."""
         steps = len(verify_ms)
         self.rounds += steps
         self.bonus += steps
@@ -190,7 +189,6 @@ class SpeculationStatistics(DecodingStatistics):
 
 
 def _raised(counts: list[int], places: range | list[int]) -> list[int]:
-    """The counts with one more at each of these places."""
     more = [0] * (max(places) + 1 if places else 0)
     for place in places:
         more[place] = 1
@@ -222,7 +220,7 @@ class DecodingStrategy:
         self._tokens_fed, self._position = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
     def reading(self, prompt: Sequence[int]) -> Run:
-        """Tells what runs the whole model's passes over a prompt, of which the cache holds a beginning or nothing."""
+        """The function that runs the whole model's passes over a prompt."""
         return self._backend.forward
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
@@ -234,7 +232,7 @@ class DecodingStrategy:
         return self._accept(self._sampler.sample(logits, len(prompt)), logits)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
-        """Makes one to `room` further tokens, accepted by the sampler; at least the last of them is not fed yet."""
+        """Make 1 to `room` further tokens, accepted by the sampler; at least the last is not fed yet."""
         return self._plain_step(lost)
 
     def leave(self) -> None:
@@ -244,26 +242,26 @@ class DecodingStrategy:
         """Ends the reply: statistics are complete afterwards, and nothing of the request is referred to."""
 
     def compute_use(self) -> ComputeUse | None:
-        """Tells what computing less did so far; None where everything is computed."""
+        """Statistics of reduced compute; None if everything is computed."""
         return None
 
     def search_use(self) -> SearchUse | None:
-        """Tells what searching did so far; None where nothing is searched."""
+        """Statistics of the search; None if there is none."""
         return None
 
     def remote_use(self) -> RemoteUse | None:
-        """Tells what a server did so far; None where none decides."""
+        """Statistics of the server; None if no server decides."""
         return None
 
     def _plain_step(self, lost: int = 0) -> tuple[int]:
-        """Makes one token as plain decoding does: forward one row, sample, accept."""
+        """Make one token by plain decoding: forward one row, sample, accept."""
         started = time.perf_counter_ns()
         logits = self._forward(self._root)
         self.pass_ns = time.perf_counter_ns() - started
         return self._accept(self._sampler.sample(logits, self._backend.cache.length + lost), logits)
 
     def _forward(self, token: int) -> Floats:  # (V,)
-        """Feeds one more token of the text and gives its logits; a view that the next pass overwrites."""
+        """Feed one more token and return its logits, a view that the next pass overwrites."""
         self._tokens_fed[0], self._position[0] = token, self._backend.cache.length
         output = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW))
         self._plain_hidden = output.hidden
@@ -271,7 +269,6 @@ class DecodingStrategy:
         return logits
 
     def _accept(self, token: int, logits: Floats) -> tuple[int]:  # (V,)
-        """Adds a token to the reply."""
         self._sampler.accept(token, logits)
         self._root = token
         return (token,)

@@ -29,7 +29,7 @@ _EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
 
 
 def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
-    """The context to plan for if there is room."""
+    """The context to plan for, if there is room."""
     longest = manifest.geometry.max_positions
     if config.context is not None and config.context > longest:
         message = f"A context of {config.context} tokens was requested, but the model allows {longest}."
@@ -45,7 +45,7 @@ def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[D
 def whole_configurations(
     plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
 ) -> Iterator[Configuration]:
-    """Those that give up nothing, or only of a context that was not asked for and is longer than usual.
+    """Configurations that give up nothing, or only part of a context longer than usual that was not requested.
 
     Arguments and errors as `configurations`.
     """
@@ -145,7 +145,7 @@ def _product(plan_input: PlanInput, dimensions: _Dimensions) -> Iterator[Configu
 
 
 def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:
-    """How a draft model runs beside its target, with which it shares the tokenizer.
+    """Configure a draft model, which shares the tokenizer with its target.
 
     Args:
         expert_count: of experts that its tokens use; None leaves it to the model.
@@ -184,7 +184,7 @@ def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
 
 
 def _chunks(plan_input: PlanInput) -> tuple[int, ...]:
-    """What was tuned, or is usual, first; less of it takes less memory."""
+    """Chunk sizes, the tuned or usual one first."""
     tuned = plan_input.settings.prefill_chunk
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
@@ -226,7 +226,7 @@ def _streamed(plan_input: PlanInput) -> Iterator[WeightsWay]:
         yield WeightsWay("streamed", layers)
         counts = dict.fromkeys(math.ceil(layers * share) for share in _STREAMED_SHARES)
         kept = [layers - count for count in counts if count < layers]
-        # Of small layers nothing is whole pieces of the file, which alone are dropped beside what stays.
+        # Of small layers nothing is whole pieces of the file, and only whole pieces are dropped.
         runs = layer_runs(tensors_in(plan_input.manifest, NATIVE))
         yield from (WeightsWay("streamed", 1, kept_layers=each) for each in kept if all(window_bytes(runs, 1, each)))
 

@@ -85,7 +85,7 @@ def prospects_by(
     guess_ms: Mapping[str, float] = MappingProxyType({}),
     records: Mapping[str, DrafterRecord] = MappingProxyType({}),
 ) -> tuple[Prospect, ...]:
-    """What drafters are expected to do, by what was measured of them as far as it was."""
+    """Combine expectations of drafters with what was measured of them."""
     found, left = [], 1.0
     for name, prior in priors.items():
         ms = guess_ms.get(name, _LOOKUP_MS if prior.tables else prior.share * pass_ms)
@@ -101,17 +101,16 @@ def prospects_by(
 
 
 def tokens_per_ms(tokens: float, pass_ms: float, guessed_ms: float, round_ms: float) -> float:
-    """The rate of a round."""
     return tokens / (pass_ms + guessed_ms + round_ms)
 
 
 def asking_ms(prospects: Sequence[Prospect], round_ms: float) -> float:
-    """What asking the tables among drafters takes in a round, with what the round takes besides its pass."""
+    """Milliseconds of a round besides its pass, if only the tables are asked."""
     return round_ms + sum(each.guess_ms for each in prospects if each.tables)
 
 
 def asking_pays(asking_ms: float, pass_ms: float) -> bool:
-    """Whether tables are worth asking, given what that takes in a round beside a pass over one row."""
+    """Whether tables are worth asking, compared with a pass over one row."""
     return asking_ms <= _MOST_ASKING * pass_ms
 
 

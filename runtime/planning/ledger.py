@@ -99,7 +99,7 @@ class Ledger:
         self.check(now=True)
 
     def plan_grammars(self) -> None:
-        """A reply by a grammar begins: plans memory for such replies if the plan in force has none for them."""
+        """Plan memory for replies by a grammar if the current plan has none."""
         if self.plan.configuration.grammars != "none":
             return
         plan = self._replan(self.plan, process_memory(), self._terms(), grammars=True)

@@ -111,7 +111,7 @@ class MemoryModel:
         return found
 
     def _sequence(self, running: Footprint, configuration: Configuration) -> int:
-        """Bytes of a further reply side by side, but for its rows of the cache: those are of the prefix cache."""
+        """Bytes of a further concurrent reply, without its cache rows, which are the prefix cache's."""
         geometry = self._input.manifest.geometry
         # Of the largest pass, which reads a part of a prompt or verifies a draft.
         rows = max(configuration.prefill_chunk, 1 + configuration.draft_max)
@@ -148,14 +148,14 @@ class MemoryModel:
         return self._drafters[own]
 
     def _outside(self, *, running: bool) -> Footprint:
-        """The process without a model: while it runs, pages of libraries that only loading needed have been dropped."""
+        """The process without a model; while running, without library pages that only loading needed."""
         libraries = round(NEEDED_SHARE * self.process.file) if running else self.process.file
         objects = _OBJECTS_BYTES if running else 0
         anonymous = {"interpreter": self.process.anonymous, "objects": objects, "reserve": self._reserve}
         return Footprint(anonymous, {"libraries": libraries})
 
     def _loading(self, running: Footprint, configuration: Configuration) -> Footprint:
-        """What loading takes at its worst beyond all that is there afterwards."""
+        """What loading takes at its peak beyond what stays."""
         counted = self._config.counted
         phases = self._input.memory.phases(self._outside(running=False), running, configuration)
         worst = max(phase.total(counted) for phase in phases)

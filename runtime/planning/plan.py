@@ -56,7 +56,6 @@ class BudgetPoint:
 
     @property
     def summary(self) -> str:
-        """How it runs, for people."""
         way = self.configuration
         layers = "layer" if way.window_layers == 1 else "layers"
         window = f", {way.window_layers} {layers} at a time" if way.window_layers else ""
@@ -65,7 +64,6 @@ class BudgetPoint:
         return f"{way.weights} weights{window}, {way.kv} cache, {drafts}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to JSON's types."""
         return {
             "budget_bytes": self.budget_bytes,
             "tokens_per_second": self.tokens_per_second,
@@ -124,7 +122,7 @@ def speed_curve(first: WayToRun, others: Iterable[WayToRun]) -> SpeedCurve:
 
 
 def _changes(ways: Iterable[WayToRun], first: WayToRun) -> Iterator[BudgetPoint]:
-    """A point where the speed of the chosen plan, or of the best without drafting, becomes another."""
+    """Yield a point wherever the speed of the chosen plan, or of the best without drafting, changes."""
     best: WayToRun | None = None
     plain: WayToRun | None = None
     last: BudgetPoint | None = None
@@ -166,7 +164,6 @@ class Alternative:
     speed: Speed
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to JSON's types."""
         return {
             "name": self.name,
             "planned_bytes": self.planned_bytes,
@@ -197,7 +194,7 @@ class MemoryPlan:
         alternatives: other ways to run, the fastest first, where they were asked for.
         curve: speed against budget for this context, where alternatives were asked for.
         threads: of the linear algebra.
-        tuned: names of what runs otherwise than usual because it was measured to be faster here.
+        tuned: names of the settings that differ from the usual ones because they were measured to be faster here.
         device: that runs the model, as users write it.
         device_note: why it is not the one that was asked for; empty where it is.
         disk: what passes read from the disk; None where all weights stay in memory.

@@ -87,13 +87,13 @@ class Footprint:
 
     @property
     def terms(self) -> dict[str, int]:
-        """All of them in the process; a term of both kinds is one sum."""
+        """Bytes in the process by term, both kinds of page together."""
         names = dict.fromkeys([*self.anonymous, *self.file])
         return {name: self.anonymous.get(name, 0) + self.file.get(name, 0) for name in names}
 
     @property
     def beside_weights(self) -> int:
-        """Bytes that a model adds to a process while it makes tokens, beside its weights' file."""
+        """Bytes that a model adds to a process while it makes tokens, without its weights' file."""
         return sum(size for name, size in self.terms.items() if name not in _NOT_BESIDE)
 
     def total(self, counted: str) -> int:
@@ -141,8 +141,9 @@ class ModelMemory(Protocol):
 
 @dataclass(frozen=True)
 class OptionBytes:
-    """What options take beside the model, and what drafters promise, told by the rooms that implement them; all figures
-    of bytes are upper bounds.
+    """Bytes that options take besides the model, as upper bounds, and what drafters are expected to do.
+
+    Each is computed by the room that implements it.
 
     Attributes:
         drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out, with all
@@ -184,12 +185,12 @@ class PlanInput:
         loads_experts: whether how many experts a token uses is fixed when the model is loaded.
         most_drafted: tokens of a draft that can be taken back again, at most; None where any number can.
         head_apart: whether logits of a draft's rows can be computed a few at a time where all weights are in memory.
-        settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
+        settings: tuned settings that the caller left open; the largest that fit are taken.
         device_note: why it is not the one that was asked for; empty where it is.
         offload: how many layers run on a graphics processor; None where none do.
         weights_place: the file that passes read the weights from, which may still have to be made; None where
             that is the bundle itself.
-        option_bytes: what options take beside the model; None for a draft model, which is planned with its target.
+        option_bytes: bytes that options take; None for a draft model, which is planned with its target.
     """
 
     backend: str
@@ -214,21 +215,18 @@ class PlanInput:
 
     @property
     def choice(self) -> BackendChoice:
-        """What runs the target."""
         return BackendChoice(self.backend, self.bundle, self.layout, self.device)
 
     @property
     def manifest(self) -> Manifest:
-        """The target's manifest."""
         return self.bundle.manifest
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the target can do in the layout that runs."""
         return self.manifest.capabilities_in(self.layout)
 
     def placed(self, configuration: Configuration) -> Configuration:
-        """The same with its layers on a graphics processor counted."""
+        """Fill in the layers on a graphics processor."""
         if self.offload is None:
             return configuration
         return dataclasses.replace(configuration, gpu_layers=self.offload(configuration))
@@ -244,13 +242,13 @@ class PlanInput:
         return usual + streamed + experts + layers
 
     def variant_of(self, kv: str, weights: str) -> str:
-        """The same of a type of cache and a mode of weights, which are in memory."""
+        """The variant of a cache type and a weights mode that stay in memory."""
         mode = f" {weights}" if self.modes_differ and weights != self.weights_modes[0] else ""
         return ("" if kv == self.kv_types[0] else kv) + mode
 
 
 def weights_modes_on(device: Device, modes: tuple[str, ...]) -> tuple[str, ...]:
-    """All modes on the CPU, elsewhere the usual one alone: a provider places weights as it likes."""
+    """All modes on the CPU, elsewhere only the usual one: a provider places weights itself."""
     return modes if device.on_cpu else modes[:1]
 
 
@@ -271,7 +269,6 @@ class _OwnMemory:
     cache: bool
 
     def import_libraries(self) -> None:
-        """Imports what loading will import."""
         self.memory.import_libraries()
 
     def weights(self, configuration: Configuration) -> Footprint:
@@ -289,9 +286,7 @@ class _OwnMemory:
         return Footprint(anonymous | {"kv": 0}, whole.file, {"kv": anonymous["kv"]})
 
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
-        """Takes what it takes on the CPU."""
         return self.memory.tokenizer(keeping, used=used)
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """Passes through the phases of the CPU: weights are read from their file too."""
         return self.memory.phases(outside, running, configuration)

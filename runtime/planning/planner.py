@@ -63,7 +63,7 @@ class Profiles(Protocol):
     """Opens what was measured and learnt of one way of running a model on this device."""
 
     def __call__(self, variant: str, *, draft_model: bool) -> DeviceProfile:
-        """The profile of a variant, with the draft model beside it or without."""
+        """The profile of a variant, with or without the draft model."""
 
 
 # Terms that grow while the model is used, and which are not alive between two turns.
@@ -115,14 +115,14 @@ def make_plan(
 
 
 def _free(process: ProcessMemory) -> int:
-    """Bytes that this process may come to for a longer context than usual, which few replies fill."""
+    """Bytes that the process may reach with a longer context than usual, which few replies fill."""
     return process.rss + round(_FREE_SHARE * free_memory())
 
 
 def _plan(
     plan_input: PlanInput, config: LoadConfig, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool, free: int
 ) -> MemoryPlan:
-    """A plan; where the system has no room for all weights beside it, the one to which the disk's rate matters."""
+    """Make a plan, counting reads from the disk if the system cannot keep all weights in memory."""
     find = functools.partial(search, plan_input, config, memory, all_ways=all_ways, free=free)
     if not plan_input.device.on_cpu:
         return find(speed)
@@ -159,7 +159,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         return _pace(plan_input, profiles(variant, draft_model=draft_model), experts)
 
     def again_ms(configuration: Configuration, rows: int) -> float:
-        """What reading weights again adds to a pass over so many rows."""
+        """Milliseconds that reading weights again adds to a pass."""
         kept, needed = configuration.expert_bytes, experts.needed(rows)
         if configuration.window_layers:
             return _streamed_again_ms(configuration, read, (pages - experts.total + needed) / pages)
@@ -171,7 +171,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         key = plan_input.variant(configuration), configuration.draft_model
         if key not in known:
             variant, draft_model = key
-            # A draft model beside it changes what passes cost less than anything else does.
+            # A draft model in memory changes what passes cost less than anything else does.
             near = next((each for each in (key, (variant, not draft_model)) if pace(*each).measured), None)
             own = best if near is None else pace(*near)
             row_ms = cache_ms(geometry, configuration.kv) - cache_ms(geometry, usual_kv)
@@ -184,7 +184,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
             elif best.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
                 own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
-            # A token is chosen and told alike whatever the variant, so one of them decides for all that it can.
+            # Choosing a token takes the same in all variants, so one of them decides for all.
             beside_ms = _beside_ms(plan_input, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
             known[key] = dataclasses.replace(own, measured=near == key, prospects=best.prospects, beside_ms=beside_ms)
         return known[key]
@@ -229,7 +229,7 @@ def _streamed_again_ms(configuration: Configuration, read: _Read, share: float) 
 def _reference(
     plan_input: PlanInput, pace: Callable[[str, bool], Pace], again_ms: Callable[[Configuration, int], float]
 ) -> tuple[str, tuple[str, bool], Pace]:
-    """What all speeds rest on: a type of cache, the variant, and its pace as if no weights were read again."""
+    """The reference of all speeds: a cache type, a variant, and its pace without reading weights again."""
     for kv, key in _resident(plan_input):
         if pace(*key).measured:
             return kv, key, pace(*key)
@@ -243,8 +243,7 @@ def _reference(
 
 
 def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Types of cache and variants with all weights in memory, the usual ones first; each with a draft model beside it
-    and without."""
+    """Cache types and variants with all weights in memory, the usual first, each with and without a draft model."""
     modes = [mode for mode in plan_input.weights_modes if mode not in ("streamed", "experts")]
     for kv, weights in itertools.product(plan_input.kv_types, modes):
         for draft_model in (True, False) if plan_input.drafter is not None else (False,):
@@ -252,7 +251,7 @@ def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
 
 
 def _rereading(plan_input: PlanInput) -> Iterator[Configuration]:
-    """The same that read weights again, as far as that tells what passes cost; those that read least first."""
+    """Configurations that read weights again, those that read least first."""
     ways = [way for way in weights_ways(plan_input, LoadConfig()) if way.window_layers or way.expert_bytes]
     for kv, way in itertools.product(plan_input.kv_types, ways):
         for draft_model in (True, False) if plan_input.drafter is not None else (False,):
@@ -274,7 +273,6 @@ def _beside(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
 
 
 def process_before_loading(plan_input: PlanInput) -> ProcessMemory:
-    """Memory of the process with the libraries that loading will import."""
     for each in (plan_input, plan_input.drafter):
         if each is not None:
             each.memory.import_libraries()
@@ -282,7 +280,7 @@ def process_before_loading(plan_input: PlanInput) -> ProcessMemory:
 
 
 def _beside_ms(plan_input: PlanInput, profiles: Sequence[DeviceProfile]) -> float:
-    """What a token takes besides its round, by the first of these profiles that tells, or a guess."""
+    """Milliseconds of a token besides its round, by the first profile that has them, or a guess."""
     for profile in profiles:
         costs = profile.costs()
         if costs is not None and costs.drafts.token_ms is not None:
@@ -350,7 +348,7 @@ def _planned_outside(plan: MemoryPlan) -> ProcessMemory:
 
 
 def _outside(plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int]) -> ProcessMemory:
-    """The process less the model: known terms as they are, the others as planned, so never too much is taken off."""
+    """The process without the model: known terms as measured, the others as planned."""
     anonymous, file = (
         sum(
             min(used.get(name, 0), size) if name in _KNOWN else size

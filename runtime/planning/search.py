@@ -39,7 +39,7 @@ _MODEL = ""
 def drafting_ways(
     plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, speed: SpeedModel
 ) -> tuple[Drafting, ...]:
-    """Every way to draft that the caller left open, from no concession to the largest."""
+    """All ways to draft that the caller left open, from no concession to the largest."""
     names, present = drafters_in(config.speculation), plan_input.drafter is not None
     most = plan_input.most_drafted
     if most == 0 and (config.speculation not in ("auto", "off") or config.draft_model not in (None, NO_DRAFT_MODEL)):
@@ -59,7 +59,7 @@ def drafting_ways(
     # What goes first does not depend on how long a context there is room for.
     first = dataclasses.replace(first, context=min(first.context, USUAL_CONTEXT))
     kept = [(names, present), *_fewer(first, memory, speed, model_stays=given)]
-    # Of equals the one before is taken: who adds nothing goes rather than a longer draft.
+    # Of equals the one before is taken: a drafter that adds nothing is given up rather than a longer draft.
     ways = tuple(Drafting(names, length, model) for length in lengths for names, model in kept)
     return ways if config.draft_max or given else (*ways, Drafting((), 0, False))
 
@@ -202,7 +202,7 @@ def _chosen(
 
 
 def _with_rows(chosen: _Candidate, config: LoadConfig, memory: MemoryModel) -> tuple[int, Footprint]:
-    """The prefix cache, which holds the rows of replies side by side where the caller left it open; and all with it."""
+    """The prefix cache, which holds rows of concurrent replies unless the caller set it, and the footprint with it."""
     if config.parallel == 1 or config.prefix_cache or config.overflow != "stop":
         return config.prefix_cache, chosen.footprint
     free = round(_MOST_SHARE * machine_memory()) if config.memory is None else config.memory - chosen.bytes
@@ -234,21 +234,20 @@ class _Choice:
         return self.budget is None or candidate.bytes <= self.budget
 
     def ordered(self, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
-        """Those that give up nothing, or only of a long context; the others from the best to the worst, of equals the
-        one before."""
+        """Put first what gives up nothing, or only part of a long context; then all, the best first."""
         # Where all fits nothing is given up, though measurements may call one of the others a little faster.
         yield from _whole(configurations, lambda each: each)
         yield from sorted(configurations, key=self.worth, reverse=True)
 
     def of(self, candidates: Sequence[_Candidate]) -> _Candidate:
-        """The first of `ordered` that fits, and where none does the best of the smallest."""
+        """The first of `ordered` that fits, else the best of the smallest."""
         if found := next(filter(self.fits, _whole(candidates, lambda each: each.configuration)), None):
             return found
         fitting = [each for each in candidates if self.fits(each)]
         return max(fitting, key=lambda each: self.worth(each.configuration)) if fitting else self.smallest(candidates)
 
     def beyond(self, chosen: _Candidate, candidates: Sequence[_Candidate]) -> Iterator[Configuration]:
-        """What was chosen, and what every larger budget gets."""
+        """The chosen configuration and those that larger budgets get."""
         yield chosen.configuration
         whole = {each.configuration for each in _whole(candidates, lambda each: each.configuration)}
         best, place = chosen, next(n for n, each in enumerate(candidates) if each is chosen)
@@ -264,12 +263,12 @@ class _Choice:
                 yield each.configuration
 
     def smallest(self, candidates: Sequence[_Candidate]) -> _Candidate:
-        """The one that takes the fewest bytes; of equals the best."""
+        """The candidate with the fewest bytes; of equals the best."""
         return min(candidates, key=lambda each: (each.bytes, -self.worth(each.configuration)))
 
 
 def _whole(ways: Sequence[_Way], configuration: Callable[[_Way], Configuration]) -> Iterator[_Way]:
-    """The first of each context that is not shorter than usual, and of all; those give up nothing else."""
+    """The first way of each context that is not shorter than usual, and the first of all."""
     firsts: dict[int, _Way] = {}
     for way in ways:
         firsts.setdefault(configuration(way).context, way)
@@ -277,7 +276,7 @@ def _whole(ways: Sequence[_Way], configuration: Callable[[_Way], Configuration])
 
 
 def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration], float]:
-    """Turns of a chat per second, less what was given up for them."""
+    """Rate a configuration by turns of a chat per second, less its concessions."""
 
     @functools.cache
     def worth(configuration: Configuration) -> float:
@@ -292,7 +291,7 @@ def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration]
 
 
 def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
-    """The tuned settings that the plan has; those of a pass may have given way to the budget."""
+    """Names of the tuned settings that the plan kept."""
     settings = plan_input.settings
     # A chunk is never longer than the context.
     cut = settings.prefill_chunk is not None and chosen.prefill_chunk < min(settings.prefill_chunk, chosen.context)
@@ -356,7 +355,7 @@ _FREED: tuple[_Freed, ...] = (
 def _hints(
     plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, speed: SpeedModel, plan: MemoryPlan
 ) -> Iterable[str]:
-    """Options that, left open, would let the same request fit in less; with how much that would be."""
+    """Options that would let the request fit in less memory if left open, with that size."""
     for name, free, given in _FREED:
         if not given(config):
             continue
@@ -373,7 +372,7 @@ def _hints(
 def _alternatives(
     chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: Callable[[Configuration], Speed]
 ) -> Iterable[Alternative]:
-    """The best of each kind that the chosen one is not, and the smallest of all; fitting or not, the fastest first."""
+    """The best of each other kind and the smallest of all, fitting or not, the fastest first."""
     smallest = choice.smallest(candidates).configuration
     kinds: dict[str, Callable[[Configuration], bool]] = {
         NOTHING_GIVEN_UP: lambda c: c == candidates[0].configuration,

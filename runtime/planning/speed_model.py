@@ -17,7 +17,7 @@ from edgeinfer.runtime.weights.streaming import Run, dropped_windows, window_byt
 TURN_TOKENS, REPLY_TOKENS = 64, 128
 # Of a round that drafts, besides its pass (docs/log/2026-11-21.md).
 ROUND_MS = 0.3
-# Of a token besides its round, until a reply told: choosing it, its text and its figures; and of each token of the
+# Of a token besides its round, before it was measured: choosing it, its text and its figures; and of each token of the
 # vocabulary it is chosen from (docs/log/2026-11-26.md).
 _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 # Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step,
@@ -60,7 +60,7 @@ class Speed:
     plain_tokens_per_second: float
 
     def at_most(self, other: Speed) -> Speed:
-        """The same, no faster than another."""
+        """Limit the speed to another's."""
         paces = ("tokens_per_second", "plain_tokens_per_second")
         return replace(self, **{name: min(getattr(self, name), getattr(other, name)) for name in paces})
 
@@ -103,12 +103,11 @@ class DiskReads:
 
     @property
     def weights(self) -> int:
-        """Bytes of all of them."""
         return self.always + self.experts.total
 
     @property
     def taken_rate(self) -> float:
-        """The rate that is reckoned with."""
+        """The measured rate, or a guess."""
         return self.rate or _USUAL_DISK_RATE
 
     def pass_bytes(self, configuration: Configuration, rows: int) -> float:
@@ -125,12 +124,11 @@ class DiskReads:
         return min(1.0, early * (1 - self.room / self.weights)) * (self.always + experts)
 
     def pass_ms(self, configuration: Configuration, rows: int) -> float:
-        """Milliseconds that a pass over so many rows takes for it."""
         return 1e3 * self.pass_bytes(configuration, rows) / self.taken_rate
 
 
 def token_beside_ms(vocabulary: int) -> float:
-    """Guesses the milliseconds that a token of so large a vocabulary takes besides its round."""
+    """Guess the milliseconds of a token besides its round."""
     return _TOKEN_MS + _CHOICE_MS * vocabulary
 
 
@@ -143,7 +141,7 @@ def cache_ms(geometry: Geometry, kv: str) -> float:
 
 
 def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lambda rows: 0.0) -> PassCosts:
-    """c(m) of a model that never ran here."""
+    """Guess c(m) of a model that never ran here."""
 
     def ms(rows: int) -> float:
         return max(LEAST_MS, (weight_bytes + expert_bytes(rows)) / _READ_PER_MS)
@@ -156,7 +154,7 @@ class SpeedModel:
 
     Args:
         disk: what passes read where they do not; None where that does not matter.
-        room: bytes of weights that the system can keep beside a configuration; None where it keeps all.
+        room: bytes of weights that the system can keep in memory with a configuration; None where it keeps all.
     """
 
     def __init__(
@@ -171,7 +169,6 @@ class SpeedModel:
         self._rounds: dict[Hashable, tuple[float, float]] = {}
 
     def speed(self, configuration: Configuration) -> Speed:
-        """The pace of a configuration."""
         pace = self._pace_of(configuration)
         round_ms, in_vain_ms = self._round_ms(pace, configuration)
         token_ms = round_ms + pace.beside_ms
@@ -184,7 +181,7 @@ class SpeedModel:
         return Speed(1e3 / (token_ms + in_vain_ms), turn_ms, pace.measured, plain)
 
     def disk(self, configuration: Configuration) -> DiskReads | None:
-        """What passes of a configuration read from the disk; None where all weights stay in memory."""
+        """Disk reads of a configuration's passes; None if all weights stay in memory."""
         # What is packed was copied from the file.
         if self._disk is None or self._room is None or configuration.weights == "packed":
             return None
@@ -192,7 +189,7 @@ class SpeedModel:
         return replace(self._disk, room=room) if room < self._disk.weights else None
 
     def within(self, room: Callable[[Configuration], int]) -> SpeedModel:
-        """The same where the system can keep so many bytes of weights beside a configuration."""
+        """A model of speeds where the system can keep only some bytes of weights."""
         return SpeedModel(self._pace_in_memory, self._disk, room)
 
     def _pace_of(self, configuration: Configuration) -> Pace:
@@ -227,6 +224,6 @@ class SpeedModel:
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:
-    """Milliseconds of a chunk of a prompt; beyond the measured passes a row costs what it does in the largest."""
+    """Milliseconds of a prompt chunk; beyond measured sizes a row costs what it does in the largest."""
     largest = pace.passes.largest
     return pace.passes.ms(chunk) if chunk <= largest else pace.passes.ms(largest) * chunk / largest

@@ -39,7 +39,7 @@ def _is_count(value: object, most: int) -> bool:
 
 
 def _fields(data: object, names: Iterable[str]) -> dict[str, Any]:
-    """The object, if it has exactly these fields."""
+    """Return the object if it has exactly these fields."""
     wanted = set(names)
     _require(isinstance(data, dict) and set(data) == wanted, f"expected the fields {', '.join(sorted(wanted))}")
     assert isinstance(data, dict)
@@ -103,12 +103,10 @@ class PassCosts:
         return (self._table[-1] - self._table[halves[-1]]) / (self.largest - halves[-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to JSON's types."""
         return {"points": [list(point) for point in self.points], "step": self.step}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave."""
         fields = _fields(data, ("points", "step"))
         points = fields["points"]
         pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
@@ -123,8 +121,8 @@ class DraftCosts:
     Attributes:
         guess_ms: milliseconds of one guess, by the drafter's name.
         round_ms: milliseconds of a round besides its pass, its guesses and what its tokens take.
-        token_ms: milliseconds of a token besides its round: choosing it, its text and its figures; None until a reply
-            told.
+        token_ms: milliseconds of a token besides its round: choosing it, its text and its figures; None before it
+            was measured.
         read_ms: milliseconds of a token of the text that is read before a guess, by the name of a drafter that reads.
     """
 
@@ -141,13 +139,11 @@ class DraftCosts:
         _require(self.token_ms is None or _is_time(self.token_ms), f"a token of {self.token_ms} ms")
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to JSON's types."""
         times: dict[str, Any] = {"guess_ms": dict(self.guess_ms), "read_ms": dict(self.read_ms)}
         return times | {"round_ms": self.round_ms, "token_ms": self.token_ms}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave; errors as `PassCosts.from_dict`."""
         fields = _fields(data, ("guess_ms", "round_ms", "token_ms", "read_ms"))
         objects = all(isinstance(fields[name], dict) for name in ("guess_ms", "read_ms"))
         _require(objects, "guess_ms and read_ms must be objects")
@@ -174,17 +170,14 @@ class Costs:
 
     @property
     def round_ms(self) -> float:
-        """What a round costs besides its pass and its guesses."""
         return self.drafts.round_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to JSON's types."""
         parts = {"passes": self.passes.to_dict(), "drafts": self.drafts.to_dict()}
         return parts | {"processor": self.processor, "measured": self.measured}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave; errors as `PassCosts.from_dict`."""
         fields = dict(_fields(data, ("passes", "drafts", "processor", "measured")))
         fields["passes"] = PassCosts.from_dict(fields["passes"])
         fields["drafts"] = DraftCosts.from_dict(fields["drafts"])
@@ -205,7 +198,7 @@ _LARGEST = 4096  # rows, as `PassCosts` takes them
 
 
 class RanPasses:
-    """What passes take by their rows, as far as those that ran in earnest tell."""
+    """Milliseconds of passes by their rows, from passes that ran while decoding."""
 
     def __init__(self) -> None:
         self._ms: dict[int, deque[float]] = {}
@@ -214,7 +207,7 @@ class RanPasses:
         self._measured: PassCosts | None = None  # what these go on from
 
     def observe(self, rows: int, ms: float) -> None:
-        """A pass over so many rows took so long."""
+        """Record the milliseconds of a pass."""
         if not 0 < rows <= _LARGEST or ms <= 0:
             return
         kept = self._ms.setdefault(rows, deque(maxlen=_KEPT))
@@ -224,7 +217,7 @@ class RanPasses:
             self._costs = None
 
     def beyond(self, measured: PassCosts | None) -> PassCosts | None:
-        """Costs as they were measured, and those of larger passes that ran; None where too little is known."""
+        """Measured costs extended by larger passes that ran; None if too little is known."""
         if measured is None and len(self._least) < _SIZES:
             return None
         if self._costs is None or self._measured is not measured:
@@ -237,7 +230,7 @@ class RanPasses:
 
 
 def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
-    """Costs moved towards those of passes that ran in earnest.
+    """Costs moved towards those of passes that ran while decoding.
 
     Sizes that did not run move as the nearest ones that did: beliefs that one busy moment spoiled are mostly spoiled
     alike, and where nothing but small passes seemed to pay, larger ones have no other way to look better.
@@ -256,7 +249,7 @@ def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
 
 
 def pace(costs: PassCosts, observed: Sequence[TimedPass]) -> float | None:
-    """Milliseconds of a pass over one row where passes take what was observed; None where too few ran."""
+    """Milliseconds of a pass over one row by observed passes; None if too few ran."""
     ran = _within(costs, observed)
     if len(ran) < _FEWEST:
         return None
@@ -268,7 +261,7 @@ def _within(costs: PassCosts, observed: Sequence[TimedPass]) -> list[TimedPass]:
 
 
 def _differences(off: Floats, sizes: Ints, count: int) -> Floats:  # (N,), (N,) -> (M,)
-    """By how much sizes are off beside each other, as far as passes of different ones ran close together."""
+    """Estimate by how much the beliefs about sizes are off relative to each other."""
     near = range(1, min(_NEAR, len(off) - 1) + 1)
     first = np.concatenate([sizes[:-apart] for apart in near])
     second = np.concatenate([sizes[apart:] for apart in near])

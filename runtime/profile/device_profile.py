@@ -76,7 +76,7 @@ def profile_folder(
     """Where the profile of a bundle as it runs here belongs, with the draft model if any; the folder need not exist.
 
     Args:
-        variant: of running it, where passes cost something else or round otherwise than in the usual one.
+        variant: way of running it in which passes cost or round differently from the usual one.
     """
     files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
     key = json.dumps([files, layout, kernel, threads, exact, variant, VERSION], sort_keys=True)
@@ -96,7 +96,7 @@ def forget(folder: Path | None = None) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes what a profile consists of, and the folder if that was all; links are removed, not followed."""
+    """Remove a profile's files, and the folder if it is empty then; links are not followed."""
     if not folder.is_dir() or folder.is_symlink():
         return
     for path in _children(folder):
@@ -122,7 +122,6 @@ def _bytes(folder: Path, but: str = "") -> int:
 
 
 def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
-    """Costs that were measured here and now."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Costs(passes, drafts, processor_name(), now)
 
@@ -140,14 +139,14 @@ class DeviceProfile:
 
     @classmethod
     def open(cls, folder: Path | None) -> Self:
-        """The profile in a folder, which is made this user's own if it is there."""
+        """Open the profile in a folder, which is made private if it exists."""
         profile = cls(folder)
         profile._guarded(lambda folder: make_private(folder) if os.path.lexists(folder) else None)
         return profile
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept: false without a folder, and after it turned out unusable."""
+        """Whether anything is kept; false without a usable folder."""
         return self._folder is not None
 
     def costs(self) -> Costs | None:
@@ -159,7 +158,6 @@ class DeviceProfile:
         return None
 
     def save_costs(self, costs: Costs) -> None:
-        """Writes costs to the folder."""
         data = json.dumps({"format": _COSTS_FORMAT} | costs.to_dict(), indent=1) + "\n"
         self._guarded(lambda folder: self._keep(folder / _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
@@ -185,7 +183,7 @@ class DeviceProfile:
         self._guarded(lambda folder: (folder / file_name).unlink(missing_ok=True))
 
     def _guarded(self, act: Callable[[Path], object]) -> None:
-        """Does something with the folder; where that fails, says so once and keeps nothing from then on."""
+        """Use the folder; if that fails, warn once and keep nothing from then on."""
         if self._folder is None:
             return
         try:
@@ -196,7 +194,7 @@ class DeviceProfile:
             self._folder = None
 
     def _keep(self, path: Path, data: bytes | memoryview, most: int) -> None:
-        """Writes a file, unless that is what it says."""
+        """Write a file unless its contents are the same already."""
         folder = path.parent
         if len(data) > most or _bytes(folder, but=path.name) + len(data) > _MOST_PROFILE_BYTES:
             _log.warning("%s would be %d MB and is not kept.", path, len(data) >> 20)
@@ -214,7 +212,7 @@ class DeviceProfile:
         write_file(path, data, durable=False)
 
     def _read(self, name: str, most: int, parse: Callable[[BinaryIO], T]) -> T | None:
-        """What a file of the profile says; None where there is none, or it is damaged and was dropped."""
+        """Read a file of the profile; None if there is none, or it was damaged and dropped."""
         if self._folder is None:
             return None
         path = self._folder / name
@@ -235,7 +233,6 @@ class DeviceProfile:
 
 
 def _says(path: Path, data: bytes | memoryview) -> bool:
-    """Whether a file has these contents."""
     view = memoryview(data)
     with contextlib.suppress(OSError):
         if path.is_symlink() or path.stat().st_size != len(view):
@@ -287,7 +284,7 @@ def _npz(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
 
 
 def _read_costs(file: BinaryIO) -> Costs | None:
-    """Costs of a file; None where another version of edgeinfer wrote it in its own format."""
+    """Read costs; None if their format is another."""
     data = json.loads(file.read())
     if isinstance(data, dict) and data.pop("format", 1) != _COSTS_FORMAT:
         return None
@@ -311,7 +308,7 @@ def _read_arrays(file: BinaryIO) -> dict[str, NDArray[Any]]:
 
 
 def _stored(data: bytes, member: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a member that is not compressed: reading dozens of them as files takes a millisecond each."""
+    """The bytes of an uncompressed member: reading members as files takes a millisecond each."""
     name, extra = struct.unpack_from("<HH", data, member.header_offset + 26)  # behind the local header of 30 bytes
     start = member.header_offset + 30 + name + extra
     found = memoryview(data)[start : start + member.file_size]
@@ -321,7 +318,7 @@ def _stored(data: bytes, member: zipfile.ZipInfo) -> memoryview:
 
 
 def _read_array(data: memoryview) -> NDArray[Any]:
-    """An array from a .npy file: what its header says must be exactly what follows."""
+    """Read a .npy file whose header must describe exactly its contents."""
     if bytes(data[:8]) != npy.magic(1, 0):
         raise StorageError("an array is of another format")
     begin = 10 + int.from_bytes(data[8:10], "little")

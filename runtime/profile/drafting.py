@@ -41,7 +41,6 @@ class SeenTexts:
 
     @property
     def fingerprints(self) -> NDArray[np.uint64]:  # (N,)
-        """What is kept, from the oldest to the latest."""
         return self._seen
 
     def observe(self, prompt: Sequence[int], reply: Sequence[int]) -> bool:
@@ -61,7 +60,6 @@ class SeenTexts:
 
 
 def _windows(tokens: Sequence[int]) -> NDArray[np.uint64]:  # (N,)
-    """Fingerprints of the windows of a text."""
     text = np.array(tokens, np.uint64)
     if len(text) < _WINDOW:
         return np.zeros(0, np.uint64)
@@ -90,7 +88,7 @@ class TunedDrafting:
     Attributes:
         exit_layer: layers of an early exit; None where none pays.
         layer_mask: attention and MLP blocks that run; None where no set pays. (2 L,)
-        drafters: those that paid on the user's texts, whom alone `auto` asks; None where nothing was measured.
+        drafters: those that paid on the user's texts, the only ones that `auto` asks; None where nothing was measured.
     """
 
     exit_layer: int | None = None
@@ -98,7 +96,6 @@ class TunedDrafting:
     drafters: tuple[str, ...] | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """The arrays to keep, by name."""
         arrays: dict[str, NDArray[Any]] = {}
         if self.exit_layer is not None:
             arrays["exit_layer"] = np.array([self.exit_layer])
@@ -111,7 +108,7 @@ class TunedDrafting:
 
     @classmethod
     def of(cls, profile: DeviceProfile, layers: int) -> TunedDrafting:
-        """What a profile keeps for a model of so many layers; what cannot be used is dropped, and counts as untuned."""
+        """Read a profile's tuned drafting; what cannot be used is dropped and counts as untuned."""
         try:
             return cls.from_state(profile.arrays(TUNED_DRAFTING) or {}, layers)
         except StorageError:
@@ -120,7 +117,7 @@ class TunedDrafting:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> TunedDrafting:
-        """Takes back what `state` gave, for a model of so many layers."""
+        """Restore `state` for a model with this number of layers."""
         mask, exits = state.get("layer_mask"), state.get("exit_layer")
         fits = mask is None or (mask.dtype == np.bool_ and mask.shape == (2 * layers,))
         if exits is not None:
@@ -132,7 +129,6 @@ class TunedDrafting:
 
 
 def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
-    """The drafters' names that bytes spell."""
     names = tuple(kept.tobytes().decode("ascii", "replace").split(",")) if kept.size else ()
     if kept.dtype != np.uint8 or not set(names) <= set(DRAFTERS):
         raise StorageError("The tuned drafters are not known here.", "Run edgeinfer tune --drafters again.")
@@ -159,7 +155,7 @@ class DraftHistory:
         """Counts a reply, if it is of a new text.
 
         Args:
-            rounds: of it; 0 where replies beside it decided what was drafted, too.
+            rounds: of it; 0 where other replies in the batch decided what was drafted, too.
             plain: of them, without a draft.
         """
         if not self._seen.observe(prompt, reply) or not rounds:
@@ -173,7 +169,6 @@ class DraftHistory:
             self._tokens[DRAFTERS.index(name)] += share * use.drafted, share * use.accepted
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """The arrays to keep, by name."""
         return {"rounds": self._rounds.copy(), "tokens": self._tokens.copy(), "seen": self._seen.fingerprints}
 
 
@@ -184,7 +179,7 @@ class DrafterRecord:
     Attributes:
         share: of the rounds, in which its draft was verified.
         accepted: rate at which a token was accepted where those before it were.
-        trust: from 0 to 1, what the share counts beside what was reckoned with before: more as more texts were seen.
+        trust: from 0 to 1, weight of the share against prior expectations; grows with the texts seen.
         accepted_trust: the same of the rate.
     """
 
@@ -195,7 +190,7 @@ class DrafterRecord:
 
 
 def drafter_records(kept: Mapping[str, NDArray[Any]] | None) -> dict[str, DrafterRecord]:
-    """The record of every drafter, by name; empty where no round was seen."""
+    """The record of every drafter; empty if no round was seen."""
     if kept is None or not _is_sound(kept) or not kept["rounds"][0]:
         return {}
     rounds, drafting = (float(count) for count in kept["rounds"])
@@ -213,7 +208,7 @@ def drafter_records(kept: Mapping[str, NDArray[Any]] | None) -> dict[str, Drafte
 
 
 def _rate(accepted: float, length: float) -> float:
-    """The rate per token at which of a draft of this length so many are accepted before the first that is not."""
+    """Rate per token at which this many tokens of a draft are accepted on average."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         rate = (low + high) / 2

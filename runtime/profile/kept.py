@@ -43,7 +43,7 @@ class KeptMeasurement(Generic[Measured]):
         self._kind, self._folder = kind, folder
 
     def read(self, bundle: Bundle) -> Measured | None:
-        """What was kept for a model; None where nothing was. What is damaged is dropped, with a notice."""
+        """Read a model's measurement; None if there is none. Damaged files are dropped with a warning."""
         try:
             path = self._file(bundle)
             if not path.is_file():
@@ -66,7 +66,7 @@ class KeptMeasurement(Generic[Measured]):
             return None
 
     def keep(self, bundle: Bundle, measured: Measured) -> Path:
-        """Keeps what was measured of a model, in the place of an earlier result; where."""
+        """Keep a model's measurement; return its path."""
         path = self._file(bundle)
         data: dict[str, Any] = {"format": _FORMAT} | dataclasses.asdict(measured)
         with storage_errors(path.parent):
@@ -75,7 +75,7 @@ class KeptMeasurement(Generic[Measured]):
         return path
 
     def forget(self, bundle: Bundle) -> bool:
-        """Drops what was kept for a model; whether there was anything."""
+        """Drop a model's measurement; return whether there was one."""
         path = self._file(bundle)
         with storage_errors(path.parent):
             there = path.is_file()
@@ -121,7 +121,7 @@ KEPT_POLICY = KeptMeasurement(MeasuredPolicy, "cache-policies")
 
 
 def with_measured_policy(config: LoadConfig, bundle: Bundle) -> LoadConfig:
-    """The same with the policy that was measured to lose least in the place of "auto"; window where nothing was."""
+    """Replace "auto" by the policy that was measured to lose least, or window."""
     if config.overflow != AUTO:
         return config
     measured = KEPT_POLICY.read(bundle)

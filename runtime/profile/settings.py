@@ -91,7 +91,7 @@ class TunedSettings:
         return tuple(name for name, value in self.to_dict().items() if value not in (None, ""))
 
     def beside(self, config: LoadConfig, proved_with: int) -> TunedSettings:
-        """Those that hold beside what the caller set himself, which is never overridden.
+        """Settings that the caller has not set himself.
 
         Args:
             proved_with: threads that the settings were proved with; with another number they were not measured.
@@ -128,7 +128,7 @@ UNTUNED = TunedSettings()
 
 
 def model_digest(bundle: Bundle, layout: Layout, backend: str, device: str, exact: bool) -> str:
-    """A digest of a model and of how it runs, under which its settings are kept."""
+    """Digest of a model and of how it runs."""
     files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
     key = json.dumps([files, layout, backend, device, exact], sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()
@@ -164,7 +164,6 @@ class Fingerprint:
 
     @classmethod
     def here(cls, engine: str, kernel: str) -> Self:
-        """Describes this machine."""
         return cls(
             processor=processor_name()[:_MOST_TEXT],
             cores=usable_cores(),
@@ -176,7 +175,7 @@ class Fingerprint:
         )
 
     def difference(self, other: Fingerprint) -> str:
-        """Says in words what differs: `another processor (A, not B)`; "" where nothing does."""
+        """Describe the first difference, as in "another processor (A, not B)"; "" if there is none."""
         for name, word in _WORDS.items():
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -185,7 +184,6 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `dataclasses.asdict` gave."""
         if not isinstance(data, dict) or set(data) != {field.name for field in dataclasses.fields(cls)}:
             raise UsageError("The machine is not described as expected.")
         return cls(**data)
@@ -233,12 +231,10 @@ class TunedProfile:
             raise UsageError(f"It names processors for {pinned} threads, not for {self.threads}.")
 
     def to_json(self) -> str:
-        """The text of its file."""
         return json.dumps({"format": _FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Takes back what `to_json` gave."""
         data = json.loads(text)
         names = {"format", *(field.name for field in dataclasses.fields(cls))}
         if not isinstance(data, dict) or set(data) != names:
@@ -253,7 +249,7 @@ class TunedProfile:
 
 
 def kept_profile(model: str) -> Path:
-    """Where this user's profile of a model is kept; it need not exist."""
+    """Path of this user's profile of a model; it need not exist."""
     return _folder() / f"{model}.json"
 
 
@@ -262,7 +258,7 @@ def _folder() -> Path:
 
 
 def keep_profile(profile: TunedProfile) -> Path:
-    """Keeps a profile for this user's next sessions, in the place of an older one; where."""
+    """Keep a profile for this user's next sessions; return its path."""
     path = kept_profile(profile.model)
     with storage_errors(path.parent):
         make_private(path.parent)
@@ -277,7 +273,7 @@ def write_profile(profile: TunedProfile, path: Path) -> None:
 
 
 def forget_profile(model: str) -> bool:
-    """Removes the kept profile of a model; whether there was one."""
+    """Remove the kept profile of a model; return whether there was one."""
     path = kept_profile(model)
     with storage_errors(path):
         try:
@@ -288,7 +284,6 @@ def forget_profile(model: str) -> bool:
 
 
 def read_profile(path: Path) -> TunedProfile:
-    """The profile in a file."""
     try:
         if not path.is_file():
             raise UsageError(f"{path} is not a file.")
@@ -317,7 +312,7 @@ def _make_room(path: Path) -> None:
 
 
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
-    """The settings to load with: of the caller's file, or those kept for this user; beside what the caller set.
+    """Find the settings to load with, in the caller's file or kept for this user, except those that the caller set.
 
     A profile that cannot be used is warned of, and the model runs with the usual settings.
 
@@ -352,7 +347,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
 
 
 def _check(profile: TunedProfile, path: Path, model: str, here: Fingerprint) -> None:
-    """Refuses a profile that is not of this model on this machine, or cannot be."""
+    """Refuse a profile of another model or machine."""
     if profile.model != model:
         raise UsageError(
             f"The settings in {path} belong to another model ({profile.name}), or to another way to run it."

@@ -15,7 +15,7 @@ _UNMEASURED = 1.5
 
 @dataclass(frozen=True)
 class MeasuredUncertainty:
-    """What a text told of a model's errors.
+    """A model's errors on a text.
 
     Attributes:
         threshold: entropy in nats above which the likeliest token is rather wrong than right, both weighing the same.

@@ -10,7 +10,7 @@ from collections import deque
 from statistics import median
 
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.decoding.shares import Company
+from edgeinfer.runtime.decoding.shares import DraftAdvice
 
 # Samples kept of each kind; the least of them says what it takes, as other work makes the rest longer.
 _KEPT = 8
@@ -59,7 +59,7 @@ class Prices:
     kilobyte: float = 0.0
 
     def of(self, drafted: float, size: float) -> float:
-        """Of so many drafted tokens and bytes."""
+        """The price of drafted tokens and bytes."""
         return self.draft * drafted + self.kilobyte * size / 1e3
 
 
@@ -119,18 +119,18 @@ class Channel:
         return self._room > 0 and (self._run < _COMPARED or self._run // _WINDOW % 4 == 0)
 
     def drafted(self, ms: float) -> None:
-        """One token was drafted in so many milliseconds."""
+        """Record the milliseconds of a drafted token."""
         self._draft_ms.append(ms)
         self._rounds_known.clear()
 
-    def joins(self, company: Company | None) -> None:
-        """An answer said what is best for all replies that share passes; None where no other does."""
-        self._room = self._most if company is None else min(company.draft_tokens, self._most)
-        if company is None or not self._streams:
-            self._told_ms = None if company is None else company.stream_ms
+    def joins(self, advice: DraftAdvice | None) -> None:
+        """Take a server's advice for replies that share passes; None if no others do."""
+        self._room = self._most if advice is None else min(advice.draft_tokens, self._most)
+        if advice is None or not self._streams:
+            self._told_ms = None if advice is None else advice.stream_ms
 
     def verified(self, verified: int, server_ms: float, total_ms: float) -> None:
-        """A round was answered, of whose draft the server looked at so many tokens."""
+        """Record a round, of whose draft the server verified some tokens."""
         self.links.append(max(0.0, total_ms - server_ms))
         self.passes.append(server_ms)
         self._link_ms.append(self.links[-1])
@@ -151,7 +151,7 @@ class Channel:
             self._spare = min(self._spare + tokens * self._stream_cost(_ROW) - cost, max(most, self._spare))
 
     def judged(self, agreed: int, seen: int) -> None:
-        """Of so many tokens that were compared with the verifier's, one after the other, so many agreed."""
+        """Record how many of the tokens compared with the verifier's agreed."""
         left = max(0.0, 1 - seen / _MEMORY)
         self._agreed, self._seen = left * self._agreed + agreed, left * self._seen + seen
         self._rounds_known.clear()
@@ -159,7 +159,7 @@ class Channel:
             self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
 
     def streamed(self, tokens: int, ms: float) -> None:
-        """The verifier sent so many tokens of a stream, so long after those before them."""
+        """Record streamed tokens and the milliseconds since those before."""
         self._window, self._window_ms, self._run = self._window + tokens, self._window_ms + ms, self._run + tokens
         if self._window < _WINDOW:
             return
@@ -174,7 +174,7 @@ class Channel:
         self._told_ms = None  # as this was measured
 
     def length(self) -> int | None:
-        """Tokens that the next draft should have; None where it is faster to let the verifier stream."""
+        """Length of the next draft; None if streaming is faster."""
         if not (self._link_ms and self._draft_ms):
             return min(_FIRST, self._most)
         if self._spare is None:
@@ -191,11 +191,11 @@ class Channel:
         return length
 
     def leaves(self) -> bool:
-        """Whether a stream shall end now, since rounds are expected to be faster."""
+        """Whether to end the stream, as rounds are expected to be faster."""
         return self._window == 0 and not self._trying and self._entering(peeking=True) is not None
 
     def tokens_of_stream(self) -> int | None:
-        """Tokens to ask for; None where the stream shall go on to the end of the reply."""
+        """Tokens to ask for; None for the rest of the reply."""
         return TRIED if self._trying else None
 
     def ahead(self) -> int:
@@ -215,7 +215,7 @@ class Channel:
         self._window, self._window_ms, self._run = 0, 0.0, 0
 
     def _entering(self, *, peeking: bool = False) -> int | None:
-        """The length of drafts with which rounds shall follow a stream; None where it shall go on."""
+        """Length of drafts with which rounds follow the stream; None if it goes on."""
         if self._trying:
             self._trying = self._streams = False
             best, gain = self._best(_ROW)
@@ -236,7 +236,7 @@ class Channel:
         return length
 
     def _tries_stream(self, gain: float) -> bool:
-        """Whether a stream's pace is to be measured, though rounds are expected to be faster."""
+        """Whether to measure a stream's pace although rounds are expected to be faster."""
         known = bool(self._stream_ms) and self._unmeasured < _STALE
         if known or self._told_ms is not None or len(self._rounds) < _JUDGED or gain >= _CLEARLY:
             return False
@@ -253,7 +253,7 @@ class Channel:
 
     @property
     def _disappoints(self) -> bool:
-        """Whether rounds are slower than streams were, whatever was expected of them."""
+        """Whether rounds turned out slower than streams."""
         known = self._told_ms is not None or bool(self._stream_ms)
         if not known or len(self._rounds) < _SOON:
             return False
@@ -270,7 +270,7 @@ class Channel:
         return self._best(_ROW, share=share - math.sqrt(share * (1 - share) / self._seen))[1] >= 1
 
     def _risk(self, drafted: int) -> float:
-        """What is lost where the first rounds of such drafts bring as little as may be."""
+        """Milliseconds lost if the first rounds of such drafts bring as little as possible."""
         stream = self._stream_cost(_ROW)
         least = _tokens(_DOUBT * self.acceptance, drafted) * stream
         return max(_SOON * (self._round_costs(_ROW)[drafted] - least), 2 * stream)
@@ -338,7 +338,7 @@ class Channel:
 
 
 def _on_line(least: dict[int, float], sizes: list[int], rows: int, row: float) -> float:
-    """What so many rows take on the line through the nearest sizes; `row` as `Channel._best` has it."""
+    """Milliseconds of a pass on the line through the nearest sizes; `row` as in `Channel._best`."""
     above = max(bisect_right(sizes, rows), 1)
     low = sizes[above - 1]
     high = sizes[above] if above < len(sizes) else None
@@ -349,5 +349,5 @@ def _on_line(least: dict[int, float], sizes: list[int], rows: int, row: float) -
 
 
 def _tokens(share: float, drafted: int) -> float:
-    """Tokens that a round decides, where a share of what is drafted is accepted."""
+    """Expected tokens of a round, given the share of drafted tokens accepted."""
     return (1 - share ** (drafted + 1)) / (1 - share)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from edgeinfer.records import dataclass
 from edgeinfer.results import FinishReason
-from edgeinfer.runtime.decoding.shares import Company
+from edgeinfer.runtime.decoding.shares import DraftAdvice
 from edgeinfer.runtime.text.contract import TokenizerLike
 
 
@@ -41,7 +41,7 @@ class Decided:
         ending: why the reply is over; None where it goes on.
         server_ms: milliseconds of the round in the server, known with its last tokens.
         verified: drafted tokens that the server looked at; None is all of them.
-        company: what is best for all replies that share the server's passes now; None where no other does.
+        advice: what is best for all replies that share the server's passes now; None if there are no others.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class Decided:
     ending: FinishReason | None = None
     server_ms: float = 0.0
     verified: int | None = None
-    company: Company | None = None
+    advice: DraftAdvice | None = None
 
 
 class RemoteReply(Protocol):

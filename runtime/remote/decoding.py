@@ -37,7 +37,7 @@ _OTHER_SERVER = "Check that an edgeinfer server with the same tokenizer runs the
 
 
 class _Answers:
-    """What a round's thread was told, for the thread that decodes.
+    """Answers of a round, passed from its thread to the one that decodes.
 
     Attributes:
         came: in order, each with the seconds of the clock when it came.
@@ -49,7 +49,6 @@ class _Answers:
         self.wanted = True
 
     def take(self, decided: Decided) -> bool:
-        """Takes an answer; returns whether more is wanted."""
         if decided.tokens or decided.last:
             self.came.put((decided, time.perf_counter()))
         return self.wanted
@@ -66,7 +65,6 @@ class _Askers:
         self._idle, self._threads = threading.Semaphore(0), 0
 
     def do(self, work: Callable[[], None]) -> None:
-        """Works on one of the threads."""
         self._works.put(work)
         if not self._idle.acquire(blocking=False):
             self._threads += 1
@@ -74,7 +72,6 @@ class _Askers:
             threading.Thread(target=self._run, name="edgeinfer-remote", daemon=True).start()
 
     def end(self) -> None:
-        """Ends them after what they do."""
         for _ in range(self._threads):
             self._works.put(None)
         self._threads = 0
@@ -149,7 +146,7 @@ class RemoteDecoding(DecodingStrategy):
         return tokens
 
     def _round(self, room: int) -> Sequence[int]:
-        """Sends a draft, and gives what the server decides."""
+        """Send a draft and return the server's tokens."""
         self._backend.cache.hold(max(0, len(self._text) - 1))
         most = min(room - 1, self._backend.cache.capacity - len(self._text) - 1)
         assert self._reply is not None, "a reply was started"
@@ -173,7 +170,7 @@ class RemoteDecoding(DecodingStrategy):
         # Of a pass that other devices share, the server may look at the beginning of a draft alone.
         verified = length if decided.verified is None else max(0, min(decided.verified, length))
         ended, first = time.perf_counter(), not self._rounds  # which evaluates the prompt
-        self._channel.joins(decided.company)
+        self._channel.joins(decided.advice)
         if not first:
             self._channel.verified(verified, decided.server_ms, (ended - started) * 1e3)
         self._channel.judged(_agreeing(decided.tokens, draft), min(length, len(decided.tokens)))
@@ -193,7 +190,7 @@ class RemoteDecoding(DecodingStrategy):
         verifies = self._reply is not None and self._reply.verifies
         decided, came = self._answer(1 if verifies and self._channel.compares else 0)
         tokens = decided.tokens[:room]
-        self._channel.joins(decided.company)
+        self._channel.joins(decided.advice)
         if tokens and self._came:
             self._channel.streamed(len(tokens), (came - self._streaming_since) * 1e3)
         self._came, self._streaming_since = self._came + len(tokens), came
@@ -211,13 +208,12 @@ class RemoteDecoding(DecodingStrategy):
         return tokens
 
     def _end_stream(self) -> None:
-        """Leaves the stream that is under way."""
         self._further = 0
         self._answers.wanted = False
         self._answers = _Answers()
 
     def _ask(self, draft: Sequence[int], further: int) -> None:
-        """Sends a round, whose answers come to the queue."""
+        """Send a round; its answers come to the queue."""
         assert self._reply is not None, "a reply was started"
         remote, answers, reply = self._reply, self._answers, self._text[self._prompt :]
 
@@ -252,7 +248,6 @@ class RemoteDecoding(DecodingStrategy):
         return len(self._text) + len(self._drafts) < self._backend.cache.capacity
 
     def _draft(self) -> None:
-        """Drafts one more token."""
         started, rows = time.perf_counter(), len(self._text) + len(self._drafts) - self._backend.cache.length
         token = self._sampler.sample(self._logits(), len(self._text) + len(self._drafts), self._drafts)
         self._drafts.append(token)
@@ -286,7 +281,7 @@ class RemoteDecoding(DecodingStrategy):
         self._root = tokens[-1]
 
     def _written(self) -> Sequence[int]:
-        """One token of the local model's own."""
+        """Write one token with the local model."""
         self._local += 1
         self._drafts = []
         logits = self._logits()
@@ -303,13 +298,11 @@ class RemoteDecoding(DecodingStrategy):
             cache.trim(cache.resumable(len(self._text)))
 
     def finish(self) -> None:
-        """Closes the connection."""
         if self._reply is not None:
             self._reply.close()
         self._askers.end()
 
     def remote_use(self) -> RemoteUse | None:
-        """What the server did."""
         reply = self._reply
         return RemoteUse(
             url=self._server.url,
@@ -349,7 +342,6 @@ class RoutedDecoding(RemoteDecoding):
         self._wrote_here = False
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """See `RemoteDecoding.first`."""
         tokens = super().first(prompt, logits, room)
         if self._reply is not None and not self._reply.verifies:
             message = "The server decides such a reply in one piece, so no other model can write parts of it."
@@ -378,7 +370,7 @@ class RoutedDecoding(RemoteDecoding):
         return tokens
 
     def _length(self) -> int | None:
-        """Streams would write what this model is sure of, too."""
+        """Never stream: a stream would also write what this model is sure of."""
         return super()._length() or 0
 
     def compute_use(self) -> ComputeUse:
@@ -430,7 +422,7 @@ class RemoteDeciding:
         return RoutedDecoding(*given, **others, policy=EntropyPolicy(self._entropies, *chosen))
 
     def _answering(self) -> RemoteServer:
-        """The server, by the API that it speaks; where it does not answer now, the next reply looks again."""
+        """The server by its API; if it does not answer now, the next reply asks again."""
         if self._server is None:
             api = _find_api(self._access)
             server = _new_server(api or "edgeinfer", self._access)
@@ -443,7 +435,7 @@ class RemoteDeciding:
 def remote_deciding(
     config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], end_ids: frozenset[int]
 ) -> RemoteDeciding | None:
-    """What has replies decided as a configuration says; None where this model decides. Errors as `RemoteDeciding`."""
+    """Set up remote replies as configured; None if this model decides."""
     if config.remote is None:
         return None
     url = config.remote.rstrip("/").removesuffix("/v1")
@@ -452,7 +444,7 @@ def remote_deciding(
 
 
 def _sent(config: GenerationConfig) -> dict[str, Any]:
-    """The options that are not as usual, in the form of /v1/verify."""
+    """Non-default options in the form of /v1/verify."""
     declared = options_of(GenerationConfig)
     given = {name: value for name in VERIFIED_OPTIONS if (value := getattr(config, name)) != declared[name].default}
     if bias := config.logit_bias:
@@ -461,7 +453,6 @@ def _sent(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _new_server(api: str, access: RemoteAccess) -> RemoteServer:
-    """A server by the API that it speaks."""
     # Here, as few programs need an HTTP client.
     from edgeinfer.runtime.remote.edgeinfer_server import EdgeInferServer
     from edgeinfer.runtime.remote.openai_server import OpenAIServer
@@ -478,7 +469,7 @@ def _new_server(api: str, access: RemoteAccess) -> RemoteServer:
 
 
 def _find_api(access: RemoteAccess) -> str | None:
-    """The API of a server, as its list of models names its owner; None where it does not answer now."""
+    """Find a server's API by the owner of its models; None if it does not answer now."""
     from edgeinfer.runtime.remote.http import UNANSWERED, Connection
 
     connection = Connection(access)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgeinfer.errors import RemoteError, shown
-from edgeinfer.runtime.decoding.shares import Company
+from edgeinfer.runtime.decoding.shares import DraftAdvice
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, UnansweredError, tokens_in
 from edgeinfer.runtime.text.contract import vocabulary_digest
@@ -28,10 +28,9 @@ class EdgeInferServer:
         self._latest: EdgeInferReply | None = None
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """See `contract.RemoteServer.check`: the server itself refuses what it cannot do."""
+        """Check nothing: the server itself refuses what it cannot do."""
 
     def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> EdgeInferReply:
-        """See `contract.RemoteServer.begin`."""
         named = {} if self._access.model is None else {"model": self._access.model}
         opening = {"prompt": list(prompt), "vocabulary": self._vocabulary, **named, **options}
         if self._latest is not None and self._latest.is_over:
@@ -56,7 +55,6 @@ class EdgeInferReply(RetriedReply):
 
     @property
     def is_over(self) -> bool:
-        """Whether no more is asked for."""
         return self._closed.is_set()
 
     def _round(self, reply: Sequence[int], draft: Sequence[int], further: int) -> Iterator[Decided]:
@@ -69,7 +67,7 @@ class EdgeInferReply(RetriedReply):
                 yield from self._sent({"base": base, **wanted}, len(reply))
                 return
             except RemoteRefusalError as error:
-                if error.status != 409 or error.told.get("code") != _LOST:
+                if error.status != 409 or error.details.get("code") != _LOST:
                     raise
         yield from self._sent({**self._opening, "reply": list(reply), **wanted}, len(reply))
 
@@ -86,17 +84,17 @@ class EdgeInferReply(RetriedReply):
             yield decided
 
     def _decided(self, event: Mapping[str, Any]) -> Decided:
-        tokens, company, server_ms = tokens_in(event["tokens"]), _company(event), _number(event.get("server_ms"))
+        tokens, advice, server_ms = tokens_in(event["tokens"]), _advice(event), _number(event.get("server_ms"))
         self._check_model(event)
         if "base" not in event:
-            return Decided(tokens, last=False, company=company)
+            return Decided(tokens, last=False, advice=advice)
         ending = event.get("finish_reason")
         return Decided(
             tokens,
             ending=ending if ending in ("stop", "length") else None,
             server_ms=server_ms or 0.0,
             verified=None if (verified := _number(event.get("verified"))) is None else int(verified),
-            company=company,
+            advice=advice,
         )
 
     def _check_model(self, event: Mapping[str, Any]) -> None:
@@ -110,20 +108,20 @@ class EdgeInferReply(RetriedReply):
         self.digest, self.model = str(digest), str(event.get("model", ""))
 
     def _refused(self, error: RemoteRefusalError) -> RemoteError:
-        if error.status == 404 and error.told.get("code") != "model_not_found":
+        if error.status == 404 and error.details.get("code") != "model_not_found":
             message = f"There is no {_PATH} on {self._access.url}."
             return RemoteError(message, "Check that an edgeinfer server runs there.")
         return super()._refused(error)
 
 
-def _company(event: Mapping[str, Any]) -> Company | None:
-    """What an answer says about other replies; None where there are none."""
+def _advice(event: Mapping[str, Any]) -> DraftAdvice | None:
+    """Advice about replies that share passes; None if there are none."""
     stream_ms, drafted = _number(event.get("stream_ms")), _number(event.get("draft_tokens"))
-    return None if stream_ms is None or drafted is None else Company(stream_ms, int(drafted))
+    return None if stream_ms is None or drafted is None else DraftAdvice(stream_ms, int(drafted))
 
 
 def _number(value: Any) -> float | None:
-    """A count, or milliseconds, of an answer; None where it has none."""
+    """A count or milliseconds of an answer; None if absent."""
     if value is not None and not (isinstance(value, int | float) and 0 <= value < _LONGEST):
         raise ValueError("no number")
     return value

@@ -106,12 +106,12 @@ class RemoteRefusalError(Exception):
     """The server refused a request.
 
     Attributes:
-        told: the error object of the answer; empty where it has none.
+        details: the error object of the answer; empty if there is none.
     """
 
-    def __init__(self, status: int, told: Mapping[str, Any]) -> None:
+    def __init__(self, status: int, details: Mapping[str, Any]) -> None:
         super().__init__(f"status {status}")
-        self.status, self.told = status, told
+        self.status, self.details = status, details
 
 
 # What a request ends with that tells nothing of the server.
@@ -145,17 +145,15 @@ class Connection:
         self._pool = connection_pool(trusted)
 
     def get(self, path: str) -> Any:
-        """What the server has at a path."""
         with self._answer("GET", path, None) as answer:
             return _accepted(answer)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The whole answer to a request; errors as `get`."""
         with self._answer("POST", path, body) as answer:
             return _accepted(answer)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
-        """The events of a stream; errors as `get`, and where it ends otherwise than it should."""
+        """The events of a stream; raises if it breaks off."""
         with self._answer("POST", path, body) as answer:
             if not _header(answer, b"content-type").startswith(b"text/event-stream"):
                 yield _accepted(answer)
@@ -173,7 +171,7 @@ class Connection:
     def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> contextlib.AbstractContextManager[httpcore.Response]:
-        """Asks, and is open while the answer is read."""
+        """Send a request; the response stays open while it is read."""
         url = httpcore.URL(
             scheme=self._scheme, host=self._host, port=self._port, target=(self._path + path).encode("ascii")
         )
@@ -186,7 +184,6 @@ class Connection:
         return self._pool.stream(method, url, headers=headers, content=content, extensions=self._limits)
 
     def close(self) -> None:
-        """Ends the connection, and whatever waits for it."""
         self._pool.close()
 
 
@@ -201,7 +198,6 @@ class RetriedReply:
 
     @property
     def verifies(self) -> bool:
-        """See `contract.RemoteReply.verifies`."""
         return True
 
     def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
@@ -209,11 +205,11 @@ class RetriedReply:
         reply, tried, pause = list(reply), 1, _FIRST_PAUSE_S
         # A round that waited for a thread is of no use once the reply was left.
         while not self._closed.is_set():
-            told = len(reply)
+            known = len(reply)
             try:
                 for decided in self._round(reply, draft, further):
                     reply += decided.tokens
-                    if len(reply) - told > len(draft) + 1 + further:
+                    if len(reply) - known > len(draft) + 1 + further:
                         raise self._malformed("more tokens than were asked for")
                     if not tell(decided) or decided.last:
                         return
@@ -234,8 +230,8 @@ class RetriedReply:
             # Nothing is asked again for who has left.
             if not tell(Decided((), last=False)):
                 return
-            if len(reply) > told:
-                draft, further = (), max(0, further - (len(reply) - told))
+            if len(reply) > known:
+                draft, further = (), max(0, further - (len(reply) - known))
                 tried, pause = 1, _FIRST_PAUSE_S
             if tried == _TRIES or self._closed.wait(pause):
                 message = f"{self._access.url} cannot be reached: {shown(str(failure) or type(failure).__name__)}."
@@ -248,7 +244,6 @@ class RetriedReply:
         raise NotImplementedError
 
     def close(self) -> None:
-        """See `contract.RemoteReply.close`."""
         self._closed.set()
         self._connection.close()
 
@@ -257,10 +252,10 @@ class RetriedReply:
         return RemoteError(f"{self._access.url} answers with {what}.", hint)
 
     def _refused(self, error: RemoteRefusalError) -> RemoteError:
-        """What a user reads of a refusal."""
+        """Turn a refusal into the user's error."""
         if error.status in (401, 403):
             return RemoteError("The server asks for another API key.", "Give the key that it was started with.")
-        message = str(error.told.get("message") or f"The server refuses with status {error.status}.")
+        message = str(error.details.get("message") or f"The server refuses with status {error.status}.")
         return RemoteError(shown(message[:500]))
 
 
@@ -277,22 +272,21 @@ def _distrust(error: BaseException) -> str:
 
 
 def tokens_in(value: Any) -> tuple[int, ...]:
-    """Token ids of an answer."""
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("no token ids")
     return tuple(value)
 
 
 def _accepted(answer: httpcore.Response) -> Any:
-    """The JSON of an answer that is no refusal."""
+    """Parse an answer; raise if it is a refusal."""
     _require_plain(answer)
     if answer.status == 200:
         return json.loads(_body(answer))
     try:
-        told = json.loads(_body(answer))
+        details = json.loads(_body(answer))
     except ValueError:
-        told = {}
-    error = told.get("error", told) if isinstance(told, dict) else {}
+        details = {}
+    error = details.get("error", details) if isinstance(details, dict) else {}
     if answer.status in _AGAIN:
         raise UnansweredError(str(_message(error) or f"status {answer.status}"))
     raise RemoteRefusalError(answer.status, error if isinstance(error, dict) else {"message": str(error)})

@@ -31,7 +31,6 @@ class OtherEngine:
         self.url = access.url
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """See `contract.RemoteServer.check`."""
         drawn = options.get("temperature", 0.0) > 0
         for name, value in options.items():
             if name in (*_TAKEN, *_OURS) or (name == "seed" and not drawn):
@@ -40,7 +39,6 @@ class OtherEngine:
             raise UsageError(message, "Leave it out.")
 
     def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> OtherEngineReply:
-        """See `contract.RemoteServer.begin`."""
         return self.reply(self._access, prompt, {name: options[name] for name in _TAKEN if name in options})
 
 
@@ -59,7 +57,7 @@ class OtherEngineReply(RetriedReply):
 
     @property
     def verifies(self) -> bool:
-        """See `contract.RemoteReply.verifies`: of greedy text alone it is known what these engines would choose."""
+        """Only greedy text: for sampled text these engines' choice is unknown."""
         return not self._sampling["temperature"]
 
     def _round(self, reply: Sequence[int], draft: Sequence[int], further: int) -> Iterator[Decided]:
@@ -75,7 +73,7 @@ class OtherEngineReply(RetriedReply):
             yield Decided(tokens, server_ms=server_ms)
 
     def _look(self) -> None:
-        """Finds out which model decides, and whether its tokens are those of the drafts."""
+        """Find out which model decides, and check its vocabulary."""
         listed = [str(entry["id"]) for entry in self._connection.get("/v1/models")["data"]]
         wanted = self.model or self._access.model
         if not listed or (wanted is not None and wanted not in listed):
@@ -128,7 +126,6 @@ class OpenAIReply(OtherEngineReply):
 
     @property
     def verifies(self) -> bool:
-        """See `contract.RemoteReply.verifies`."""
         return False
 
     def _check_vocabulary(self) -> None:

@@ -63,7 +63,6 @@ class ChoiceTrie:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
         return sum(array.nbytes for array in (self.tokens, self.first, self.ends, self.end_ids, self._keys))
 
     def after(self, nodes: _Ints, tokens: _Ints) -> _Ints:  # (B,), (B,) -> (B,)
@@ -149,7 +148,6 @@ class ChoiceLists:
         self._last: tuple[object, ChoiceTrie] | None = None
 
     def trie(self, texts: tuple[str, ...], end_ids: Sequence[int], parse_special: bool) -> ChoiceTrie:
-        """The trie of a list."""
         key = (texts, tuple(end_ids), parse_special)
         with self._lock:
             if self._last is None or self._last[0] != key:
@@ -188,7 +186,7 @@ class Constraint(Protocol):
         """Removes the last `count` tokens of the reply."""
 
     def places(self) -> ConstraintPlaces:
-        """The same constraint for several texts that go on from here."""
+        """Split into a constraint on several texts that go on from here."""
 
 
 class ConstraintPlaces(Protocol):
@@ -211,16 +209,13 @@ class TextPlaces:
         self._constraint = constraint
 
     def start(self) -> tuple[int, ...]:
-        """No tokens."""
         return ()
 
     def followers(self, places: Sequence[tuple[int, ...]]) -> tuple[_Ints, _Ints]:  # (B,) -> (M,), (M,)
-        """See `ConstraintPlaces`."""
         ids = [self._allowed(place) for place in places]
         return np.repeat(np.arange(len(ids)), [len(each) for each in ids]), np.concatenate(ids)
 
     def after(self, places: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> Sequence[tuple[int, ...]]:
-        """See `ConstraintPlaces`."""
         return [(*place, token) for place, token in zip(places, tokens, strict=True)]
 
     def _allowed(self, place: tuple[int, ...]) -> _Ints:  # (A,)
@@ -245,7 +240,6 @@ class ChoiceConstraint:
         self._path = [0]
 
     def allowed(self) -> NDArray[np.int64]:  # (A,)
-        """Token ids that may follow now, ascending, at least one. Not to be written to."""
         node, trie = self._path[-1], self._trie
         children = trie.tokens[self._first_at[node] : self._first_at[node + 1]]
         if not self._ends[node]:
@@ -262,14 +256,12 @@ class ChoiceConstraint:
         return tokens
 
     def push(self, token: int) -> None:
-        """Appends one token to the reply."""
         node = self._path[-1]
         end = self._first_at[node + 1]
         slot = bisect_left(self._token_at, token, self._first_at[node], end)
         self._path.append(slot + 1 if slot < end and self._token_at[slot] == token else self._trie.over)
 
     def pop(self, count: int = 1) -> None:
-        """Removes the last `count` tokens of the reply."""
         assert 0 <= count < len(self._path), "popping more tokens than were pushed"
         del self._path[len(self._path) - count :]
 
@@ -322,11 +314,9 @@ class TextCheck:
         self._tokens: list[int] = []
 
     def push(self, token: int) -> None:
-        """Appends one token to the reply."""
         self._tokens.append(token)
 
     def pop(self, count: int = 1) -> None:
-        """Removes the last `count` tokens of the reply."""
         assert 0 <= count <= len(self._tokens), "popping more tokens than were pushed"
         del self._tokens[len(self._tokens) - count :]
 

@@ -257,7 +257,6 @@ def _hashed(words: _Words, keys: tuple[np.uint32, ...], out: _Words, spare: _Wor
 
 
 def _mixed(word: int) -> int:
-    """A step of splitmix64."""
     word = (word + _STEP) & _WORD
     word = ((word ^ word >> 30) * _THIRD) & _WORD
     word = ((word ^ word >> 27) * _FOURTH) & _WORD

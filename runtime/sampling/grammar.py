@@ -64,7 +64,6 @@ class GrammarConstraint:
         self.costs = GrammarCosts((time.perf_counter() - started) * 1e3)
 
     def allowed(self) -> NDArray[np.int64]:  # (A,)
-        """Token ids that may follow now, ascending, at least one. Not to be written to."""
         if self._beyond:
             return self._end_ids
         if self._known is None:
@@ -88,7 +87,6 @@ class GrammarConstraint:
         return tokens if len(self.allowed()) == 1 else []
 
     def push(self, token: int) -> None:
-        """Appends one token to the reply."""
         self._known = None
         if not self._beyond and self._may_follow(token):
             self._reply.append(token)
@@ -96,7 +94,6 @@ class GrammarConstraint:
             self._beyond += 1
 
     def pop(self, count: int = 1) -> None:
-        """Removes the last `count` tokens of the reply."""
         assert 0 <= count <= len(self._reply) + self._beyond, "popping more tokens than were pushed"
         if not count:
             return
@@ -113,7 +110,7 @@ class GrammarConstraint:
         return TextPlaces(self)
 
     def _may_follow(self, token: int) -> bool:
-        """Tells the engine of a token, if it may follow."""
+        """Feed the engine a token if it may follow."""
         if token in self._ends or not 0 <= token < self._size:
             return False
         taken = self._matcher.try_consume_tokens([token])
@@ -158,7 +155,7 @@ def check_grammar(config: GenerationConfig) -> None:
 
 
 def fault(source: str) -> str:
-    """What is wrong with a grammar in the engine's words, empty where nothing is. Safe from any thread."""
+    """Describe the error of a grammar in the engine's words; empty if it is valid. Thread-safe."""
     try:
         return _tried(source)
     except TimeoutError as error:  # which is not kept, other than what is wrong with it
@@ -172,7 +169,6 @@ def _try(source: str) -> None:
 
 
 def _compiled(tokens: Any, source: str) -> Any:
-    """The engine's `LLMatcher` of a grammar at its beginning."""
     library = engine()
     _try(source)
     matcher = library.LLMatcher(tokens, source, log_level=0, limits=library.LLParserLimits(**ENGINE_LIMITS))

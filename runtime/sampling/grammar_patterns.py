@@ -218,7 +218,6 @@ class _Translation:
         self._out.append("(?:")
 
     def _set(self) -> None:
-        """What is between brackets."""
         negated = self._text.startswith("^", self._at)
         self._at += negated
         parts: list[str] = []

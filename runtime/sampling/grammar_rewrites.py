@@ -39,11 +39,11 @@ class SchemaDraft:
 
     @property
     def recent(self) -> bool:
-        """Whether it has the keywords that came in 2019."""
+        """Whether the draft has the keywords of 2019."""
         return self.number >= 2019
 
     def overrides(self, schema: Mapping[str, Any], keyword: str) -> bool:
-        """Whether a keyword says nothing in a schema because `$ref` stands beside it."""
+        """Whether a keyword is ignored because the schema has a `$ref`."""
         return self.lone_ref and keyword in _OVERRIDDEN and isinstance(schema.get("$ref"), str)
 
 
@@ -180,7 +180,7 @@ class Neutral:
         self._followed: list[str] = []  # references on the way to what is looked at
 
     def drop(self, schema: Any) -> None:
-        """Drops them from a schema and from all inside it, in place, each once."""
+        """Drop neutral keywords from a schema and everything inside it, in place."""
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -246,7 +246,7 @@ class Neutral:
         return False
 
     def _asks_nothing_of(self, kind: str, keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
-        """The same of a keyword that speaks of one type."""
+        """Apply `_asks_nothing` to a keyword about one type."""
         match keyword:
             case "minLength" | "minItems" | "minProperties":
                 return _is_count(value) and value <= 0
@@ -292,7 +292,7 @@ class Neutral:
         return value if reference == "#" or reference.startswith("#/") else False
 
     def _rewrite_contains(self, schema: dict[str, Any]) -> None:
-        """`contains` of what every item is counts the items."""
+        """Replace a `contains` that every item satisfies by a number of items."""
         if "contains" not in schema or self._draft.number < 6 or not self._allows_all(schema["contains"]):
             return
         least, most = 1, None
@@ -370,7 +370,6 @@ def _types(given: Any) -> frozenset[str]:
 
 
 def _covered(given: Any) -> frozenset[str]:
-    """The types of which it allows all documents."""
     names = given if isinstance(given, list) else [given]
     return frozenset(name for name in names if isinstance(name, str))
 
@@ -407,7 +406,6 @@ def decide_alternatives(schema: dict[str, Any]) -> None:
 
 
 def _add(schema: dict[str, Any], part: Schema) -> None:
-    """Demands a further schema."""
     if part is not True and isinstance(parts := schema.setdefault("allOf", []), list):
         parts.append(part)
 
@@ -448,7 +446,7 @@ def _named_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _opposite(schema: Any) -> Schema | None:
-    """A schema of what a schema does not allow; None where that cannot be written."""
+    """Write the opposite of a schema; None where that is impossible."""
     if isinstance(schema, bool):
         return not schema
     if not isinstance(schema, dict):
@@ -465,7 +463,7 @@ def _opposite(schema: Any) -> Schema | None:
 
 
 def _opposite_of(keyword: str, value: Any) -> Schema | None:
-    """The same of one keyword."""
+    """Write the opposite of one keyword."""
     if keyword == "type":
         return _other_types(value)
     if keyword == "not":
@@ -511,7 +509,7 @@ def _other_properties(properties: Mapping[str, Any]) -> Schema | None:
 
 
 def _any(parts: list[Schema]) -> Schema:
-    """What at least one of them allows."""
+    """Build a schema that allows what any part allows."""
     if any(part is True for part in parts):
         return True
     left = [part for part in parts if part is not False]
@@ -519,7 +517,7 @@ def _any(parts: list[Schema]) -> Schema:
 
 
 def _all(parts: list[Schema]) -> Schema:
-    """What all of them allow."""
+    """Build a schema that allows what all parts allow."""
     if any(part is False for part in parts):
         return False
     left = [part for part in parts if part is not True]

@@ -47,7 +47,6 @@ def refuse(what: str, hint: str) -> NoReturn:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number of JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -91,7 +90,7 @@ def add_short_decimals(schema: dict[str, Any]) -> None:
 
 
 def bound_integers(schema: dict[str, Any]) -> None:
-    """Bounds integers on the sides where nothing does."""
+    """Add bounds to integers that have none."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "integer" not in kinds or "number" in kinds or "const" in schema or "enum" in schema:
@@ -229,7 +228,7 @@ class _Document:
         return self._root
 
     def _loosen(self, schema: dict[str, Any], keywords: Iterable[str]) -> None:
-        """Leaves out keywords that cannot be followed, where that is wished."""
+        """Leave out keywords that cannot be followed, if allowed."""
         if self._left_out is None:
             return
         for keyword in keywords:
@@ -245,7 +244,7 @@ class _Document:
                 schema.pop("additionalProperties", None)
 
     def _mend_or_loosen(self, schema: dict[str, Any]) -> None:
-        """Mends a schema; without what cannot be followed, where that is wished."""
+        """Mend a schema, without keywords that cannot be followed if allowed."""
         for _ in range(len(schema) + 2):
             before = {keyword: list(value) if isinstance(value, list) else value for keyword, value in schema.items()}
             try:
@@ -297,7 +296,7 @@ class _Document:
             refuse("$schema: there is a second one", "Write all of the schema by one draft.")
 
     def _follow(self, reference: str) -> None:
-        """Mends what a reference leads to, wherever that is."""
+        """Mend the target of a reference."""
         base, _, fragment = reference.partition("#")
         self._refers = self._refers or bool(fragment)
         own = next((str(self._root[name]) for name in self._draft.ids if name in self._root), "")
@@ -341,7 +340,7 @@ class _Document:
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas inside of one that say what it allows."""
+    """List the subschemas that restrict a schema."""
     for keyword, value in schema.items():
         if keyword in _SCHEMAS and isinstance(value, dict):
             yield value
@@ -352,7 +351,7 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _called(root: Any, name: str, draft: SchemaDraft) -> Iterator[Any]:
-    """The parts of a document that have a name."""
+    """List the parts of a document with this name."""
     waiting = [(root, False)] if name else []
     while waiting:
         value, is_map = waiting.pop()
@@ -381,7 +380,7 @@ def _check_data(keyword: str, value: Any) -> None:
 
 
 def _check_properties(schema: dict[str, Any]) -> None:
-    """Names that a schema leaves open may stand twice, which counts once."""
+    """Refuse `minProperties` of open names: a name that occurs twice counts once."""
     least = schema.get("minProperties")
     required = schema.get("required")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
@@ -392,7 +391,7 @@ def _check_properties(schema: dict[str, Any]) -> None:
 
 
 def _mend_texts(schema: dict[str, Any], draft: SchemaDraft) -> None:
-    """Expressions, formats and encodings in the engine's notation."""
+    """Write expressions, formats and encodings in the engine's notation."""
     pattern, kind = schema.get("pattern"), schema.get("format")
     if isinstance(pattern, str):
         schema["pattern"] = translated(pattern, "pattern")
@@ -417,7 +416,7 @@ def _mended_names(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same keywords but for those that only inform, those that the engine must read together side by side."""
+    """Order the keywords so that those the engine reads together are adjacent; drop annotations."""
     ordered: dict[str, Any] = {}
     for keyword in schema:
         if keyword in _INFORMING:

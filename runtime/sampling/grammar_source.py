@@ -53,7 +53,7 @@ def grammar_source(config: GenerationConfig) -> str | None:
 
 
 def _as_lark(grammar: str) -> str:
-    """A grammar in Lark's notation; llama.cpp's, GBNF, is translated."""
+    """Translate llama.cpp's notation, GBNF, to Lark's."""
     if _GBNF_RULE.search(grammar) is None:
         return grammar
     _check_size("grammar", grammar, _MAX_GBNF)
@@ -94,7 +94,7 @@ def json_rule(schema: Mapping[str, Any] | str, left_out: set[str] | None = None)
 
 
 def in_words(message: str) -> str:
-    """The engine's message in one line, with the keyword of the schema that is at fault where it tells."""
+    """Put the engine's message in one line, with the schema's keyword at fault if it is known."""
     quoted = _QUOTED.search(message)
     text = message[: quoted.start()] if quoted else message
     place = _PLACE.match(text)
@@ -129,7 +129,7 @@ def _check_size(name: str, text: str, limit: int) -> None:
 
 
 def _check_depth(schema: Mapping[str, Any]) -> None:
-    """Level by level, so that neither depth nor a mapping inside itself can exhaust anything."""
+    """Check level by level, so that neither depth nor a mapping inside itself exhausts anything."""
     level: list[Any] = [schema]
     values = 0
     for _ in range(_MAX_DEPTH):

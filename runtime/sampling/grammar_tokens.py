@@ -73,7 +73,7 @@ class NumberLimit:
     def within(
         self, ids: NDArray[np.int64], ends: NDArray[np.int64], reply: Sequence[int]
     ) -> NDArray[np.int64]:  # (A,), (E,) -> (B,)
-        """Those of `ids` by which the last number of a reply stays short enough; all where none does."""
+        """Keep the ids with which the last number of a reply stays short enough; all if there are none."""
         if not reply or not self._text_of(reply[-1])[-1:].isdigit():
             return ids
         longest = max(self._whole + self._fraction + 2 * _EXPONENT, self._text_digits + 1)
@@ -115,7 +115,7 @@ def _size(found: re.Match[str]) -> tuple[int, int]:
 
 # One of these is among the decoding steps of every tokenizer that spells spaces as SentencePiece does.
 _PIECES = frozenset({"Replace", "Metaspace"})
-# How the engine is told that a token is special: no text leads to it.
+# Marks special tokens for the engine: no text contains this byte.
 _SPECIAL = b"\xff"
 # Texts of strings, of which the engine keeps the tokens apart. At 150 thousand tokens its own four of these took 87 MB
 # where these two took 58 for the same time per mask; without any it takes 5 ms instead of 0.2 in strings of bounded
@@ -123,14 +123,13 @@ _SPECIAL = b"\xff"
 _SLICES = (r"[^\"\\\x00-\x1F\x7F]{1,10}", r"[^\"\\\x00-\x1F\x7F]{1,30}")
 
 # Bytes of a token in its tables, and while they are made; of the engine's code and its first use; of a grammar while it
-# is compiled and followed, of 265 schemas of jsonschemabench the most, and of a further one beside it (docs/log,
+# is compiled and followed, of 265 schemas of jsonschemabench the most, and of a further one at the same time (docs/log,
 # 2026-11-26).
 _TOKEN_BYTES: dict[GrammarMode, tuple[int, int]] = {"none": (0, 0), "plain": (130, 190), "sliced": (240, 310)}
 _ENGINE_BYTES, _GRAMMAR_BYTES, _FURTHER_GRAMMAR_BYTES = 2_000_000, 8_000_000, 4_000_000
 
 
 def engine() -> Any:
-    """The module `llguidance`."""
     try:
         import llguidance
     except ImportError as error:
@@ -192,12 +191,11 @@ class GrammarVocabulary:
 
     @property
     def digits(self) -> NDArray[np.uint8]:  # (size + 1,)
-        """What each token begins with, by `digits_ahead`; errors as `tokens`."""
+        """`digits_ahead` of every token."""
         with self._lock:
             return self._made[1]
 
     def text_of(self, token: int) -> bytes:
-        """The bytes of a token."""
         return bytes_of(self._tokenizer, token)
 
     @cached_property
@@ -223,5 +221,5 @@ class _Spelled:
         self.special_token_ids = [id_ for id_, token in enumerate(tokens) if token.startswith(_SPECIAL)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Nothing: grammars are made such that no way of spelling a text is forced upon the model."""
+        """Return nothing: no spelling of a text is forced upon the model."""
         return []

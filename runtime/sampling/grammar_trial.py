@@ -39,7 +39,8 @@ def needs_trial(grammar: str) -> bool:
 
 
 def tried(grammar: str, library: Any) -> str:
-    """What is wrong with a grammar, or empty; takes as long as compiling it and 0.1 s, at most some 10 s."""
+    """Compile a grammar in another process and return its error, or ""; takes 0.1 s more than compiling, at most 10
+    s."""
     command = [sys.executable, "-I", "-S", __file__, str(Path(library.__file__).parent.parent)]
     try:
         done = subprocess.run(command, input=grammar.encode("utf-8"), capture_output=True, timeout=2 * _SECONDS)
@@ -53,7 +54,6 @@ def tried(grammar: str, library: Any) -> str:
 
 
 def _bounded() -> None:
-    """Limits this process, where the system can."""
     try:
         import resource
     except ImportError:  # Windows; the time is limited from outside
@@ -80,7 +80,7 @@ class _Bytes:
 
 
 def wrong(grammar: str) -> str:
-    """What is wrong with a grammar that takes little, empty where nothing is."""
+    """Compile a grammar and return its error, or ""."""
     import llguidance
 
     vocabulary: Any = _Bytes()

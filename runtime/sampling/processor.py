@@ -36,7 +36,6 @@ class TokenCounts:
         self._reply: list[int] = []
 
     def __len__(self) -> int:
-        """Tokens of the reply."""
         return len(self._reply)
 
     @property
@@ -50,7 +49,6 @@ class TokenCounts:
         return self._counts[: self._size]
 
     def push(self, token: int) -> None:
-        """Appends one token to the reply."""
         slot = self._slots.get(token)
         if slot is None:
             slot = self._size
@@ -65,7 +63,6 @@ class TokenCounts:
         self._reply.append(token)
 
     def pop(self, count: int = 1) -> None:
-        """Removes the last `count` tokens of the reply."""
         assert 0 <= count <= len(self._reply), "popping more tokens than were pushed"
         for _ in range(count):
             token = self._reply.pop()
@@ -98,7 +95,6 @@ class Penalties:
 
     @classmethod
     def from_config(cls, config: GenerationConfig, vocab_size: int) -> Self:
-        """The penalties a generation asks for."""
         for token in config.logit_bias:
             if not 0 <= token < vocab_size:
                 raise UsageError(
@@ -115,12 +111,10 @@ class Penalties:
 
     @property
     def counting(self) -> bool:
-        """Whether the counts of tokens matter."""
         return self.repetition != 1 or self.frequency != 0 or self.presence != 0
 
     @property
     def active(self) -> bool:
-        """Whether any logit can change."""
         return self.counting or len(self.bias_ids) > 0
 
     def apply(self, row: NDArray[np.float32], counts: TokenCounts | None) -> None:
@@ -181,17 +175,15 @@ class LogitsProcessor:
 
     @property
     def config(self) -> GenerationConfig:
-        """The options in force."""
         return self._config
 
     @property
     def seed(self) -> int:
-        """The seed every draw is keyed by."""
         return self._seed
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether a token is simply that of the largest logit."""
+        """Whether every token is simply the one of the largest logit."""
         return self._greedy and not self._adjusts
 
     @property
@@ -301,7 +293,7 @@ class LogitsProcessor:
         return self._row if allowed is None else self._row[allowed]
 
     def _best(self, row: Logits, logits: Logits, allowed: Ids | None) -> int:  # (A,) or (V,), (V,)
-        """Index of the largest of what `_masked` made of logits."""
+        """Index of the largest masked logit."""
         best = int(row.argmax())
         # argmax counts NaN as largest, so this one look finds NaN anywhere in the row.
         if np.isfinite(row[best]):

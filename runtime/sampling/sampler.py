@@ -50,12 +50,10 @@ class Sampler:
 
     @property
     def seed(self) -> int:
-        """The seed every draw is keyed by."""
         return self._processor.seed
 
     @property
     def constrained(self) -> bool:
-        """Whether a constraint says what may follow."""
         return self._constraint is not None
 
     @property
@@ -69,7 +67,7 @@ class Sampler:
 
     @property
     def tells_logprobs(self) -> bool:
-        """Whether `accept` looks at logits."""
+        """Whether log-probabilities are recorded."""
         return self._alternatives is not None
 
     @property
@@ -79,7 +77,7 @@ class Sampler:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether every choice is simply the token of the largest logit."""
+        """Whether every token is simply the one of the largest logit."""
         return not self.follows_paths and self._processor.takes_likeliest
 
     def only_ends(self, stop_ids: Collection[int]) -> bool:
@@ -103,7 +101,6 @@ class Sampler:
             return self._processor.adjusted(logits, self._counts, self._allowed())
 
     def probabilities(self, logits: Logits, path: Sequence[int] = ()) -> Probabilities:  # (V,) -> (V,)
-        """The distribution that `sample` draws from."""
         with self._along(path):
             return self._processor.probabilities(logits, self._counts, self._allowed())
 
@@ -152,11 +149,11 @@ class Sampler:
         return uniform(self._processor.seed, position, _DECISIONS + _STEP * draw)
 
     def chance(self, position: int, draw: int) -> float:
-        """As `uniform`, and independent of it: for the shape of what is drafted."""
+        """Like `uniform`, and independent of it: for the shape of drafts."""
         return uniform(self._processor.seed, position, _SHAPES + _STEP * draw)
 
     def forced(self, path: Sequence[int]) -> Sequence[int]:
-        """Tokens that the constraint leaves no choice about after `path`."""
+        """Tokens that the constraint forces after `path`."""
         if self._constraint is None:
             return ()
         with self._along(path):
@@ -166,17 +163,17 @@ class Sampler:
         """Adds a token to the reply.
 
         Args:
-            logits: the model's own of its place; any where no log-probabilities are told.
+            logits: the model's own at its place; ignored where no log-probabilities are recorded.
         """
         self.accept_told(token, self.logprobs_of(token, logits) if self.tells_logprobs else None)
 
     def logprobs_of(self, token: int, logits: Logits) -> TokenLogprobs:  # (V,)
-        """What is told of a token, by the model's own logits of its place."""
+        """Log-probabilities of a token by the model's own logits."""
         assert self._alternatives is not None, "log-probabilities were asked for"
         return token_logprobs(logits, token, self._alternatives)
 
     def accept_told(self, token: int, told: TokenLogprobs | None) -> None:
-        """Adds a token to the reply, of which this is told; None where no log-probabilities are."""
+        """Add a token to the reply, with its log-probabilities if they are recorded."""
         if told is not None:
             self.logprobs.append(told)
         if self._counts is not None:

@@ -61,22 +61,19 @@ class ThinkingBudget:
         self._places = [_Place(place.inside, tail=place.tail)]
 
     def allowed(self) -> NDArray[np.int64] | None:  # (1,)
-        """The next token of the end tag where the thought has had its tokens; None, all, elsewhere."""
         forced = self.forced()
         return np.array(forced[:1], np.int64) if forced else None
 
     def forced(self) -> Sequence[int]:
-        """What is left of the end tag where the thought has had its tokens."""
+        """The rest of the end tag once the thought has used its tokens."""
         place = self._places[-1]
         full = place.inside and place.used - place.ending >= self._budget
         return self._end_ids[place.ending :] if full else ()
 
     def push(self, token: int) -> None:
-        """Appends one token to the reply."""
         self._places.append(self._after(self._places[-1], token))
 
     def pop(self, count: int = 1) -> None:
-        """Removes the last `count` tokens of the reply."""
         assert 0 <= count < len(self._places), "popping more tokens than were pushed"
         del self._places[len(self._places) - count :]
 
@@ -85,7 +82,6 @@ class ThinkingBudget:
         return TextPlaces(self)
 
     def _after(self, place: _Place, token: int) -> _Place:
-        """Where a text is with one more token."""
         inside, used, text = place.inside, place.used + place.inside, place.tail + self._piece(token)
         ending = place.ending + 1 if token == self._end_ids[place.ending] else int(token == self._end_ids[0])
         while (found := text.find(self._tags[inside])) >= 0:
@@ -96,7 +92,7 @@ class ThinkingBudget:
         return _Place(inside, used, ending * inside, text[max(len(text) - self._longest + 1, 0) :])
 
     def _spelled(self, token: int) -> str:
-        """What of a tag a token is; where tags are tokens, text that reads like them is none."""
+        """The text of a token that may be part of a tag; where tags are tokens, other text is none."""
         if self._by_id:
             return self._by_id.get(token, "")
         return self._tokenizer.decode([token], skip_special_tokens=False)

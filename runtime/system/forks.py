@@ -22,7 +22,7 @@ _renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
 def renewed_in_children(thing: Renewable) -> None:
-    """Has a thing renewed in the child of a fork, if it is alive then."""
+    """Call `renew` of an object in the child of a fork."""
     _renewables.add(thing)
 
 
@@ -34,12 +34,10 @@ class RenewedLock:
         renewed_in_children(self)
 
     def renew(self) -> None:
-        """Has nothing hold it."""
         self._lock = threading.Lock()
 
     @property
     def locked(self) -> bool:
-        """Whether it is taken."""
         return self._lock.locked()
 
     def __enter__(self) -> None:
@@ -50,12 +48,12 @@ class RenewedLock:
 
 
 def keep_for_good(thing: object) -> None:
-    """Never frees a thing: its end would wait for threads that do not exist."""
+    """Never free an object whose end would wait for threads that do not exist."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def finalize_here(owner: object, call: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
-    """As `weakref.finalize`, in this process alone: in a child it would take away what is its parent's."""
+    """Like `weakref.finalize`, but only in this process: a child must not free its parent's resources."""
     process = os.getpid()
     return weakref.finalize(owner, lambda: call(*arguments) if os.getpid() == process else None)
 

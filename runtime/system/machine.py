@@ -14,8 +14,7 @@ from pathlib import Path
 # containers their own group may be the mount itself.
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
-# What the group's processes have of their own, and have mapped of files, by the file beside the limit: of cgroup 2, and
-# of cgroup 1.
+# Anonymous and file bytes of the group's processes, in the file in the limit's folder: of cgroup 2, and of cgroup 1.
 _USED = re.compile(r"^(?:anon|total_rss) (\d+)$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:file_mapped|total_mapped_file) (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
@@ -30,7 +29,7 @@ _PERFORMANCE = Path("/sys/devices/cpu_core/cpus")
 
 
 def machine_memory() -> int:
-    """Bytes: what is built in, or what the container or another control group allows."""
+    """Bytes of memory built in, or allowed by a control group."""
     return min([_built_in(), *(limit for path in _limit_files() if (limit := _limit(path)))])
 
 
@@ -69,7 +68,7 @@ def usable_processors() -> tuple[int, ...]:
 
 
 def load_average() -> float | None:
-    """Threads of all programs that ran or wanted to in the last minute, on average; None where they are not counted."""
+    """The system's load average of the last minute; None if unknown."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -77,7 +76,6 @@ def load_average() -> float | None:
 
 
 def processor_name() -> str:
-    """Name of the processor, as well as the system tells it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -104,7 +102,6 @@ def _available() -> int:
 
 
 def _number(pattern: re.Pattern[str], path: Path) -> int:
-    """The number in a file; 0 where there is none."""
     with contextlib.suppress(OSError):
         found = pattern.search(path.read_text("ascii"))
         return int(found[1]) if found else 0
@@ -112,13 +109,13 @@ def _number(pattern: re.Pattern[str], path: Path) -> int:
 
 
 def _limit_files() -> Iterator[Path]:
-    """Where limits of memory of this process's control groups and of all around them stand, if there are any."""
+    """Files with the memory limits of this process's control groups and their parents."""
     for folder, names in _groups("memory"):
         yield folder / ("memory.limit_in_bytes" if names else "memory.max")
 
 
 def _quotas() -> Iterator[float]:
-    """How many processors the control groups have time for, those around the process's own included."""
+    """CPU quotas of the process's control groups and their parents, in processors."""
     for folder, names in _groups("cpu"):
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if names else ("cpu.max",)
         with contextlib.suppress(OSError, ValueError):
@@ -175,7 +172,7 @@ def _cores() -> list[int]:
 
 
 def _fast(cores: list[int]) -> list[int]:
-    """Those cores, named by a processor of each, that are of no slow kind."""
+    """The cores that are of no slow kind."""
     with contextlib.suppress(OSError, ValueError):
         named = _numbers(_PERFORMANCE.read_text("ascii"))
         return [core for core in cores if core in named] or cores

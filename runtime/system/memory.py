@@ -35,18 +35,18 @@ _REQUESTED = re.compile(r"of size:? (\d+)")
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception, of any library, says that memory was refused."""
+    """Whether an exception of any library means that memory was refused."""
     return isinstance(error, MemoryError) or bool(_REPORTS.search(str(error)))
 
 
 def refused(what: str, error: BaseException) -> BudgetError:
-    """The error to raise from one for which `is_refusal` holds."""
+    """Make the error to raise for a refusal of memory."""
     return _refused(what, _requested_bytes(error))
 
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Names what a block, or as a decorator a function, needs memory for."""
+    """Turn refusals of memory in a block or function into errors that name its purpose."""
     try:
         yield
     except Exception as error:
@@ -55,14 +55,14 @@ def allocating(what: str) -> Iterator[None]:
 
 
 def name_refusal(what: str, error: Exception) -> None:
-    """Raises a budget error for one that says that memory was refused; else nothing happens."""
+    """Raise a budget error if an error is a refusal of memory."""
     if not isinstance(error, EdgeInferError) and is_refusal(error):
         release_freed()
         raise refused(what, error) from error
 
 
 def require_room(what: str, nbytes: int) -> None:
-    """Refuses work for which there is no memory, before native code begins it that would end the process then."""
+    """Refuse work without enough memory, before native code that would end the process."""
     if not has_room(nbytes):
         raise _refused(what, nbytes)
 
@@ -73,7 +73,7 @@ def _refused(what: str, nbytes: int | None) -> BudgetError:
 
 
 def _requested_bytes(error: BaseException) -> int | None:
-    """The bytes that were asked for, where the error tells: numpy by shape and type, onnxruntime in its text."""
+    """The bytes requested, if the error of numpy or onnxruntime says so."""
     shape, dtype = getattr(error, "shape", None), getattr(error, "dtype", None)
     if shape is not None and dtype is not None:
         nbytes: int = math.prod(shape) * np.dtype(dtype).itemsize
@@ -184,7 +184,7 @@ def return_large_frees() -> None:
     if libc is not None:
         _set_thresholds(_LARGE_BYTES, _TRIM_BYTES)
         _FREED.returned = True
-        # Small blocks join what is free beside them at once; otherwise a thread's heap keeps what was last freed, 16 MB
+        # Small blocks join free neighbours at once; otherwise a thread's heap keeps what was last freed, 16 MB
         # after a tokenizer, whatever is trimmed. No pass got slower.
         libc.mallopt(_M_MXFAST, 0)
         # One heap for all threads: replies side by side have one each, of which one at a time runs, and each heap would
@@ -263,7 +263,7 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def has_room(nbytes: int) -> bool:
-    """Whether the system would give so much memory: asked for and given back in some microseconds, no page touched."""
+    """Whether the system would grant this much memory; maps and unmaps it without touching a page."""
     try:
         # Private, as the C library's own mappings are: limits of a process's data count no others.
         kind = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
@@ -301,7 +301,7 @@ class MappedFile:
 
     @classmethod
     def forget(cls, path: Path) -> None:
-        """Has all that know places of a file look for them again, as some are not there any more."""
+        """Make all instances look up a file's mappings again."""
         with cls._lock:
             for each in cls._living:
                 if each._path == path:
@@ -372,7 +372,7 @@ def release_code() -> None:
 
 
 def _unwritten(mappings: list[_Mapping]) -> list[_Mapping]:
-    """Those of which no page was written to, as the loader does before it protects them."""
+    """Mappings without a page that was written to."""
     try:
         with _PAGEMAP.open("rb", buffering=0) as pages:
             return [m for m in mappings if not _written(os.pread(pages.fileno(), *_entries(m)))]

@@ -75,7 +75,6 @@ def token_bytes(token: str) -> bytes:
 
 
 def byte_token(byte: int) -> str:
-    """The spelling of one byte."""
     return _spellings()[byte]
 
 
@@ -94,7 +93,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def bytes_of(tokenizer: TokenizerLike, token: int) -> bytes:
-    """The bytes of one token; a special one's are those of its name, none of an id that stands for nothing."""
+    """The bytes of one token: of a special one its name, of an unknown id none."""
     text = tokenizer.id_to_token(token)
     if text is None:
         return b""
@@ -110,7 +109,7 @@ def piece_bytes(text: str) -> bytes:
 
 
 def longest_token(tokenizer: TokenizerLike) -> int:
-    """Bytes of text that one token stands for at most."""
+    """Bytes of the longest token."""
     return max((len(bytes_of(tokenizer, token)) for token in range(tokenizer.vocab_size)), default=1) or 1
 
 
@@ -132,7 +131,7 @@ def surely_longer(tokenizer: TokenizerLike, text: str, tokens: int, longest: Cal
 
 
 def vocabulary_digest(tokenizer: TokenizerLike) -> str:
-    """The sha256 of what each token id stands for, in hexadecimal digits; equal where ids mean the same."""
+    """SHA-256 of all tokens in order, in hexadecimal; equal where ids mean the same."""
     digest = hashlib.sha256()
     for token in range(tokenizer.vocab_size):
         digest.update((tokenizer.id_to_token(token) or "").encode("utf-8", "surrogatepass") + b"\0")

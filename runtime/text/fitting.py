@@ -62,7 +62,6 @@ class Form:
 
     @property
     def cost(self) -> float:
-        """By which forms are tried."""
         return sum(costs[getattr(self, name)] for name, costs in _COSTS.items())
 
     def of(self, messages: Sequence[Message]) -> list[Message]:
@@ -83,7 +82,6 @@ class Form:
         return [self._filled(message) for message in made]
 
     def _filled(self, message: Message) -> Message:
-        """The message with its content as text or parts."""
         role, content = message["role"], message["content"]
         if not content and message.get("tool_calls") and self.empty in ("text", "null"):
             return {**message, "content": "" if self.empty == "text" else None}
@@ -130,7 +128,7 @@ def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[
 
 
 def calls_in_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with calls in their text and answers as messages of the user's, those of one turn in one."""
+    """Write calls into the text of messages, and answers as messages of the user."""
     made: list[Message] = []
     answering = False
     for message in messages:
@@ -152,7 +150,7 @@ def calls_in_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A call as an object with its name and arguments; arguments that are no JSON stand in it as they are."""
+    """Write a call as a JSON object with its name and arguments; arguments that are no JSON stay as they are."""
     function = _function(call)
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
@@ -160,7 +158,6 @@ def call_text(call: Mapping[str, Any]) -> str:
 
 
 def joined(content: Any) -> str:
-    """The text of a content."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
@@ -190,7 +187,7 @@ def _turned_call(call: Message) -> Message:
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Each call in a message of its own, with the answers that name it behind it; those that name none follow."""
+    """Put each call in a message of its own, followed by its answers; answers that name no call come last."""
     made: list[Message] = []
     place = 0
     while place < len(messages):
@@ -217,7 +214,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _without_system(messages: Sequence[Message], kept: str) -> list[Message]:
-    """System messages by that name, or those that are not kept before the text of the user message behind them."""
+    """Rename system messages, or put those that are not kept before the text of the next user message."""
     made: list[Message] = []
     waiting: list[Message] = []
     for place, message in enumerate(messages):
@@ -237,7 +234,7 @@ def _without_system(messages: Sequence[Message], kept: str) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Messages of one role in a row as one, but answers of tools; a message with calls takes those before it."""
+    """Join consecutive messages of one role, except answers of tools."""
     made: list[Message] = []
     for message in messages:
         before = made[-1] if made else None
@@ -249,13 +246,13 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one(messages: Sequence[Message]) -> Message:
-    """Several messages as one: what the last one says besides content is kept."""
+    """Join messages; fields besides content are the last one's."""
     texts = [joined(message["content"]) for message in messages]
     return {**messages[0], **messages[-1], "content": _BETWEEN.join(filter(None, texts))}
 
 
 def _unled(messages: Sequence[Message]) -> int | None:
-    """Where an assistant's message begins the conversation; None where a user's does."""
+    """Index of an assistant's message that begins the conversation; None if a user's does."""
     place = next((place for place, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     return place if place < len(messages) and messages[place]["role"] == "assistant" else None
 

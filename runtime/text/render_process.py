@@ -42,7 +42,7 @@ class RenderProcessError(Exception):
 
 
 def can_start() -> bool:
-    """Whether there is an interpreter to start: frozen applications have none."""
+    """Whether there is an interpreter to start; frozen applications have none."""
     return bool(sys.executable) and not getattr(sys, "frozen", False) and Path(__file__).is_file()
 
 
@@ -68,7 +68,7 @@ class RenderProcess:
         return None if self._process is None else self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> list[Rendered]:
-        """What comes of a request, in a process that is started if need be."""
+        """Send a request to the process, starting it if necessary."""
         closes = self._closes
         with self._lock:
             # A kept process may have ended for want of work just now, so that one failure of it says nothing.
@@ -142,7 +142,6 @@ class RenderProcess:
         return outcomes
 
     def _converse(self, process: subprocess.Popen[bytes], frame: bytes) -> list[Rendered]:
-        """Writes a frame and reads the answer."""
         to, back = process.stdin, process.stdout
         assert to is not None and back is not None
         to.write(frame)
@@ -167,7 +166,7 @@ class RenderProcess:
 
 
 def _outcome(text: object, missing: object, failure: object, spent: object) -> Rendered:
-    """One that the process gives, which is trusted no more than its template."""
+    """Check an answer of the process, which is trusted no more than its template."""
     if not isinstance(text, str | None) or not isinstance(missing, list) or not isinstance(failure, list):
         raise TypeError
     what, reason = map(str, failure)

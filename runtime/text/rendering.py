@@ -83,7 +83,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return True
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call anything on behalf of a template."""
         __self.tick()
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -188,7 +187,7 @@ class Rendered:
 
 
 def check_syntax(source: str) -> None:
-    """Looks whether a template can be read at all, without compiling it."""
+    """Parse a template without compiling it."""
     try:
         TemplateEnvironment().parse(source)
     except Exception as error:  # absurd input makes jinja2 fail in many ways
@@ -286,17 +285,16 @@ def pack(value: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What a frame holds, without its length."""
     return json.loads(data.decode("utf-8", "surrogatepass"))
 
 
 def memory_for(frame_bytes: int) -> int:
-    """Bytes that a render may take, given so many; a text is in memory as a frame, as messages and as what is built."""
+    """Bytes that a render may take; a text is in memory as a frame, as messages and as output."""
     return min(_MEMORY_BASE + _MEMORY_PER_BYTE * frame_bytes, _MEMORY_MOST)
 
 
 def main() -> None:
-    """Renders until its standard input ends, or nothing has come for a while."""
+    """Render until standard input ends or nothing has come for a while."""
     frames_in, frames_out = sys.stdin.buffer, sys.stdout.buffer
     _forgo()
     rendering: Rendering | None = None
@@ -321,7 +319,7 @@ def main() -> None:
 
 
 def _waited(frames: BinaryIO) -> bool:
-    """Whether something has come within the idle time: a frame, or the end."""
+    """Wait for a frame or the end of input; False after the idle time."""
     if sys.platform == "win32":
         return True  # pipes cannot be waited for: there it lives until the model is closed
     import select
@@ -337,7 +335,7 @@ def _forgo() -> None:
 
 
 def _limit(frame_bytes: int) -> None:
-    """Bounds what the next render may take, on top of what the process has."""
+    """Bound the time and memory of the next render."""
     if resource is None:
         return
     used = resource.getrusage(resource.RUSAGE_SELF)

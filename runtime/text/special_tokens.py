@@ -293,7 +293,6 @@ class _Words:
 
 
 def _unquoted(text: str) -> str:
-    """Reads a text in quotes as jinja2 does."""
     return text[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
 
 

@@ -43,7 +43,7 @@ class StopMatcher:
         return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string has been found (then: only what precedes it)."""
+        """Return the text that is safe to show, and whether a stop string was found (then only the text before it)."""
         if self.matched:
             return "", True
         # The end of the first match, and where the longest that ends there begins.
@@ -62,7 +62,7 @@ class StopMatcher:
         return whole[:safe], False
 
     def flush(self) -> str:
-        """The withheld text, at the end of the stream; empty after a match."""
+        """Return the withheld text at the end of the stream; empty after a match."""
         withheld, self._withheld = self._withheld, ""
         for search in self._searches:
             search.length = 0
@@ -130,11 +130,9 @@ class CallStops:
 
     @property
     def found(self) -> str | None:
-        """As of `StopMatcher`."""
         return self._matcher.found
 
     def push(self, text: str) -> tuple[str, bool]:
-        """As of `StopMatcher`."""
         if self._calls:
             return text, False
         self._pending += text
@@ -152,7 +150,7 @@ class CallStops:
         return self._matcher.push(content)
 
     def begin(self, place: int | None = None) -> tuple[str, bool]:
-        """The same where calls begin, at this place of the pending text, or behind it."""
+        """Begin the calls at a place of the pending text, or after it."""
         pending, self._pending = self._pending, ""
         content = pending[:place].rstrip()
         shown, matched = self._matcher.push(content)
@@ -162,7 +160,6 @@ class CallStops:
         return shown + self._matcher.flush() + pending[len(content) :], False
 
     def flush(self) -> str:
-        """As of `StopMatcher`."""
         pending, self._pending = self._pending, ""
         shown, matched = (pending, False) if self._calls else self._matcher.push(pending)
         return shown if matched else shown + self._matcher.flush()
@@ -218,11 +215,10 @@ class ReplyText:
 
     @property
     def text(self) -> str:
-        """What was shown so far."""
         return "".join(self._shown)
 
     def push(self, token: int) -> str:
-        """The reply's next token: the text that may be shown with it."""
+        """Add a token; return the text that may be shown with it."""
         self.tokens.append(token)
         is_end = token in self._stop_ids
         self.decoded = text = "" if is_end else self._decoder.push(token)
@@ -238,7 +234,7 @@ class ReplyText:
         return text
 
     def finish(self) -> str:
-        """The text that was withheld; no tokens come afterwards."""
+        """Return the withheld text at the end of the reply."""
         text = self._decoder.flush()
         if self._stops is not None and self._special is not None:
             text, found = self._stops.push(text)
@@ -277,7 +273,6 @@ class _SpecialTokensInStops:
         return text.translate(self._hidden) if self._hidden else text
 
     def spelled(self, found: str) -> str:
-        """The stop string as it was given."""
         return self._spelled[found]
 
 
@@ -302,11 +297,11 @@ class StreamDecoder:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """Return the text that became certain with this token; empty while a character is incomplete."""
         return "" if token_id in self._special else self._pieces.push(token_id)
 
     def flush(self) -> str:
-        """What was withheld, with incomplete characters replaced; ends the stream."""
+        """Return the withheld text, with incomplete characters replaced; ends the stream."""
         return self._pieces.flush()
 
 

@@ -69,7 +69,8 @@ class ChatTemplate:
             self._make_ready()
 
     def _make_ready(self) -> None:
-        """Makes what renders it: of one that is known, which cannot be malformed, when it is first rendered."""
+        """Compile the template, or start its process. Known templates, which cannot be malformed, are compiled at
+        their first use."""
         from edgeinfer.runtime.text.render_process import RenderProcess, can_start
         from edgeinfer.runtime.text.rendering import RenderError, Rendering, check_syntax
 
@@ -85,11 +86,11 @@ class ChatTemplate:
 
     @property
     def process(self) -> RenderProcess | None:
-        """What renders it elsewhere; None where this process does."""
+        """The process that renders the template; None if this one does."""
         return self._process
 
     def close(self) -> None:
-        """Ends the process that renders it, if there is one. The next render starts another."""
+        """End the template's process, if there is one; the next render starts another."""
         if self.tool_use is not None:
             self.tool_use.close()
         if self._process is not None:
@@ -107,7 +108,7 @@ class ChatTemplate:
 
         Args:
             messages: mappings with a str `role` and a `content` that is a str or a list of text parts; `content` may be
-                None or absent beside `tool_calls`. Other keys pass through.
+                None or absent where there are `tool_calls`. Other keys pass through.
         """
         if tools and self.tool_use is not None:
             return self.tool_use.render(messages, add_generation_prompt, tools, variables)
@@ -145,7 +146,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of messages that are `fitted`; arguments and errors as `render`."""
+        """Render messages that are `fitted` already."""
         names = self._names(messages, add_generation_prompt, tools, variables)
         outcome = self._outcomes([names])[-1]
         if outcome.text is None:
@@ -177,7 +178,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether a user's text reaches the reply as a list of parts only."""
+        """Whether the template prints a user's text only if it is a list of parts."""
         asked = ProbeConversation.of([{"role": "user", "content": "text"}], None)
         given = [self._names(Form(content).of(asked.messages), True, None, None) for content in ("text", "parts")]
         outcomes = self._outcomes(given, tuple(asked.texts))
@@ -190,7 +191,6 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """What the template sees."""
         return {
             **self._special_tokens,
             "documents": None,
@@ -229,7 +229,7 @@ def _failure(what: str, reason: str) -> TemplateError:
 
 
 def _moment(now: datetime) -> dict[str, str]:
-    """What each directive gives now; a template's own text never reaches the system's formatting."""
+    """Format the moment by each of `strftime`'s directives."""
     parts = {"%": "%"}
     for directive in (prefix + letter for prefix in ("", "-") for letter in _DIRECTIVES):
         try:
@@ -240,7 +240,7 @@ def _moment(now: datetime) -> dict[str, str]:
 
 
 def _size(value: Any) -> int:
-    """Bytes that plain values take, about."""
+    """Estimate the bytes of plain values."""
     if isinstance(value, str):
         return _VALUE_BYTES + len(value) * (1 if value.isascii() else 4)
     if isinstance(value, dict):
@@ -289,7 +289,7 @@ def _check_part(part: object, index: int) -> None:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy made of JSON types alone: templates see no object with methods of its own."""
+    """Copy a value as JSON types: templates see no objects with methods."""
     if depth > _MAX_DEPTH:
         raise PromptError(f"The {where} nest more than {_MAX_DEPTH} levels deep.", "Flatten them.")
     if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:

@@ -71,7 +71,6 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Reads a tokenizer.json."""
         path = Path(path)
         try:
             size = path.stat().st_size
@@ -93,12 +92,10 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; see `contract.TokenizerLike.encode`."""
         with self._encoding(text, parse_special):
             return self._ids(text, add_special_tokens)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`."""
         with self._encoding("".join(parts), parse_special=False):
             if self._placeholders is None:
                 self._placeholders = SpecialPlaceholders(self._backend, self._ids)
@@ -115,7 +112,7 @@ class Tokenizer:
 
     @contextmanager
     def _encoding(self, text: str, parse_special: bool) -> Iterator[None]:
-        """Where the library turns this text into tokens."""
+        """Check a text and set the library up for it."""
         if not text.isascii():
             try:
                 text.encode("utf-8")
@@ -133,7 +130,7 @@ class Tokenizer:
                 self._backend.encode_special_tokens = False
 
     def encoding_bytes(self, characters: int) -> int:
-        """What turning a text into tokens takes besides the tokenizer."""
+        """Bytes that encoding a text takes."""
         return self._character_bytes * characters + _ENCODER_BYTES
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -144,17 +141,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's logits may have more columns."""
         return self._size
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens marked as special."""
         return frozenset(id_ for id_, token in self._added_tokens().items() if token.special)
 
     @cached_property
     def control_texts(self) -> Mapping[str, int]:
-        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
         # Some are spelled in another way in normalized text.
         spelled = {self.id_to_token(id_) or "": id_ for id_ in self.special_ids}
         return spelled | {token.content: id_ for id_, token in self._added_tokens().items() if token.special}
@@ -163,18 +157,15 @@ class Tokenizer:
         return self._backend.get_added_tokens_decoder()
 
     def token_to_id(self, text: str) -> int | None:
-        """The id of one token as the vocabulary spells it, None where it has no such token."""
         return self._backend.token_to_id(text)
 
     def id_to_token(self, id_: int) -> str | None:
-        """The vocabulary's spelling of an id, None where it has no such id."""
         if self._placeholders is not None and id_ in self._placeholders.ids:
             return None
         return self._backend.id_to_token(id_)
 
     @cached_property
     def decoder_types(self) -> tuple[str, ...]:
-        """Names of the decoding steps in order, such as ("ByteLevel",); empty where tokens are joined by spaces."""
         decoder = self._backend.decoder
         return tuple(_step_types(json.loads(decoder.__getstate__()))) if decoder is not None else ()
 
@@ -188,7 +179,7 @@ def _parsed(contents: bytes) -> tokenizers.Tokenizer:
 
 
 def _bound_cache(backend: tokenizers.Tokenizer) -> None:
-    """Keeps no more words than planned, where the library lets us say so."""
+    """Limit the library's cache of words to the planned number."""
     resize = getattr(backend.model, "_resize_cache", None)
     if resize is not None:
         resize(SEEN_WORDS)
@@ -283,7 +274,7 @@ def _token(name: str, way: _Way, kept: bool) -> AddedToken:
 
 
 def kept_bytes(tokens: int, *, used: bool = True) -> int:
-    """A tokenizer that stays in memory."""
+    """Bytes of a tokenizer that stays in memory."""
     parsed = _TOKEN_BYTES * tokens + _BUCKET_BYTES * _buckets(tokens)
     return parsed + _KEPT_BYTES + (_SEEN_WORD_BYTES * SEEN_WORDS if used else 0)
 
@@ -303,7 +294,7 @@ def file_has_pairs(path: Path) -> bool:
 
 
 def parsing_bytes(file_bytes: int, tokens: int, *, pairs: bool) -> int:
-    """The most that is in use while a tokenizer.json is parsed, the result included."""
+    """Peak bytes while a tokenizer.json is parsed, including the result."""
     parsed = _PARSED_TOKEN_BYTES[pairs] * tokens + _PARSED_BUCKET_BYTES[pairs] * _buckets(tokens)
     return file_bytes + parsed + _PARSER_BYTES
 
@@ -346,7 +337,6 @@ class MappedTokenizer(Tokenizer):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Maps a tokenizer.table."""
         with allocating("The tokenizer"), library_errors(f"{path} is not a usable tokenizer"):
             try:
                 tokenizer = cls(TokenizerTable(Path(path)))
@@ -358,12 +348,10 @@ class MappedTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, bundle: Bundle) -> Self:
-        """That of a bundle with a table."""
         bundle.check(TABLE)
         return cls.from_file(bundle.path / TABLE)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the vocabulary lacks add nothing."""
         # As the library does, by their texts: a special token that is spelled in another way is not left out.
         hidden = self._special if skip_special_tokens else frozenset()
         spelled = [text for text in map(self.id_to_token, ids) if text is not None and text not in hidden]
@@ -371,12 +359,10 @@ class MappedTokenizer(Tokenizer):
         return " ".join(spelled) if decoder is None else str(decoder.decode(spelled))
 
     def token_to_id(self, text: str) -> int | None:
-        """The id of one token as the vocabulary spells it, None where it has no such token."""
         added = self._table.added.get(text)
         return self._table.id_of(text) if added is None else added
 
     def id_to_token(self, id_: int) -> str | None:
-        """The vocabulary's spelling of an id, None where it has no such id."""
         spelled = self._spelled.get(id_)
         return self._table.spelling(id_) if spelled is None else spelled
 
@@ -402,7 +388,7 @@ class MappedTokenizer(Tokenizer):
 
 
 def mapped_tokenizer_bytes(table: Path, *, used: bool) -> int:
-    """What stays of a mapped tokenizer in memory of its own; 0 where the table cannot be read."""
+    """Anonymous bytes of a mapped tokenizer; 0 if the table cannot be read."""
     with suppress(ArrayFileError, OSError, KeyError, ValueError):
         symbols = TokenizerTable(table).tokenizer
         return _LIBRARY_BYTES + _PARSED * len(symbols) + (SEEN_WORDS * _SEEN_WORD_BYTES if used else 0)

@@ -20,7 +20,7 @@ _UNUSED = 5
 
 
 def vocabulary_difference(target: Bundle, other: Bundle) -> str | None:
-    """What keeps token ids of the target from meaning the same to another model; None where nothing does."""
+    """Say why token ids of the target differ in another model; None if they mean the same."""
     if target.has(_TOKENIZER) and other.has(_TOKENIZER):
         return _between_tokenizers(target, other)
     ours, theirs = _gguf(target), _gguf(other)
@@ -51,7 +51,7 @@ def _between_tokenizers(target: Bundle, other: Bundle) -> str | None:
 
 
 def _too_few(last: int, target: Bundle, other: Bundle) -> str | None:
-    """Where the other model has no logits for some of the target's tokens, of which this is the last."""
+    """Say that the other model has no logits for some tokens, of which this is the last."""
     known = min(target.manifest.geometry.vocab_size, 1 + last)
     if other.manifest.geometry.vocab_size < known:
         return f"{known} tokens and {other.manifest.geometry.vocab_size} logits"
@@ -107,7 +107,7 @@ def _merges(tokenizer: dict[str, Any]) -> list[Any]:
 
 
 def _added(tokenizer: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
-    """Id, spelling and whether it is special, of tokens beside the vocabulary."""
+    """Id, spelling and whether it is special, of added tokens."""
     added = tokenizer.get("added_tokens")
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     return sorted(((token.get("id"), token.get("content"), token.get("special")) for token in tokens), key=repr)
@@ -120,7 +120,6 @@ def _ids(tokenizer: dict[str, Any]) -> list[int]:
 
 
 def _by_id(tokenizer: dict[str, Any]) -> dict[int, str]:
-    """Tokens by id."""
     vocabulary = _vocabulary(tokenizer)
     if isinstance(vocabulary, dict):
         found = {id_: token for token, id_ in vocabulary.items() if isinstance(id_, int)}

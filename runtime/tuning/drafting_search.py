@@ -90,7 +90,7 @@ def calibrate_skips(
 
 
 def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sample]) -> Entropies:
-    """Has the small model read replies of the large one, keeps how unsure it is, and uses that."""
+    """Measure how unsure the small model is on replies of the large one, and keep that."""
     small, means = reduced.require_small(), list[float]()
     for sample in samples:
         text: list[int] = [*sample.prompt]
@@ -109,7 +109,7 @@ def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sampl
 
 
 def skip_units(num_layers: int, granularity: int, evaluations: int) -> NDArray[np.bool_]:  # (U, 2 L)
-    """What a search skips together: attention blocks of a group of layers, and its MLP blocks."""
+    """Blocks that are skipped together: attention blocks of a group of layers, and its MLP blocks."""
     if min(granularity, evaluations) < 1:
         raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     layer, is_mlp = np.arange(2 * num_layers) // 2, np.arange(2 * num_layers) % 2
@@ -212,7 +212,7 @@ class _SkipSearch:
         return mask
 
     def ladder(self) -> SkipLevels:
-        """What no other set beats."""
+        """The sets that no other set beats."""
         masks = [(self._mask(np.frombuffer(key, np.bool_)), loss) for key, loss in self._scores.items()]
         best: list[tuple[float, Mask]] = []
         # From the fastest on; of equally fast ones the better first.
@@ -263,7 +263,6 @@ class SampleTexts:
 
     @property
     def positions(self) -> int:
-        """N, tokens that are read."""
         return sum(len(fed) for _, fed in self._texts)
 
     def read(self, layer_mask: NDArray[np.bool_]) -> Iterator[Floats]:  # (2 L,)
@@ -332,7 +331,6 @@ class _MatchScorer:
 
     @property
     def positions(self) -> int:
-        """Tokens that a score counts."""
         return self._texts.positions
 
 
@@ -400,11 +398,9 @@ class _DraftingSearch:
 
     @property
     def scored(self) -> int:
-        """Sets scored so far."""
         return len(self._scores)
 
     def result(self) -> SkipSet:
-        """The best set so far."""
         return replace(self._best, evaluations=self.scored)
 
     def step(self) -> None:

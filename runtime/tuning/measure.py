@@ -55,7 +55,6 @@ class _Greedy(Sampler):
         """Nothing is asked for."""
 
     def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
-        """The most likely token."""
         return int(logits.argmax())
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)

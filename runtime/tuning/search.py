@@ -1,7 +1,7 @@
 """Finds settings that are better than the usual ones, and proves them.
 
-One setting after the other, each beside those found before it, and the whole set once more against the usual settings
-with fresh timings: what is not proved is not kept.
+One setting after the other is tried, together with those found before it, and the whole set once more against the
+usual settings with fresh timings: what is not proved is not kept.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ QUICK = Effort((7, 13), 8.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a comparison told.
+    """The result of a comparison.
 
     Attributes:
         first, second: median milliseconds by part.
@@ -150,7 +150,7 @@ def _medians(visits: Sequence[Times]) -> Times:
 
 # Times a way once, at one of these tasks; BudgetError where there is no memory for it.
 Timer = Callable[[TunedSettings, str], Times]
-# Of more values than this, those that look fastest are compared in earnest.
+# Of more values than this, only those that look fastest are compared in full.
 _COMPARED, _GLANCES = 3, 2
 # Visits that tell how fast the usual settings are, where no comparison with them does.
 _ENOUGH = 5
@@ -178,7 +178,7 @@ class SettingChoices:
 
 @dataclass(frozen=True)
 class _Knob:
-    """A setting: its values beside those found so far, at what they are timed, and in what they may be better."""
+    """A setting: its values given those found so far, the task that times it, and the times it may improve."""
 
     name: str
     values: Callable[[SettingChoices, TunedSettings], Sequence[Any]]
@@ -289,7 +289,7 @@ def _prove(
     clock: Callable[[], float],
     report: Callable[[str, int, int], None],
 ) -> Trial:
-    """All that was chosen against the usual settings, in everything."""
+    """Compare everything chosen with the usual settings."""
     knobs = [knob for knob in _KNOBS if knob.name in chosen.names]
     aims = tuple(dict.fromkeys((TURN, *(aim for knob in knobs for aim in knob.aims))))
     task = LOADED if LOAD in aims else TURNS
@@ -307,7 +307,7 @@ def _prove(
 def _shortlist(
     knob: _Knob, values: Sequence[Any], best: TunedSettings, timer: Timer, attempts: list[Attempt]
 ) -> Sequence[Any]:
-    """All values, or of many those that look fastest at a glance."""
+    """All values, or of many those that look fastest in a short timing."""
     if len(values) <= _COMPARED:
         return values
     glanced: dict[Any, float] = {}

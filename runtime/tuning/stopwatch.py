@@ -66,7 +66,7 @@ class Work:
 
 
 def verified_rows(configuration: Configuration) -> tuple[int, ...]:
-    """Rows of the passes that verify which a plan has room for."""
+    """Row counts of verifying passes that a plan has room for."""
     return tuple(rows for rows in _VERIFIED if rows <= configuration.draft_max + 1)
 
 
@@ -154,7 +154,6 @@ class Stopwatch:
         return self._work[PROMPTS].prompt
 
     def __call__(self, settings: TunedSettings, task: str) -> Times:
-        """Milliseconds of one visit."""
         work = self._work[task]
         if task != LOADED:
             loaded = self._load(settings)
@@ -193,7 +192,6 @@ class Stopwatch:
         release_freed()
 
     def close(self) -> None:
-        """Frees what is loaded."""
         for settings in tuple(self._loaded):
             self._drop(settings)
 

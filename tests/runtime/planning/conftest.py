@@ -63,7 +63,7 @@ class Large(MemoryModel):
     def footprint(self, configuration: Configuration) -> Footprint:
         layers = configuration.window_layers or 20
         whole = super().footprint(configuration)
-        # Beside so much, loading is nothing.
+        # Compared with this, loading is nothing.
         return Footprint(dict(whole.anonymous) | {"loading": 0}, whole.file) + Footprint(
             {}, {"weights_mapped": layers * 20_000_000}
         )

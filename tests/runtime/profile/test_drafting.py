@@ -67,7 +67,7 @@ def test_a_text_that_was_made_before_teaches_nothing() -> None:
         history.add(asked, said, 20, 0, right)
     again = DraftHistory(history.state())
     again.add(text(7), reply, 20, 0, right)
-    again.add(text(40), text(200), 0, 0, right)  # beside others
+    again.add(text(40), text(200), 0, 0, right)  # in a batch
     for name in ("rounds", "tokens"):
         assert np.array_equal(again.state()[name], state[name])
     # A new question, and the next turn of a conversation, are new.

@@ -88,7 +88,7 @@ def test_the_callers_own_are_never_overridden() -> None:
     assert settings.beside(LoadConfig(prefill_chunk=16), cores) == dataclasses.replace(settings, prefill_chunk=None)
     assert settings.beside(LoadConfig(weights="streamed"), cores) == dataclasses.replace(settings, weights=None)
     assert settings.beside(LoadConfig(expert_memory=10**6), cores) == dataclasses.replace(settings, weights=None)
-    # Nobody knows what the others do with another number of threads.
+    # The other settings were not measured with another number of threads.
     assert settings.beside(LoadConfig(threads=cores + 1), cores) == UNTUNED
     assert settings.beside(LoadConfig(threads=cores), cores) == dataclasses.replace(settings, threads=None)
     chunk = TunedSettings(prefill_chunk=128)

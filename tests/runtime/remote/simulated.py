@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, draft_rows, worth_in_company
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice, draft_rows
 from edgeinfer.runtime.remote.channel import Channel
 
 
@@ -39,11 +39,11 @@ class SimulatedWay:
         self.chance = random.Random(self.seed)
 
     def wire_ms(self, size: float) -> float:
-        """Of so many bytes."""
+        """Milliseconds for these bytes."""
         return size * 8 / (self.mbits * 1e3)
 
     def server_ms(self, rows: int) -> float:
-        """Of one pass, as it goes."""
+        """Milliseconds of one pass."""
         return self.pass_ms(rows) * (3 if self.chance.random() < self.disturbed else 1)
 
     def streaming_ms(self, tokens: int) -> float:
@@ -76,12 +76,12 @@ class Answered:
     Attributes:
         at_ms: when it does.
         verified: tokens of the draft that it looked at.
-        company: as `Channel.joins` takes it.
+        advice: as `Channel.joins` takes it.
     """
 
     at_ms: float
     verified: int = 0
-    company: Company | None = None
+    advice: DraftAdvice | None = None
 
 
 Steps = Generator[Asked, Answered, None]
@@ -147,7 +147,7 @@ class SimulatedReplies:
         drafts = length - verified + ahead  # that follow, if this token is the first of them
         foretold = agreed == verified and drafts > 0 and way.chance.random() < way.accepted
         self._agreeing = drafts - 1 if foretold else 0
-        self.channel.joins(answered.company)
+        self.channel.joins(answered.advice)
         if not first:
             self.channel.verified(verified, server, link + server)
         self.channel.judged(agreed + (foretold and verified < length), min(length, came))
@@ -169,7 +169,7 @@ class SimulatedReplies:
                 self.channel.drafted(way.draft_ms)
                 self.drafted += 1
                 self.channel.judged(int(way.chance.random() < way.accepted), 1)
-            self.channel.joins(answered.company)
+            self.channel.joins(answered.advice)
             if number:
                 self.channel.streamed(1, took)
             if number + 1 < most and self.channel.leaves():
@@ -217,16 +217,16 @@ class SimulatedServer:
             took = self.way.pass_ms(sum(rows))
             took += sum(self._event_ms if asked.draft is None else self._round_ms for _, asked in come)
             self.processor_ms, now = self.processor_ms + took, now + took
-            company = None if len(going_on) < 2 else self._company(len(going_on))
+            advice = None if len(going_on) < 2 else self._advice(len(going_on))
             for (place, _), count in zip(come, rows, strict=True):
-                asked = _sent(replies[place], Answered(now, count - 1, company))
+                asked = _sent(replies[place], Answered(now, count - 1, advice))
                 if asked is None:
                     going_on.remove(place)
                 else:
                     heapq.heappush(coming, (asked.at_ms, place, asked))
 
-    def _company(self, devices: int) -> Company:
-        return worth_in_company(devices, self.way.accepted, self.way.pass_ms, VERIFIED_ROWS)
+    def _advice(self, devices: int) -> DraftAdvice:
+        return draft_advice(devices, self.way.accepted, self.way.pass_ms, VERIFIED_ROWS)
 
     def _rows(self, come: Sequence[Asked]) -> list[int]:
         whole = [1 + (asked.draft or 0) for asked in come]

@@ -1,4 +1,4 @@
-"""Which texts a schema's grammar takes and gives, over a vocabulary of single bytes, and a validator beside it."""
+"""Texts that a schema's grammar accepts and generates over a vocabulary of single bytes, and a validator."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Bytes:
 
 @cache
 def vocabulary() -> GrammarVocabulary:
-    """Of a token for each byte, and one that ends texts."""
+    """A token for each byte, and one that ends texts."""
     return GrammarVocabulary(_Bytes(), END + 1)
 
 

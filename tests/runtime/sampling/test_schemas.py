@@ -94,7 +94,7 @@ VERDICTS: list[tuple[Schema, list[str], list[str]]] = [
     ({"format": "ipv6"}, ['"::ffff:192.168.0.1"', '"1:2::1.2.3.4"', '"::"', '"1::"'],
      ['"1::2::3"', '"5:c:0::a:A:f:1:B:F"']),
     ({"format": "ipv6", "pattern": "^2"}, ['"2::1"'], ['"::1"', '"2:"']),
-    # What stands beside $ref counts by the drafts since 2019-09, and where no draft is named.
+    # Keywords next to $ref count by the drafts since 2019-09, and where no draft is named.
     *(({"$schema": draft, "definitions": {"a": {"type": "array"}}, "$ref": "#/definitions/a", "maxItems": 1, "if": {},
         "required": ["b"], "format": "iri"}, ["[1]", "[1, 2]"], ["1"])
       for draft in (DRAFT_4, DRAFT_6, DRAFT_7, DRAFT_7.replace("http", "https").replace("#", ""))),

@@ -31,7 +31,7 @@ class Spelled(Letters):
 
 
 class Tagged(Spelled):
-    """The same with tags that are tokens."""
+    """A tokenizer whose tags are tokens."""
 
     tags: Mapping[str, int] = {"[THINK]": 1, "[/THINK]": 2}
 

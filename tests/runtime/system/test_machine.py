@@ -79,7 +79,7 @@ def quotas(folder: Path, **files: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has control groups")
 def test_cores_are_no_more_than_the_groups_have_time_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of cgroup 2 and 1, of the process's own group and those around it, rounded down, at least one."""
+    """Limits of cgroup 2 and 1, of the process's own group and those around it, rounded down, at least one."""
     groups = tmp_path / "groups"
     monkeypatch.setattr(machine, "_GROUPS", groups)
     monkeypatch.setattr(machine, "_cores", lambda: list(range(8)))

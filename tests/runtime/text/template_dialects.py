@@ -120,7 +120,7 @@ _PRINTED = _joined(r"""
     {% for m in messages %}{{ m.role ~ ': ' }}{{ m.content ~ '\n' }}{% endfor %}{% if add_generation_prompt %}
     {{ '<|assistant|>' }}{% endif %}
 """)
-# Calls are told by content that is none, their arguments are text: DeepSeek R1.
+# Calls are recognized by content that is none, their arguments are text: DeepSeek R1.
 _DEEPSEEK = _joined(r"""
     {% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}
     {% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}

@@ -1,4 +1,4 @@
-"""Conversations of every shape that clients send, and what a chat template makes of them beside transformers."""
+"""Conversations of every shape that clients send, and what a chat template makes of them here and in transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.runtime.text.template import ChatTemplate
 
 TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-# s, d, u, a: messages of system, developer, user, assistant; c: a call, C: two calls, b: a call beside text; t: an
+# s, d, u, a: messages of system, developer, user, assistant; c: a call, C: two calls, b: a call with text; t: an
 # answer of a tool.
 _PLAIN = "u su suau uau suauau s ssu du usu uasu uu suu uuau uaau au sau aau sua"
 _CALLING = "uct suct uctau uctu uCtt uCttau sucta ubtu uctctu ut sutu ucu"
@@ -33,7 +33,7 @@ class Shape:
 
     Attributes:
         order: of roles, a letter each.
-        content: how contents are given; "empty" is of the assistant's, beside calls null.
+        content: how contents are given; "empty" is the assistant's content, null where there are calls.
         arguments: how those of calls are given.
         tools: whether functions are offered.
     """

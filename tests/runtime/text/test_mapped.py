@@ -101,7 +101,7 @@ def _with(change: Callable[[dict[str, Any]], object]) -> bytes:
         lambda t: t["model"]["merges"].append(["absent", "tokens"]),
         lambda t: t["model"]["vocab"].update({"same id": 5}),
         lambda t: t["model"]["vocab"].update({"far": 1 << 31}),
-        # Whole words of a vocabulary that lacks characters could not be told from their symbols.
+        # Whole words of a vocabulary that lacks characters could not be distinguished from their symbols.
         lambda t: t["model"].update(ignore_merges=True) or t.update(pre_tokenizer={"type": "WhitespaceSplit"}),
         # The library would give it another id than the file says.
         lambda t: t["added_tokens"][-1].update(id=5000),

@@ -62,7 +62,7 @@ def controls(kind: str, ids: Sequence[int]) -> list[int]:
 
 
 def harmless(value: Any, key: str | None = None) -> Any:
-    """The same data with plain words for all texts that are not the template's own business."""
+    """Data with plain words for all texts that are not the template's own."""
     if isinstance(value, str):
         known = key in ("role", "type") and value in (
             "user",

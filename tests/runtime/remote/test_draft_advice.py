@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, worth_in_company
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice
 from edgeinfer.runtime.profile.costs import PassCosts, RanPasses
 from edgeinfer.runtime.remote.channel import Channel
 from tests.runtime.remote.simulated import SimulatedReplies, SimulatedServer, SimulatedWay
@@ -26,7 +26,7 @@ def memory_bound(rows: int) -> float:
 
 
 def processor_ms(pass_ms: Callable[[int], float], accepted: float, seed: int) -> tuple[float, SimulatedServer]:
-    """Of a token of devices that draft as they like, beside that of devices that stream."""
+    """Times of a token on devices that draft as they like, relative to devices that stream."""
     ways = [
         SimulatedWay(rtt_ms=0.2, pass_ms=pass_ms, accepted=accepted, draft_ms=1.0, seed=seed * 100 + device)
         for device in range(DEVICES)
@@ -45,7 +45,7 @@ def processor_ms(pass_ms: Callable[[int], float], accepted: float, seed: int) ->
 @pytest.mark.parametrize("accepted", [0.3, 0.65, 0.87])
 def test_devices_in_company_cost_the_server_what_streams_do(accepted: float) -> None:
     replies = [processor_ms(arithmetic_bound, accepted, seed) for seed in range(2)]
-    # 1.2 to 1.6 where drafts are not cut; 1.02 to 1.08 where devices are not told to stream.
+    # 1.2 to 1.6 where drafts are not cut; 1.02 to 1.08 where devices are not advised to stream.
     assert fmean(share for share, _ in replies) < 1.03
 
 
@@ -59,7 +59,7 @@ def test_a_cut_draft_tells_nothing_of_what_was_not_looked_at() -> None:
     channel = Channel(32)
     channel.drafted(0.1)
     for _ in range(50):
-        channel.joins(Company(25.0, 2))
+        channel.joins(DraftAdvice(25.0, 2))
         channel.verified(2, 20.0, 21.0)
         channel.judged(3, 3)
         channel.went(2, 3, 21.0)
@@ -78,12 +78,12 @@ def test_a_server_that_makes_drafts_too_dear_has_them_streamed() -> None:
         channel.judged(4, 4)
         channel.went(4, 5, 21.0)
     assert channel.length()
-    channel.joins(Company(28.0, 0))
+    channel.joins(DraftAdvice(28.0, 0))
     assert channel.length() is None
     # As long as it says so, whatever is measured.
     for _ in range(304):
         assert not channel.leaves()
-        channel.joins(Company(28.0, 0))
+        channel.joins(DraftAdvice(28.0, 0))
         channel.streamed(1, 60.0)
     channel.joins(None)
     assert channel.leaves()
@@ -94,9 +94,9 @@ def test_what_is_best_in_company_counts_what_rounds_take_besides_rows() -> None:
         return 20.0 + rows
 
     def best(replies: int, acceptance: float) -> int:
-        return worth_in_company(replies, acceptance, pass_ms, VERIFIED_ROWS).draft_tokens
+        return draft_advice(replies, acceptance, pass_ms, VERIFIED_ROWS).draft_tokens
 
-    assert worth_in_company(8, 0.7, pass_ms, VERIFIED_ROWS).stream_ms > pass_ms(8)
+    assert draft_advice(8, 0.7, pass_ms, VERIFIED_ROWS).stream_ms > pass_ms(8)
     assert best(2, 0.9) >= best(8, 0.9) > 0
     assert best(8, 0.9) * 8 <= VERIFIED_ROWS
     # Half as many tokens again for a pass of as many more rows, and rounds.
