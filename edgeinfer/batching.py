@@ -370,7 +370,7 @@ class ReplyBatch:
         main = self._main.engine
         sequence = self.scheduler.new_sequence(main.backend.cache.capacity)
         engine = Engine(sequence, main.chunk, prefixes=main.prefixes)
-        return Slot(self, self._main.beside(engine, lambda: self.running))
+        return Slot(self, self._main.for_sequence(engine, lambda: self.running))
 
     def _make_room(self, pages: int) -> None:
         """Drop rows of finished replies, least recently used first, until so many pages are free."""

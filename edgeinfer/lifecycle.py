@@ -57,16 +57,15 @@ class ModelParts:
     """What a loaded model is made of.
 
     Attributes:
-        loaded: which model it is; `info` says besides whether its files are verified.
-        verification: of the files it is made of; replies wait until they are verified.
-        threads: that a pass works with.
-        uncertainty: entropy in nats above which searches take the next token for uncertain, unless a reply says.
-        watched: the backend where it has experts, which tells how they are used.
-        decoder: what its layers are, where the bundle says it.
+        loaded: which model it is, without the state of verification that `info` adds.
+        verification: of its files; replies wait for it.
+        uncertainty: entropy in nats above which searches treat the next token as uncertain, by default.
+        watched: the backend of a model with experts, which counts how they are used.
+        decoder: description of the layers, where the bundle has one.
         sampling: generation options that its makers recommend for chats.
-        main: of a reply beside others, the parts of the model itself.
-        drafting: of a reply beside others, what drafts for its sequence.
-        remote: how a server decides what this model drafts; None where this model decides.
+        main: in the parts of one of several sequences, the model's own parts.
+        drafting: in the parts of one of several sequences, its drafting.
+        remote: the server that decides the text which this model drafts; None where this model decides.
     """
 
     engine: Engine
@@ -90,8 +89,8 @@ class ModelParts:
     drafting: SequenceDrafting | None = None
     remote: RemoteDeciding | None = None
 
-    def beside(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:
-        """The same model with the engine of another sequence, for a reply beside others."""
+    def for_sequence(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:
+        """These parts with the engine of another sequence, for replies side by side."""
         drafting = SequenceDrafting(engine.backend, replies)
         return replace(self, engine=engine, watched=None, main=self, drafting=drafting)
 
@@ -113,12 +112,12 @@ class ModelParts:
 
     @cached_property
     def reduced(self) -> ReducedComputeStrategies:
-        """What makes the strategies of replies that take less compute."""
+        """The strategies of replies that take less compute."""
         return self.make_reduced()
 
     @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary as replies by a grammar need it, with memory planned for it."""
+        """The vocabulary in the form that grammars need, with memory planned for it."""
         if self.main is not None:
             return self.main.grammar_vocabulary
         from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary  # of few replies
@@ -129,38 +128,38 @@ class ModelParts:
 
     @cached_property
     def choice_lists(self) -> ChoiceLists:
-        """The lists of choices that replies had last."""
+        """The lists of choices of recent replies."""
         if self.main is not None:
             return self.main.choice_lists
         return ChoiceLists(self.tokenizer, self.literal_encoder, self.engine.backend.geometry.vocab_size)
 
     @cached_property
     def literal_encoder(self) -> LiteralEncoder:
-        """The tokenizer for texts that must not become control tokens."""
+        """The tokenizer for texts that must not become special tokens."""
         if self.main is not None:
             return self.main.literal_encoder
         return LiteralEncoder(self.tokenizer, self.eos_ids)
 
     @cached_property
     def vocabulary_digest(self) -> str:
-        """The sha256 of what each token id stands for."""
+        """The sha256 of the text of each token id."""
         return vocabulary_digest(self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of text that one token stands for at most."""
+        """Bytes of the longest token."""
         return longest_token(self.tokenizer)
 
 
 _log = logging.getLogger("edgeinfer")
 
-# Files put aside by the process of this number, and what a killed one leaves of them.
+# Session files of a process id, including leftovers of killed processes.
 _OURS = re.compile(r"\.?aside-(\d+)-\d+\.session.*")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a model whether it is in memory or not."""
+    """Facts of a model that stay known while it is unloaded."""
 
     plan: MemoryPlan
     info: ModelInfo
@@ -179,14 +178,11 @@ class ModelLifecycle:
     """Loads the parts of a model when they are needed, and frees them when they were idle.
 
     Args:
-        make: loads the parts; takes time.perf_counter() of the request to, and the plan to load by if it is not the
-            first time.
-        started: of the first request, which is served at once.
+        make: loads the parts; takes time.perf_counter() of the request, and the plan to load by except for the first
+            time.
+        started: time of the first request, which is served at once.
         idle_s: seconds without use after which the model is unloaded; None never does.
-        aside: put aside what the cache holds.
-
-    Raises:
-        EdgeInferError: as `make`.
+        aside: keep the cache's contents in a file while the model is unloaded.
     """
 
     def __init__(
@@ -214,7 +210,7 @@ class ModelLifecycle:
         self._forget_aside: Callable[[], object] = lambda: None
 
     def renew(self) -> None:
-        """In the child of a fork the model is not in memory: its parts are nothing without their threads."""
+        """Forget the parts in the child of a fork, where they lack their threads."""
         if self._parts is not None:
             self._facts = _facts(self._parts)
             keep_for_good(self._parts)
@@ -223,7 +219,7 @@ class ModelLifecycle:
 
     @property
     def facts(self) -> Facts:
-        """What is known of the model; does not load it."""
+        """Facts of the model; does not load it."""
         parts = self._parts
         return self._facts if parts is None else _facts(parts)
 
@@ -233,7 +229,7 @@ class ModelLifecycle:
         return self._parts is not None
 
     def parts(self) -> ModelParts:
-        """The parts, loaded if they were not. They stay for a moment; `acquire` and `take` make them stay."""
+        """The parts, loaded if necessary. Only `acquire` and `take` keep them in memory."""
         with self._lock:
             if self._closed:
                 raise UsageError("The model is closed.", "Load it again.")
@@ -244,7 +240,7 @@ class ModelLifecycle:
             return self._parts
 
     def take(self) -> ModelParts:
-        """The parts, which stay until `leave`; errors as `parts`."""
+        """The parts, which stay in memory until `leave`."""
         with self._lock:
             parts = self.parts()
             self._holders += 1
@@ -252,9 +248,9 @@ class ModelLifecycle:
             return parts
 
     def leave(self) -> None:
-        """Ends what `take` began; the last of a closed model's frees it."""
+        """Undo one `take`; the last one of a closed model frees it."""
         with self._lock:
-            self._holders = max(0, self._holders - 1)  # what was taken before a fork is left in its child, too
+            self._holders = max(0, self._holders - 1)  # parts taken before a fork are left in the child too
             if self._closed:
                 self._free_for_good()
             else:
@@ -262,10 +258,10 @@ class ModelLifecycle:
 
     @contextmanager
     def acquire(self, *, verified: bool = True) -> Iterator[ModelParts]:
-        """The parts, which stay inside the block.
+        """The parts, which stay in memory inside the block.
 
         Args:
-            verified: wait until all of their files are; what hands out nothing of the weights' need not.
+            verified: wait until all files are verified; unnecessary where no results of the weights are returned.
         """
         parts = self.take()
         try:
@@ -276,7 +272,7 @@ class ModelLifecycle:
             self.leave()
 
     def unload(self) -> None:
-        """Frees the parts, unless they are in use; they are loaded again when they are next asked for."""
+        """Free the parts unless they are in use; the next request loads them again."""
         with self._lock:
             if self._parts is None or self._holders:
                 return
@@ -289,13 +285,13 @@ class ModelLifecycle:
         release_freed()
 
     def shut(self) -> None:
-        """Hands the parts out no more; whoever uses them keeps them."""
+        """Refuse further requests; current users keep the parts."""
         with self._lock:
             self._stop_waiting()
             self._closed = True
 
     def close(self) -> None:
-        """Frees the parts for good: at once, or when those who have them leave."""
+        """Free the parts for good, at once or when the last user leaves."""
         with self._lock:
             self.shut()
             self._forget_aside()
@@ -307,16 +303,16 @@ class ModelLifecycle:
             parts, self._parts = self._parts, None
             _free(parts)
             del parts
-            # Much of a model refers to itself.
+            # Models have reference cycles.
             gc.collect()
             release_freed()
 
     def _wait(self) -> None:
-        """Unloads after the time to wait, counted from now, where the parts are not in use."""
+        """Restart the idle timer unless the parts are in use."""
         self._stop_waiting()
         if self._idle_s is None or self._holders or self._parts is None:
             return
-        waiting = weakref.ref(self)  # a timer must not keep alive what it is to free
+        waiting = weakref.ref(self)  # the timer must not keep the model alive
         timer = threading.Timer(self._idle_s, lambda: _call(waiting, timer))
         timer.daemon = True
         self._timer = timer
@@ -390,7 +386,7 @@ def _free(parts: ModelParts) -> None:
 
 
 def _place() -> Path:
-    """Where to put something aside; what processes that ended left there is removed."""
+    """A path for a session file; removes leftovers of processes that have ended."""
     import psutil  # only here: a megabyte of modules
 
     folder = user_cache() / "edgeinfer" / "aside"
@@ -409,10 +405,10 @@ def _remove(path: Path) -> None:
 
 
 def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
-    """Writes the tokens and rows that the cache holds.
+    """Write the tokens and rows of the cache to a file.
 
     Args:
-        tokens: only as far as both begin alike; None writes all. Where layers keep states, to where one is.
+        tokens: write only the common prefix with these, or up to a saved state in recurrent layers; None writes all.
     """
     engine = parts.engine
     shared = len(engine.cached_tokens) if tokens is None else engine.shared(tokens)
@@ -422,13 +418,15 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
 
 
 def _digests(engine: Engine) -> dict[str | None, str]:
-    """Those of the adapters that texts may have, and that of none."""
+    """Digests of the adapters by name, and an empty one for no adapter."""
     return {None: "", **dict(adapters_of(engine.backend).items())}
 
 
 def resume(parts: ModelParts, session: SessionFile) -> bool:
-    """Takes the rows of a session file over where this model, as it runs here, would have made the same; else says why
-    not in the log, as replies are then only slower to begin. Whether it did."""
+    """Take over the rows of a session file if this model, as it runs here, would make the same; return whether it did.
+
+    Otherwise the log says why: replies only start more slowly then.
+    """
     if session.sampling != SAMPLING:
         _log.warning(
             "The conversation in %s was sampled by version %d: a seed now gives other text (version %d).",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadedModel:
-    """A model that tells what it is, makes tokens of texts and keeps sessions; `Model` adds replies.
+    """A model's facts, tokenizer and sessions; `Model` adds replies.
 
     Args:
         template: the model's chat template; None where it has none.
@@ -47,13 +47,13 @@ class LoadedModel:
 
     @contextmanager
     def _idle(self) -> Iterator[ModelParts]:
-        """The parts while no reply is running, which stay inside the block."""
+        """The parts, reserved and kept in memory inside the block; no reply runs."""
         with self._turns.work(), self._lifecycle.acquire() as parts:
             yield parts
 
     @property
     def plan(self) -> MemoryPlan:
-        """The memory plan in force."""
+        """The current memory plan."""
         return self._lifecycle.facts.plan
 
     @property
@@ -68,12 +68,12 @@ class LoadedModel:
 
     @property
     def digest(self) -> str:
-        """The sha256 of weights and decoder, in hexadecimal digits: which model it is, wherever it lies."""
+        """The sha256 of weights and decoder, in hexadecimal digits: it identifies the model wherever it is stored."""
         return self._lifecycle.facts.digest
 
     @property
     def vocabulary_digest(self) -> str:
-        """The sha256 of what each token id stands for: equal for models whose ids mean the same."""
+        """The sha256 of the text of each token id: equal for models with the same vocabulary."""
         return self._parts.vocabulary_digest
 
     @property
@@ -82,7 +82,7 @@ class LoadedModel:
         return self._lifecycle.in_memory
 
     def reload(self) -> None:
-        """Loads the model again now, if it was unloaded, as the next request would.
+        """Load the model again now, if it was unloaded, as the next request would.
 
         Raises:
             EdgeInferError: as `edgeinfer.load`; the next request tries again.
@@ -91,7 +91,7 @@ class LoadedModel:
 
     @property
     def threads(self) -> int:
-        """How many threads a pass works with."""
+        """How many threads a pass uses."""
         return self._lifecycle.facts.threads
 
     @property
@@ -100,10 +100,10 @@ class LoadedModel:
         return self._lifecycle.facts.adapters
 
     def require_contexts(self) -> None:
-        """Refuses where `with_contexts` would refuse this model, before any text is read.
+        """Refuse a model that `with_contexts` would refuse, before any text is read.
 
         Raises:
-            CapabilityError: contexts cannot be evaluated apart of this model, or by its backend.
+            CapabilityError: this model, or its backend, cannot evaluate contexts separately.
         """
         from edgeinfer.runtime.decoding.contexts import require_contexts
 
@@ -112,13 +112,13 @@ class LoadedModel:
 
     @property
     def experts(self) -> ExpertUse | None:
-        """How the tokens so far used experts, since the model was last loaded; None where it has none."""
+        """How the tokens so far used experts since the model was last loaded; None where it has none."""
         watched = self._parts.watched
         return None if watched is None else watched.use()
 
     @property
     def load_costs(self) -> LoadCosts:
-        """What loading took."""
+        """The time and memory that loading took."""
         return self._lifecycle.facts.load
 
     @property
@@ -133,7 +133,7 @@ class LoadedModel:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """What `tokenize` puts before every text: the begin token, or nothing where the tokenizer adds none."""
+        """The tokens that `tokenize` puts before every text: the begin token, or nothing where it adds none."""
         begin = self.begin_ids
         return begin if begin and self.tokenize("a")[: len(begin)] == begin else []
 
@@ -143,12 +143,12 @@ class LoadedModel:
         return sorted(self._lifecycle.facts.end_ids)
 
     def logits(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Floats]:
-        """The logits after each token of a text, as arrays of a few rows each, which the next overwrites: (R, V).
+        """The logits after each token of a text, in arrays of a few rows (R, V); each overwrites the one before.
 
-        Empties the cache. Nothing else may be asked of the model before the last of them.
+        Empties the cache. The model must not be used for anything else before the last array.
 
         Args:
-            adapter: name of that with which the text is evaluated.
+            adapter: name of the adapter to evaluate the text with.
         """
         self._turns.require_idle()
 
@@ -163,10 +163,10 @@ class LoadedModel:
             return rows(token_logits(parts.engine, tokens))
 
     def score(self, tokens: Sequence[int], adapter: str | None = None) -> TokenScores:
-        """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache.
+        """Log-probabilities of a text, and the likeliest token after each of its tokens; empties the cache.
 
         Args:
-            adapter: name of that with which the text is evaluated.
+            adapter: name of the adapter to evaluate the text with.
         """
         from edgeinfer.runtime.tuning.measure import score_tokens
 
@@ -175,11 +175,11 @@ class LoadedModel:
             return score_tokens(parts.engine, tokens)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
-        """Writes what the cache holds to a file, for `load_session` to go on without evaluating it again.
+        """Write the contents of the cache to a file, from which `load_session` continues without evaluating it again.
 
         Args:
-            tokens: of a prompt; only what both share is written. None writes all.
-            text: kept in the file.
+            tokens: write only the common prefix with these; None writes all.
+            text: any text to keep in the file.
 
         Raises:
             StorageError: the path cannot be written.
@@ -188,7 +188,7 @@ class LoadedModel:
             save(parts, Path(path), tokens, text)
 
     def load_session(self, path: str | Path) -> list[int]:
-        """Takes over what `save_session` wrote; the token ids it is of. What was made in another way is made again.
+        """Take over what `save_session` wrote and return its token ids. Rows from other settings are computed again.
 
         Raises:
             UsageError: the file is missing, damaged or no session file.
@@ -202,13 +202,13 @@ class LoadedModel:
             return list(session.tokens)
 
     def resume(self, session: SessionFile) -> bool:
-        """Takes over the rows of an open session file, if they are this model's; whether they were."""
+        """Take over the rows of an open session file, if they are this model's; return whether they were."""
         with self._idle() as parts:
             return resume(parts, session)
 
     @property
     def tokenizes_beside(self) -> bool:
-        """Whether other threads may make tokens of texts while a reply is made."""
+        """Whether other threads may tokenize texts while a reply is made."""
         return self._lifecycle.facts.tokenizes_beside
 
     @property
@@ -218,7 +218,7 @@ class LoadedModel:
 
     @property
     def tool_template_text(self) -> str | None:
-        """The same of the template that conversations with tools take, where they have one of their own."""
+        """The source of the template for conversations with tools, which may be a separate one."""
         own = None if self._template is None else self._template.tool_use
         return self.chat_template_text if own is None else own.source
 
@@ -226,7 +226,7 @@ class LoadedModel:
         """Token ids of a text.
 
         Args:
-            add_special: with what the tokenizer itself puts around a text, such as a begin token.
+            add_special: add the tokens that the tokenizer puts around a text, such as a begin token.
             parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
 
         Raises:
@@ -240,14 +240,13 @@ class LoadedModel:
             return parts.literal_encoder.literal(text, add_special)
 
     def tokenize_data(self, text: str, *, fitting: str = "") -> list[int]:
-        """Token ids of a text that stands inside others: no begin token, and no special token that it spells out.
+        """Token ids of a text inside another: without a begin token, and without special tokens that it spells out.
 
         Args:
-            fitting: what the text is called where it is far too long for the context, which is then refused before all
-                of it is made tokens of; nothing is refused where this is empty.
+            fitting: name of the text in the error if it is far too long for the context; empty refuses nothing.
 
         Raises:
-            ContextLengthError: a text that is to be fitting is far too long.
+            ContextLengthError: the text is far too long.
         """
         with self._lifecycle.acquire(verified=False) as parts:
             if fitting:
@@ -255,8 +254,11 @@ class LoadedModel:
             return parts.literal_encoder.literal(text)
 
     def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """The same for a text to go on with; one that is empty raises PromptError, and one that is far too long for the
-        context ContextLengthError."""
+        """Token ids of a text to continue.
+
+        Raises:
+            PromptError, ContextLengthError: it is empty, or far too long for the context.
+        """
         if isinstance(text, str) and not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         with self._lifecycle.acquire(verified=False) as parts:
@@ -273,12 +275,12 @@ class LoadedModel:
         parse_special: bool = False,
         fitting: bool = False,
     ) -> list[int]:
-        """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
+        """Token ids of OpenAI-style messages in the model's chat template, up to the start of the reply.
 
         Args:
             tools, variables, prefill: as `Model.stream_chat` takes them.
             parse_special: special tokens spelled out in these become those tokens, and not only the template's own.
-            fitting: refuse what is far too long for the context before all of it is made tokens of.
+            fitting: refuse messages that are far too long for the context before all of them are tokenized.
 
         Raises:
             TemplateError, ContextLengthError: as `Model.stream_chat`, the latter for what is not `fitting`.
@@ -292,7 +294,7 @@ class LoadedModel:
             else:
                 from edgeinfer.runtime.text.special_tokens import GuardedTemplate  # with jinja2, which chats need
 
-                # One is kept for its analysis of the template; what it depends on stays when the model is loaded again.
+                # Kept for its analysis of the template, which stays valid when the model is loaded again.
                 self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.special_tokens)
                 pieces = self._guarded.parts(messages, tools, variables, prefill)
                 text = "".join(pieces)
@@ -303,8 +305,7 @@ class LoadedModel:
             return parts.literal_encoder.encode_parts(pieces)
 
     def split_chat(self, messages: Sequence[Mapping[str, Any]], prefill: str = "") -> tuple[list[int], list[int]]:
-        """Token ids of messages, and of the reply that was begun, before and behind where the first user message's text
-        begins.
+        """Token ids of messages and prefill, split where the text of the first user message starts.
 
         Raises:
             TemplateError: the template does not write that text as it is; else as `tokenize_chat`.
@@ -343,8 +344,10 @@ class LoadedModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that OpenAI-style messages become in the model's chat template. As a prompt, what messages spell out
-        of special tokens becomes those tokens: `tokenize_chat` and `stream_chat` keep the two apart.
+        """Render OpenAI-style messages with the model's chat template.
+
+        Used as a prompt, special tokens spelled out in messages become those tokens; `tokenize_chat` and `stream_chat`
+        keep them text.
 
         Args:
             variables: as `Model.stream_chat` takes them; with "add_generation_prompt": False the text ends with the
@@ -368,7 +371,7 @@ class LoadedModel:
         """Text of token ids.
 
         Args:
-            special: with special tokens spelled out, which are left out else.
+            special: spell out special tokens, which are left out by default.
 
         Raises:
             PromptError: one is no id of the model's vocabulary.
@@ -377,6 +380,6 @@ class LoadedModel:
             return parts.tokenizer.decode(known_ids(parts, ids), skip_special_tokens=not special)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each token stands for, special tokens spelled out; errors as `detokenize`."""
+        """The bytes of each token, with special tokens spelled out; errors as `detokenize`."""
         with self._lifecycle.acquire(verified=False) as parts:
             return [bytes_of(parts.tokenizer, id_) for id_ in known_ids(parts, ids)]

@@ -1,4 +1,4 @@
-"""Makes the parts of a model: opens its bundles, plans their memory, builds what runs."""
+"""Loading a model: open its bundles, plan their memory, build the parts that run."""
 
 from __future__ import annotations
 
@@ -58,17 +58,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("edgeinfer")
 
-# Freed memory worth another look at the process.
+# Freed memory that makes measuring the process again worthwhile.
 _WORTH_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """What is loaded: the model, the small one that drafts for it, and the settings that tuning found for the model.
+    """The bundles to load, a model and its draft model, with the backends that run them and the model's tuned settings.
 
     Attributes:
-        choice: what runs the model.
-        drafter_choice: what runs the small one.
         planned: the plan of both within a budget; None makes one.
     """
 
@@ -79,20 +77,17 @@ class Bundles:
 
     @property
     def target(self) -> Bundle:
-        """The model."""
+        """The model's bundle."""
         return self.choice.bundle
 
     @property
     def drafter(self) -> Bundle | None:
-        """The small model that drafts."""
+        """The draft model's bundle."""
         return None if self.drafter_choice is None else self.drafter_choice.bundle
 
     @classmethod
     def open(cls, model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Bundles:
-        """Opens both, chooses what runs them, and takes from the profile what the caller left open.
-
-        A bad profile is warned of. Errors as `choose_backend`.
-        """
+        """Open both, choose their backends, and look up tuned settings. Errors as `choose_backend`."""
         target = open_bundle(_located(model, config, progress))
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
         drafter = open_bundle(_located(config.draft_model, LoadConfig(), progress)) if given else None
@@ -102,16 +97,13 @@ class Bundles:
         if drafter is not None:
             check_same_vocabulary(target, drafter)
         choice = choose_backend(target, config)
-        # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
+        # Backend and device options are the target's; a draft model runs on its own backend on the CPU.
         own = dataclasses.replace(config.on_device("cpu"), backend=None, adapters={})
         drafter_choice = None if drafter is None else choose_backend(drafter, own)
         return cls(choice, drafter_choice, settings_for(choice, config))
 
     def within(self, config: LoadConfig) -> Bundles:
-        """The same to load within the budget, if there is one: with the plan, and without a drafter that it leaves out.
-
-        Errors as `make_plan`.
-        """
+        """These bundles with a plan for the budget, if there is one, and without a draft model that it leaves out."""
         if config.memory is None:
             return self
         plan = self.plan(config, loading=True)
@@ -119,25 +111,25 @@ class Bundles:
         return dataclasses.replace(self, planned=plan, drafter_choice=None if left_out else self.drafter_choice)
 
     def subject(self, config: LoadConfig) -> PlanInput:
-        """What there is to plan."""
+        """The input of the planner."""
         small = self.drafter_choice
         drafter = None if small is None else plan_input_of(small, config, settings=self._shared())
         target = plan_input_of(self.choice, config, drafter, self.settings)
         return dataclasses.replace(target, option_bytes=OPTION_BYTES)
 
     def _shared(self) -> TunedSettings:
-        """What a draft model has of the target's: the threads, whose calls take turns with the target's."""
+        """The tuned settings that a draft model shares with the target: threads, whose calls take turns."""
         return TunedSettings(threads=self.settings.threads, affinity=self.settings.affinity)
 
     def plan(self, config: LoadConfig, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
-        """What both will take; arguments and errors as those of `make_plan`."""
+        """The memory plan of both; arguments and errors as of `make_plan`."""
         subject = self.subject(config)
         speed = speed_model(subject, profiles_of(subject, config))
         return make_plan(subject, config, speed, all_ways=all_ways, loading=loading)
 
 
 def _located(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Path:
-    """Where a model is; one that is not ready here is looked up, and fetched or converted if need be."""
+    """The path of a model, which is fetched or converted first if necessary."""
     path = ready(model) if config.bits is None else None
     if path is not None:
         return path
@@ -147,22 +139,22 @@ def _located(model: str | Path | None, config: LoadConfig, progress: Progress | 
 
 
 def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:
-    """The tuned settings of a model that hold beside what the caller set."""
+    """The tuned settings of a model that are compatible with the caller's options."""
     return find_settings(config, lambda: digest_of(choice, config), lambda: fingerprint_for(choice))
 
 
 def digest_of(choice: BackendChoice, config: LoadConfig) -> str:
-    """Of a model and the way it runs, under which its tuned settings are kept."""
+    """The digest of a model and the way it runs; its tuned settings are stored under it."""
     return model_digest(choice.bundle, choice.layout, choice.name, choice.device.name, config.exact)
 
 
 def fingerprint_for(choice: BackendChoice) -> Fingerprint:
-    """This machine, and what would run the model on it."""
+    """This machine, and the engine and kernel that would run the model on it."""
     return Fingerprint.here(engine_version(choice), kernel_name(choice))
 
 
 def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
-    """What was learnt and measured of each variant of a model on this device, where it may be kept."""
+    """Opens what was measured of each variant of a model on this device, where it may be kept."""
 
     def open_variant(variant: str, *, draft_model: bool) -> DeviceProfile:
         if not config.remember:
@@ -173,7 +165,7 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
         if subject.settings.affinity:
             variant += f" affinity {subject.settings.affinity}"
         if config.draft_experts is not None:
-            # What a guess costs, and how often it is right.
+            # It changes the cost of drafts and how often they are accepted.
             variant += f" draft-experts {config.draft_experts}"
         try:
             folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
@@ -189,9 +181,9 @@ class LoadRequest:
     """One request to load a model.
 
     Attributes:
-        progress: as `edgeinfer.load` takes it, which follows its own load alone: None where the model is loaded again.
+        progress: as `edgeinfer.load` takes it; None where the model is loaded again.
         started: time.perf_counter() of the request.
-        plan: of the last time, where the model is loaded again; None makes one.
+        plan: the plan of the first time, where the model is loaded again; None makes one.
     """
 
     bundles: Bundles
@@ -201,14 +193,14 @@ class LoadRequest:
     plan: MemoryPlan | None = None
 
     def on(self, device: str) -> LoadRequest:
-        """The same on one device, by no plan yet, with the tuned settings for it."""
+        """This request on another device, with its tuned settings and without a plan."""
         config = self.config.on_device(device)
         choice = choose_backend(self.bundles.target, config)
         bundles = dataclasses.replace(self.bundles, choice=choice, settings=settings_for(choice, config), planned=None)
         return dataclasses.replace(self, bundles=bundles, config=config, plan=None)
 
     def again(self) -> LoadRequest:
-        """The same on the device of the plan, where there is one."""
+        """This request on the device of the plan, where there is one."""
         if self.plan is None:
             return self
         config = self.config.on_device(self.plan.device)
@@ -218,7 +210,7 @@ class LoadRequest:
 
 @allocating("The model")
 def make_parts(request: LoadRequest) -> ModelParts:
-    """Loads the bundle while its files are compared with their digests; replies wait for the verdict on large ones."""
+    """Load a model while its files are verified; replies wait for the verification of large ones."""
     target, drafter = request.bundles.target, request.bundles.drafter
     verification = Verification([target] if drafter is None else [target, drafter], keeps=request.config.remember)
     try:
@@ -228,7 +220,7 @@ def make_parts(request: LoadRequest) -> ModelParts:
             note_use(target.path if target.digests else target.gguf.path)
         return parts
     except (ModelError, BackendError):
-        # What failed on a damaged file says less than that it is damaged.
+        # That a file is damaged says more than the error it causes.
         verification.require()
         raise
     except BaseException:
@@ -237,7 +229,7 @@ def make_parts(request: LoadRequest) -> ModelParts:
 
 
 def _make_somewhere(request: LoadRequest, verification: Verification) -> ModelParts:
-    """As `make_parts`, on the CPU where the device fails."""
+    """Make the parts, on the CPU where the device fails."""
     request = request.again()
     note = "" if request.plan is None else request.plan.device_note
     subject = dataclasses.replace(request.bundles.subject(request.config), device_note=note)
@@ -247,7 +239,7 @@ def _make_somewhere(request: LoadRequest, verification: Verification) -> ModelPa
         if subject.device.on_cpu:
             raise
         reason = error.message
-    # Here and not above: what was loaded of the model is alive as long as the error is.
+    # Outside of the except block: the error keeps the loaded parts alive.
     _log.warning("%s The CPU runs %s.", reason, request.bundles.target.manifest.name)
     request = request.on("cpu")
     subject = dataclasses.replace(request.bundles.subject(request.config), device_note=reason)
@@ -255,7 +247,7 @@ def _make_somewhere(request: LoadRequest, verification: Verification) -> ModelPa
 
 
 def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verification) -> ModelParts:
-    """As `make_parts`, on the subject's device or not at all."""
+    """Make the parts on the subject's device or not at all."""
     bundles, config = request.bundles, request.config
     profiles = profiles_of(subject, config)
     speed = speed_model(subject, profiles)
@@ -267,8 +259,8 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     return_large_frees()
     bundle = bundles.target
     keeping = plan.configuration.tokenizer
-    # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
-    # be gone before the weights come.
+    # The tokenizer first, where it has its own file: parsing takes more memory than the result, and must release it
+    # before weights are loaded.
     parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle)) if keeping in TOKENIZERS else None
     backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings, plan.room)
     if not subject.device.on_cpu:
@@ -283,7 +275,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     profile = kept if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, model, subject.bundle)
     begin_ids, eos_ids = boundary_ids(bundle)
-    # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
+    # Drop code pages that only loading touched; the rest is faulted back in.
     release_code()
     return ModelParts(
         engine=engine,
@@ -310,7 +302,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
 def _reduced(
     subject: PlanInput, plan: MemoryPlan, engine: Engine, speculator: Speculator, profile: DeviceProfile
 ) -> ReducedComputeStrategies:
-    """What makes the strategies of replies that take less compute, of which most programs ask for none."""
+    """Make the strategies of replies that take less compute; few programs need them."""
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeParts, ReducedComputeStrategies
 
     manifest, drafter = subject.manifest, subject.drafter
@@ -336,7 +328,7 @@ def _reduced(
 
 
 def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:
-    """Watches what was loaded; what is spared first is what is missed least."""
+    """Make the ledger that watches memory; the cheapest relief comes first."""
 
     def apply(plan: MemoryPlan) -> None:
         engine.chunk = plan.prefill_chunk
@@ -361,7 +353,7 @@ def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_
 
 
 def _release() -> bool:
-    """Returns freed memory to the system; whether there was any worth it."""
+    """Return freed memory to the system; return whether it was worthwhile."""
     before = process_memory().anonymous
     release_freed()
     return before - process_memory().anonymous > _WORTH_BYTES

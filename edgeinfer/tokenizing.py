@@ -40,26 +40,26 @@ class ParsedTokenizer:
 
 
 def parsed_tokenizer(make: Callable[[], TokenizerLike]) -> ParsedTokenizer:
-    """Makes a tokenizer, and gives back the memory that only parsing took."""
+    """Make a tokenizer, and release the memory that only parsing took."""
     started, before = time.perf_counter(), process_memory().anonymous
     tokenizer = make()
     release_freed()
     return ParsedTokenizer(tokenizer, (time.perf_counter() - started) * 1e3, process_memory().anonymous - before)
 
 
-# Contexts that a prompt may fill whose beginning is forgotten anyway.
+# Contexts that a prompt may fill where context shift drops its beginning.
 _FORGOTTEN = 16
-# How many times longer than the context's text messages may be: templates leave out some of what they are given.
+# How many times longer than the context's text messages may be: templates leave out parts of them.
 _LEFT_OUT = 16
 # Of a token of ordinary text.
 _CHARACTERS = 4
 
 
 def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> None:
-    """Refuses a text that is far too long, before all of it is made tokens of; `Engine.check` judges the rest.
+    """Refuse a text that is far too long before all of it is tokenized; `Engine.check` judges the rest.
 
     Args:
-        what: the text is called in the refusal.
+        what: name of the text in the error.
     """
     most = _most_tokens(parts)
     if len(text) > most and surely_longer(parts.tokenizer, text, most, lambda: parts.longest_token):
@@ -67,7 +67,7 @@ def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> 
 
 
 def require_fitting_messages(parts: ModelParts, messages: Sequence[Mapping[str, Any]]) -> None:
-    """The same for messages, before a template is given them."""
+    """Refuse messages that are far too long, before the template renders them."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     size = sum(len(content) for content in contents if isinstance(content, str))
     most = _most_tokens(parts)
@@ -87,7 +87,7 @@ def _too_long(size: int, most: int, what: str = "prompt") -> ContextLengthError:
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:
-    """The prompt as a list, which is no text."""
+    """A prompt of token ids as a list."""
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
         raise PromptError("The prompt is a list of messages, not a string.", hint)
@@ -100,7 +100,7 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
 
 
 def _integers(ids: object) -> list[int] | None:
-    """Ids as Python's own integers, which numpy's become too; None where something else was given."""
+    """Ids as Python integers, also from numpy's; None where something else was given."""
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray) or getattr(ids, "ndim", 1) != 1:
         return None
     given = list(ids)
@@ -110,7 +110,7 @@ def _integers(ids: object) -> list[int] | None:
 
 
 def several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Prompts as they were given, which are not one text: that would be a prompt for each character."""
+    """Prompts as they are; refuse a single text, which would be a prompt for each character."""
     if isinstance(prompts, str | bytes):
         raise PromptError(f"The prompts are one text, {shown(prompts)}.", "Pass a list, or call generate().")
     return prompts
@@ -120,7 +120,7 @@ def known_ids(parts: ModelParts, ids: Sequence[int]) -> list[int]:
     known = _integers(ids)
     if known is None:
         raise PromptError(f"The ids are {shown(ids)}, which are no integers.", "Pass a list, as tokenize() returns it.")
-    # Tokenizers may have tokens that the model has no rows for.
+    # Tokenizers may have tokens without a row in the model.
     vocabulary = max(parts.engine.backend.geometry.vocab_size, parts.tokenizer.vocab_size)
     for id_ in known:
         if not 0 <= id_ < vocabulary:
@@ -130,7 +130,7 @@ def known_ids(parts: ModelParts, ids: Sequence[int]) -> list[int]:
 
 
 def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
-    """The tokens that begin a text, one or none, and those that end a reply."""
+    """The begin token, if any, and the tokens that end a reply."""
     config = bundle.read_object("generation_config.json")
     begin, ends = config.get("bos_token_id"), config.get("eos_token_id", [])
     for name, ids in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):
@@ -141,7 +141,7 @@ def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
 
 
 def recommended_sampling(bundle: Bundle) -> dict[str, Any]:
-    """What the model's makers recommend; nothing where they recommend greedy decoding or say it in another way."""
+    """Options that the model's makers recommend; empty for greedy decoding or an unknown format."""
     try:
         config = bundle.read_object("generation_config.json")
         given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
