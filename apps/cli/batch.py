@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.options import add_load_options, add_options, given_options, load_options
@@ -16,7 +16,6 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.tools.batch import BatchInput
 
@@ -57,10 +56,9 @@ def add_batch(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    from edgeinfer.tools.batch import (
-        BatchInput,
-        answer_batch,  # keeps --help fast
-    )
+    # Here, to keep --help fast.
+    from edgeinfer.apps.server.host import load_with_room
+    from edgeinfer.tools.batch import BatchInput, answer_batch
 
     if args.parallel < 1:
         raise UsageError(f"--parallel {args.parallel} is out of range.", "Give 1 or more.")
@@ -70,7 +68,10 @@ def execute(args: argparse.Namespace) -> int:
     requests = BatchInput.open(args.requests)
     _check_output(args.requests, args.output, replaces=args.force)
     _tell_damaged(requests)
-    with _load(args, loading) as model, progress_bar() as progress, _told(args.output, requests):
+    name, loading = prepared(args.model, loading)
+    with progress_bar() as progress:
+        loaded = load_with_room(name, loading, args.parallel, progress)
+    with loaded as model, progress_bar() as progress, _told(args.output, requests):
         parallel = model.plan.parallel
         summary = answer_batch(model, requests, args.output, parallel=parallel, defaults=defaults, progress=progress)
     if args.json:
@@ -79,15 +80,6 @@ def execute(args: argparse.Namespace) -> int:
     resumed = f", {summary.resumed} of them by former runs" if summary.resumed else ""
     print_note(f"{summary.requests} replies in {args.output}{failed}{resumed}, after {summary.seconds:.1f} s")
     return 0
-
-
-def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
-    """Load the model with memory for as many replies at once as requested, if possible."""
-    from edgeinfer.apps.server.host import load_with_room  # keeps --help fast
-
-    name, options = prepared(args.model, options)
-    with progress_bar() as progress:
-        return load_with_room(name, options, args.parallel, progress)
 
 
 def _check_output(requests: Path, output: Path, *, replaces: bool) -> None:

@@ -134,7 +134,7 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
             model,
             bits=options.get("bits"),
             memory=options.get("memory"),
-            progress=progress or _silent,
+            progress=progress or (lambda *_: None),
             choose=type_question(chosen.append),
         )
     if chosen:
@@ -178,7 +178,3 @@ def _row(number: int, offer: Offer) -> tuple[str, ...]:
     note = "recommended" if offer.recommended else "" if offer.fits else "more memory than there is"
     size = format_size(offer.bytes) if offer.bytes else "unknown"
     return str(number), offer.type or offer.name.partition(":")[2], size, format_size(offer.memory), note
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Where stderr is no terminal, lines tell enough."""

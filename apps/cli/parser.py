@@ -145,8 +145,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **settings)
         self._given: list[str] = []
         self._briefs: dict[argparse.Action, str] = {}
-        self.register("type", int, _whole_number)
-        self.register("type", float, _number)
+        self.register("type", int, _number(int, "a whole number"))
+        self.register("type", float, _number(float, "a number"))
         self.add_argument("-h", "--help", action=_ShowHelp, everything=False, help="show this help")
         self._help_all = self.add_argument("--help-all", action=_ShowHelp, everything=True, help="show every option")
         self._rare: set[argparse.Action] = {self._help_all}
@@ -223,18 +223,14 @@ class Parser(argparse.ArgumentParser):
         return UsageError(_sentence(f"{name}{error.message}"), f"See: {self.prog} --help")
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+def _number(kind: type[int] | type[float], what: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
 
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    return read
 
 
 def _sentence(text: str) -> str:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import edgeinfer
 from edgeinfer import hub
@@ -27,15 +27,6 @@ _log = logging.getLogger("edgeinfer.desktop")
 # More would share one network link, or one processor.
 _AT_ONCE = 2
 _PROGRESS_S = 0.1
-
-
-class Fetch(Protocol):
-    """The signature of `edgeinfer.pull`."""
-
-    def __call__(
-        self, name: str, *, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
-    ) -> edgeinfer.LocalModel:
-        """Fetches a model."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,7 @@ class Downloads:
 
     Args:
         changed: called with each state.
+        fetch: None is `edgeinfer.pull`.
         unfinished: ids left by an earlier run.
         remember: saves the ids of unfinished downloads.
     """
@@ -72,7 +64,7 @@ class Downloads:
     def __init__(
         self,
         changed: Callable[[Download], None],
-        fetch: Fetch | None = None,
+        fetch: Callable[..., edgeinfer.LocalModel] | None = None,
         unfinished: Sequence[str] = (),
         remember: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:

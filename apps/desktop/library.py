@@ -413,21 +413,9 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _entry(model: edgeinfer.CatalogModel, room: Room) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "repo": model.repo,
-        "purpose": model.purpose,
-        "parameters": model.parameters,
-        "licence": model.licence,
-        "languages": list(model.languages),
-        "context": model.context,
-        "memory": model.memory,
-        "download": model.download,
-        "disk": model.disk,
-        "gguf": model.is_gguf,
-        "fit": room.fit(model.memory),
-        "path": _path(model.name),
-    }
+    names = ("name", "repo", "purpose", "parameters", "licence", "languages", "context", "memory", "download", "disk")
+    facts = {name: getattr(model, name) for name in names}
+    return facts | {"gguf": model.is_gguf, "fit": room.fit(model.memory), "path": _path(model.name)}
 
 
 def _path(name: str) -> str | None:

@@ -24,7 +24,7 @@ from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Figures, Message, ReplyFailure, Status
 from edgeinfer.apps.desktop.settings import WHEN_FULL
 from edgeinfer.apps.server.host import HostReply, ModelHost
-from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, EdgeInferError, UsageError, UserError
+from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, EdgeInferError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Model, TokenStream
@@ -373,11 +373,7 @@ class ConversationReplies:
                     if time.monotonic() - written >= _KEEP_S:
                         await self._keep(running)
                         written = time.monotonic()
-        try:
-            result = reply.result
-        except UsageError:  # cancelled before it started
-            return None
-        return Figures.of_result(result, context, left_out)
+        return None if reply.result is None else Figures.of_result(reply.result, context, left_out)
 
     def _ends(self, running: RunningReply | None) -> bool:
         """Whether to stop reading a file."""
@@ -398,10 +394,7 @@ class ConversationReplies:
         async with self._host.submit(start, file.id) as reply:
             async for _ in reply:
                 pass
-        try:
-            use = reply.result.contexts
-        except UsageError:  # another model is being loaded
-            use = None
+        use = None if reply.result is None else reply.result.contexts
         if use is None:
             raise ReadingEndedError("The file was not read to its end.", "Try again.")
         return use.tokens

@@ -31,7 +31,6 @@ from edgeinfer.apps.server.guard import KEY_USE
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.security import KeyUse
 from edgeinfer.apps.server.service import Service
-from edgeinfer.errors import UsageError
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.contract import Completion
 from edgeinfer.openai.errors import RequestError
@@ -209,9 +208,8 @@ async def _follow(
 ) -> None:
     async for chunk in reply:
         await emit(completion.chunk(index, chunk))
-    result = None
-    with contextlib.suppress(UsageError):  # cancelled before it started
-        result = reply.result
+    result = reply.result
+    if result is not None:
         finished(result)
     if result is None or result.finish_reason == "cancelled":
         message = "The reply was cut short: the server is stopping or changing its model."

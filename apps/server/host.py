@@ -92,12 +92,15 @@ class HostReply:
     Args:
         owner: identifies the client for fair turns.
         together: chunks passed on at once; each wakes the event loop, for which the model waits.
+
+    Attributes:
+        result: of the finished reply; None if it is not finished or was cancelled before it started.
     """
 
     def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
         self._worker = worker
         self._items: asyncio.Queue[list[Chunk | ReplyEnd | Exception]] = asyncio.Queue()
-        self._result: Result | None = None
+        self.result: Result | None = None
         loop, put = asyncio.get_running_loop(), self._items.put_nowait
         waiting: list[Chunk | ReplyEnd | Exception] = []
 
@@ -110,13 +113,6 @@ class HostReply:
 
         self._job = Job(start, tell)
         worker.add(self._job, owner)
-
-    @property
-    def result(self) -> Result:
-        """The finished reply."""
-        if self._result is None:
-            raise UsageError("The reply is not finished, or was never started.", "Iterate to the end first.")
-        return self._result
 
     def cancel(self) -> None:
         """Cancel the reply within the current pass."""
@@ -142,7 +138,7 @@ class HostReply:
                     finally:
                         del item  # its traceback refers to this frame
                 if isinstance(item, ReplyEnd):
-                    self._result = item.result
+                    self.result = item.result
                     return
                 yield item
 
@@ -192,12 +188,12 @@ class ModelHost:
     @property
     def running(self) -> int:
         """Replies that have started."""
-        return self._worker.running
+        return self._worker.queue.running
 
     @property
     def waiting(self) -> int:
         """Replies that wait for others to end."""
-        return self._worker.waiting
+        return self._worker.queue.waiting
 
     async def changed(self, after: int) -> HostState:
         """Wait for a state numbered above `after`."""

@@ -6,8 +6,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -40,17 +41,11 @@ _SEEDS = 2**64
 
 
 class OllamaReply(OneReply):
-    """A reply in lines of JSON.
+    """A reply to /api/chat or /api/generate, in lines of JSON."""
 
-    Args:
-        fields: of the request; all that remain are read or refused here.
-        prompt: makes the prompt from the options.
-    """
-
-    def __init__(
-        self, fields: Fields, prompt: Callable[[dict[str, Any]], ChatPrompt | TextPrompt], model: ChatModel[Any]
-    ) -> None:
-        self._started = time.perf_counter()
+    def __init__(self, chat: bool, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
+        fields = Fields(body)
+        self._chat, self._started = chat, time.perf_counter()
         self._name = fields.text("model") or model.info.name
         stream = fields.take("stream", bool, "true or false")
         alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES)
@@ -58,11 +53,11 @@ class OllamaReply(OneReply):
         options = _options(fields, model) | _form(fields)
         if self._logprobs_wanted:
             options["logprobs"] = alternatives or 0
-        made = prompt(options)
+        prompt = (_chat_prompt if chat else _text_prompt)(fields, model, options)
         # The server decides how long the model stays, and refuses prompts that do not fit.
         fields.ignore("keep_alive", "truncate", "shift")
         fields.end()
-        super().__init__(made, stream=stream is not False, ignored=fields.ignored)
+        super().__init__(prompt, stream=stream is not False, ignored=fields.ignored)
 
     def opening(self) -> list[Event]:
         return []
@@ -73,8 +68,8 @@ class OllamaReply(OneReply):
     def finished(self, index: int, result: Result) -> list[Event]:
         lines = self._lines(self._reply.finish(result))
         if self._reply.calls:
-            lines.append(self._line("", self._calls()))
-        return [*lines, self._last("")]
+            lines.append(self._line("", self._calls(), done=False))
+        return [*lines, self._last("", [])]
 
     def closing(self) -> list[Event]:
         return []
@@ -82,33 +77,23 @@ class OllamaReply(OneReply):
     def whole(self) -> Event:
         return self._last(self._reply.text, self._calls())
 
-    def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
-        """Put text and calls into a line."""
-        raise NotImplementedError
-
     def _lines(self, pieces: list[Piece]) -> list[Event]:
-        return [self._line(piece.text) for piece in pieces if isinstance(piece, TextPiece)]
+        return [self._line(piece.text, [], done=False) for piece in pieces if isinstance(piece, TextPiece)]
 
-    def _line(self, text: str, calls: list[dict[str, Any]] | None = None) -> Event:
-        told = entries(self._reply.take_logprobs()) if self._logprobs_wanted else []
-        logprobs = {"logprobs": told} if told else {}
-        return {**self._head(), **self.said(text, calls or []), "done": False} | logprobs
+    def _line(self, text: str, calls: list[dict[str, Any]], *, done: bool) -> Event:
+        logprobs: list[Any] = []
+        if self._logprobs_wanted:
+            logprobs = entries(self._reply.take_logprobs() if self.stream or not done else self._reply.logprobs)
+        line = {"model": self._name, "created_at": moment(), **_said(self._chat, text, calls), "done": done}
+        return line | ({"logprobs": logprobs} if logprobs else {})
 
-    def _last(self, text: str, calls: list[dict[str, Any]] | None = None) -> Event:
+    def _last(self, text: str, calls: list[dict[str, Any]]) -> Event:
         result = self._reply.result
         assert result is not None, "the reply is not finished"
-        told = (
-            entries(self._reply.take_logprobs() if self.stream else self._reply.logprobs)
-            if self._logprobs_wanted
-            else []
-        )
         figures = timings([result])
-        reason = "length" if self._reply.finish_reason == "length" else "stop"
         return {
-            **self._head(),
-            **self.said(text, calls or []),
-            "done": True,
-            "done_reason": reason,
+            **self._line(text, calls, done=True),
+            "done_reason": "length" if self._reply.finish_reason == "length" else "stop",
             "total_duration": _nanoseconds((time.perf_counter() - self._started) * 1e3),
             "load_duration": 0,
             "prompt_eval_count": result.usage.prompt_tokens,
@@ -116,63 +101,45 @@ class OllamaReply(OneReply):
             "eval_count": result.usage.completion_tokens,
             # Clients divide by this.
             "eval_duration": max(1, _nanoseconds(figures["predicted_ms"])),
-            **({"logprobs": told} if told else {}),
             **warnings(self.ignored),
         }
-
-    def _head(self) -> Event:
-        return {"model": self._name, "created_at": moment()}
 
     def _calls(self) -> list[dict[str, Any]]:
         return [called for place, call in enumerate(self._reply.calls) if (called := _called(place, call))]
 
 
-class OllamaChat(OllamaReply):
-    """A reply to /api/chat."""
-
-    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
-        fields = Fields(body)
-        messages, prefill = split_prefill(read_messages(_answered(fields.any("messages"))))
-        functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
-        use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
-
-        def prompt(options: dict[str, Any]) -> ChatPrompt:
-            variables = thinking(fields, options, calls=use.calls) or None
-            made = ChatPrompt(messages, use, options, variables, prefill, fields=("messages", "format"))
-            made.require_whole()
-            return made
-
-        super().__init__(fields, prompt, model)
-
-    def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
-        return {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
-
-
-class OllamaText(OllamaReply):
-    """A reply to /api/generate: an answer if the model has a chat template, else a continuation."""
-
-    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
-        fields = Fields(body)
-        text, system = fields.text("prompt") or "", fields.text("system") or ""
-        raw = fields.flag("raw") or model.chat_template_text is None
-        fields.only("images", ([],), _TEXT_ONLY)
-        fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
-        fields.only("template", ("",), "The model's own chat template is used; raw does without any.")
-        fields.only("context", ([],), "Send the conversation to /api/chat.")
-
-        def prompt(options: dict[str, Any]) -> ChatPrompt | TextPrompt:
-            variables = thinking(fields, options) or None
-            if raw:
-                return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
-            said = [{"role": "system", "content": system}] if system else []
-            messages = [*said, {"role": "user", "content": text}]
-            use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, (), True))
-            return ChatPrompt(messages, use, options, variables, fields=("prompt", "format"))
-
-        super().__init__(fields, prompt, model)
-
-    def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
+def _said(chat: bool, text: str, calls: list[dict[str, Any]]) -> Event:
+    """The part of a line with text and calls."""
+    if not chat:
         return {"response": text}
+    return {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
+
+
+def _chat_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt:
+    messages, prefill = split_prefill(read_messages(_answered(fields.any("messages"))))
+    functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
+    use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
+    variables = thinking(fields, options, calls=use.calls) or None
+    prompt = ChatPrompt(messages, use, options, variables, prefill, fields=("messages", "format"))
+    prompt.require_whole()
+    return prompt
+
+
+def _text_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any]) -> ChatPrompt | TextPrompt:
+    """An answer if the model has a chat template, else a continuation."""
+    text, system = fields.text("prompt") or "", fields.text("system") or ""
+    raw = fields.flag("raw") or model.chat_template_text is None
+    fields.only("images", ([],), _TEXT_ONLY)
+    fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
+    fields.only("template", ("",), "The model's own chat template is used; raw does without any.")
+    fields.only("context", ([],), "Send the conversation to /api/chat.")
+    variables = thinking(fields, options) or None
+    if raw:
+        return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
+    said = [{"role": "system", "content": system}] if system else []
+    messages = [*said, {"role": "user", "content": text}]
+    use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, (), True))
+    return ChatPrompt(messages, use, options, variables, fields=("prompt", "format"))
 
 
 # By path, the field with the input, and its empty value.
@@ -190,15 +157,14 @@ def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | N
     given = {name for name, value in body.items() if value is not None}
     if body.get(asking) not in (None, nothing) or not given <= _BESIDE | {asking}:
         return None
-    said = {"message": {"role": "assistant", "content": ""}} if path == "/api/chat" else {"response": ""}
+    head = {"model": body.get("model") or service.model().info.name, "created_at": moment()}
     reason = "unload" if seconds == 0 else "load"
-    name = body.get("model") or service.model().info.name
-    return JSONResponse({"model": name, "created_at": moment(), **said, "done": True, "done_reason": reason})
+    return JSONResponse(head | _said(path == "/api/chat", "", []) | {"done": True, "done_reason": reason})
 
 
 OLLAMA_KINDS: Mapping[str, CompletionKind] = {
-    "/api/chat": CompletionKind(OllamaChat, JSON_LINES, aside=_aside),
-    "/api/generate": CompletionKind(OllamaText, JSON_LINES, aside=_aside),
+    "/api/chat": CompletionKind(partial(OllamaReply, True), JSON_LINES, aside=_aside),
+    "/api/generate": CompletionKind(partial(OllamaReply, False), JSON_LINES, aside=_aside),
 }
 
 

@@ -148,7 +148,7 @@ class ModelThread(threading.Thread):
 
     def __init__(self, parallel: int) -> None:
         super().__init__(name="edgeinfer-model", daemon=True)
-        self._queue: ReplyQueue[Job] = ReplyQueue(parallel)
+        self.queue: ReplyQueue[Job] = ReplyQueue(parallel)
         self._most = self._parallel = parallel
         self._batch: ReplyBatch | None = None
         self._tasks: deque[Callable[[], None]] = deque()
@@ -159,24 +159,16 @@ class ModelThread(threading.Thread):
         self._step_s = 0.0
         self.model: Model | None = None
 
-    @property
-    def running(self) -> int:
-        return self._queue.running
-
-    @property
-    def waiting(self) -> int:
-        return self._queue.waiting
-
     def take(self, model: Model) -> None:
         """Run a model from now on, with as many replies at once as its plan allows; on this thread only."""
         with self._changed:
             self._parallel = min(self._most, model.plan.parallel)
-            self._queue.limit(self._parallel)
+            self.queue.limit(self._parallel)
             self.model = model
 
     def add(self, job: Job, owner: str) -> None:
         with self._changed:
-            self._queue.add(owner, job)
+            self.queue.add(owner, job)
             self._wake()
 
     def cancel(self, job: Job) -> None:
@@ -185,7 +177,7 @@ class ModelThread(threading.Thread):
             job.cancelled = True
             if job.stream is not None:
                 job.stream.cancel()
-            waited = self._queue.withdraw(job)
+            waited = self.queue.withdraw(job)
             self._changed.notify()
         if waited:
             job.tell(ReplyEnd(None))
@@ -210,7 +202,7 @@ class ModelThread(threading.Thread):
     def drop_replies(self) -> None:
         """End all replies; on this thread only."""
         with self._changed:
-            jobs: Sequence[Job] = self._queue.clear()
+            jobs: Sequence[Job] = self.queue.clear()
             self._unpausable = None
         for job in jobs:
             job.cancelled = True
@@ -228,7 +220,7 @@ class ModelThread(threading.Thread):
         """Work until `end`."""
         while True:
             with self._changed:
-                while not (self._tasks or self._ending or (self.model is not None and self._queue.running)):
+                while not (self._tasks or self._ending or (self.model is not None and self.queue.running)):
                     self._changed.wait()
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and self._ending:
@@ -243,7 +235,7 @@ class ModelThread(threading.Thread):
     def _work_with(self, model: Model) -> None:
         """Run a shared pass, or the turn of one reply."""
         with self._changed:
-            started = self._queue.started
+            started = self.queue.started
         for job in started:
             # A reply that began in a batch stays in it, even with contexts, which keep others from joining.
             job.alone = job.alone or not (job.shares or job.stream is None or job.stream.shareable)
@@ -254,7 +246,7 @@ class ModelThread(threading.Thread):
             if (len(started) > 1 or searches) and not waiting:
                 self._batch = self._open_batch(model)
         if self._batch is None:
-            if (turn := self._unpausable or self._queue.next()) is not None:
+            if (turn := self._unpausable or self.queue.next()) is not None:
                 self._turn(turn, model)
             return
         for job in started:
@@ -354,7 +346,7 @@ class ModelThread(threading.Thread):
         if self._tasks or self._ending:
             return True
         turn = max(_TURN_S, self._switch_s / _SWITCHING_SHARE)
-        return self._queue.running > 1 and time.perf_counter() - started >= turn
+        return self.queue.running > 1 and time.perf_counter() - started >= turn
 
     def _failed(self, job: Job, error: Exception) -> None:
         if job.stream is not None:
@@ -364,7 +356,7 @@ class ModelThread(threading.Thread):
 
     def _over(self, job: Job, end: ReplyEnd | Exception) -> None:
         with self._changed:
-            self._queue.remove(job)
+            self.queue.remove(job)
             if self._unpausable is job:
                 self._unpausable = None
         job.tell(end)

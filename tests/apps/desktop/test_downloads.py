@@ -13,7 +13,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.desktop import downloads
 from edgeinfer.apps.desktop.checks import ConflictError, DiskFullError, NotFoundError, hint_of
-from edgeinfer.apps.desktop.downloads import Download, Downloads, Fetch
+from edgeinfer.apps.desktop.downloads import Download, Downloads
 from edgeinfer.apps.desktop.settings import SettingsFile
 from edgeinfer.errors import HubError
 from tests.tables import each_row
@@ -47,7 +47,7 @@ class Fetcher:
 class Watched:
     """Downloads with every state they had, and the ids that were unfinished each time."""
 
-    def __init__(self, fetch: Fetch, unfinished: tuple[str, ...] = ()) -> None:
+    def __init__(self, fetch: Callable[..., edgeinfer.LocalModel], unfinished: tuple[str, ...] = ()) -> None:
         self.states: list[Download] = []
         self.unfinished: list[tuple[str, ...]] = []
         self._told: asyncio.Queue[Download] = asyncio.Queue()

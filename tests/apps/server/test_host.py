@@ -59,7 +59,7 @@ def test_replies_have_the_texts_they_would_have_alone(parallel: int, speculation
             replies = [ask_for(host, prompt, prompt) for prompt in PROMPTS]
             assert (host.running, host.waiting) == (min(parallel, 5), max(0, 5 - parallel))
         assert await asyncio.gather(*map(text_of, replies)) == alone
-        assert [reply.result.text for reply in replies] == alone
+        assert [reply.result.text for reply in replies if reply.result] == alone
         assert host.running == host.waiting == 0
 
     hosted(work, parallel=parallel, speculation=speculation)
@@ -113,8 +113,7 @@ def test_errors_are_the_reply_s_own() -> None:
         with pytest.raises(PromptError):
             await text_of(bad)
         assert await text_of(good)
-        with pytest.raises(UsageError, match="never started"):
-            _ = bad.result
+        assert bad.result is None
         with pytest.raises(ZeroDivisionError):
             await host.ask(lambda model: 1 // 0)
 
@@ -222,7 +221,7 @@ def test_chunks_that_are_not_streamed_wake_the_loop_seldom(tmp_path: Path, monke
                 lambda model: model.stream([3, 5, 6], max_tokens=30, ignore_eos=True), "somebody", streams=streams
             )
             told[streams] = [chunk.token_ids async for chunk in reply], wakes
-            assert len(reply.result.token_ids) == 30
+            assert reply.result is not None and len(reply.result.token_ids) == 30
         monkeypatch.undo()
         # One for each chunk, the last of which has no token, and the end.
         assert told[True][0] == told[False][0] and told[True][1] == 32
@@ -240,7 +239,7 @@ def test_models_whose_cache_cannot_be_copied_answer_one_after_the_other(tmp_path
         starts = [lambda model, n=n: model.stream([n + 3, 5, 6], **options) for n in range(3)]
         replies = [host.submit(start, str(n)) for n, start in enumerate(starts)]
         await asyncio.gather(*map(text_of, replies))
-        assert [reply.result.token_ids for reply in replies] == alone
+        assert [reply.result.token_ids for reply in replies if reply.result] == alone
 
     hosted(work, str(bundle), context=64)
 
