@@ -89,12 +89,12 @@ def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Mem
 async def aload(
     model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
 ) -> Model:
-    """`load` for asynchronous programs: the event loop goes on meanwhile.
+    """`load` for asynchronous programs: the event loop keeps running.
 
     Args:
         model, progress, options: as `load` takes them; `progress` is called on another thread.
     """
-    import asyncio  # it takes 4 MB, which programs without an event loop are spared
+    import asyncio  # 4 MB that programs without an event loop save
 
     loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
     try:
@@ -153,11 +153,9 @@ class Model(LoadedModel):
         return self._start(GenerationRequest(prompt=ids, config=config, started=started, continues=True))
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
-        """`generate` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply.
+        """`generate` for asynchronous programs: the event loop keeps running, and a cancelled task ends the reply.
 
-        Args:
-            prompt: text, or token ids.
-            options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, too.
+        Arguments and errors are those of `generate`.
         """
         return await self.astream(prompt, **options).complete()
 
@@ -165,11 +163,8 @@ class Model(LoadedModel):
         """`stream` for asynchronous programs: `async for chunk in model.astream("Once"): print(chunk.text, end="")`.
 
         As many replies as the model was loaded for with `parallel` share passes; more, and those of one conversation,
-        wait for each other. Leaving the loop early ends the reply; `async with` does so at once.
-
-        Args:
-            prompt: text, or token ids.
-            options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, when first awaited.
+        wait for each other. Leaving the loop early ends the reply; `async with` does so at once. Arguments are those of
+        `generate`; errors are raised when the first chunk is awaited.
         """
         return AsyncTokenStream(self.reply_thread, lambda: self.stream(prompt, **options))
 
@@ -185,18 +180,18 @@ class Model(LoadedModel):
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> TokenStream:
-        """Answers OpenAI-style messages, chunk by chunk.
+        """Answer OpenAI-style messages, chunk by chunk.
 
         Args:
             messages: mappings with "role" and "content".
-            tools: functions that the model's chat template tells it of, as OpenAI shapes them.
-            variables: further names for the template, such as enable_thinking.
-            prefill: what the reply already says; the stream goes on behind it.
-            tokens: what `tokenize_chat` gives for all that, where it was asked before.
-            calls: what calls of functions begin with in the reply; stop strings are looked for in the text before them.
+            tools: functions that the chat template describes to the model, in OpenAI's form.
+            variables: further variables of the template, such as enable_thinking.
+            prefill: the start of the reply; the stream continues after it.
+            tokens: the result of `tokenize_chat` for all of this, if it was called before.
+            calls: the start of function calls in the reply; stop strings only count before them.
             on_finish: called once with the result, also when the reply is cut short.
-            options: as `generate` takes them: max_tokens, temperature, ... Sampling options that are left out are those
-                that the model's makers recommend (`Model.sampling`).
+            options: as `generate` takes them; sampling options that are left out are those that the model's makers
+                recommend (`Model.sampling`).
 
         Raises:
             TemplateError: the model has no chat template, or its template rejects the messages.
@@ -222,11 +217,11 @@ class Model(LoadedModel):
         )
 
     def chat(self, system: str | None = None, *, history: Sequence[Mapping[str, Any]] = ()) -> Chat:
-        """A conversation: `chat = model.chat("You are a pirate."); chat.send("Hello").text`.
+        """Start a conversation: `chat = model.chat("You are a pirate."); chat.send("Hello").text`.
 
         Args:
             system: text of the system message, if any.
-            history: what was said before, as messages with "role" and "content". A system message may come first.
+            history: earlier messages with "role" and "content". A system message may come first.
 
         Raises:
             UsageError: a message of the history is malformed.
@@ -267,14 +262,12 @@ class Model(LoadedModel):
         return chat_completion(self, messages, stream=stream, **given)
 
     def check(self, **options: Unpack[GenerationOptions]) -> None:
-        """Refuses generation options that no reply can be given. A hostile schema or grammar takes some seconds to be
-        found out, which a reply with the same options then need not take again. Safe from any thread.
+        """Validate options of `generate` without generating. Safe from any thread.
 
-        Args:
-            options: as `generate` takes them.
+        A hostile schema or grammar takes some seconds to recognize, which a reply with the same options then saves.
 
         Raises:
-            UsageError: an option is unknown or out of range, or a schema or grammar is too large, or takes too much.
+            UsageError: an option is unknown or out of range, or a schema or grammar is too large or too expensive.
         """
         from edgeinfer.runtime.sampling.grammar import check_grammar
 
@@ -285,7 +278,7 @@ class Model(LoadedModel):
         return token_ids(ids)
 
     def unload(self) -> None:
-        """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
+        """Free the model's memory; the next request loads it again by the same plan and continues the same text.
 
         Raises:
             UsageError: another thread is running a reply, or one is paused.
@@ -298,8 +291,10 @@ class Model(LoadedModel):
             self._template.close()
 
     def close(self) -> None:
-        """Frees the model; it is unusable afterwards. Replies of other threads end as "cancelled"; what else another
-        thread does with it ends first, and the last of that frees it."""
+        """Free the model, which is unusable afterwards.
+
+        Replies of other threads end as "cancelled"; other work of other threads ends first, then the memory is freed.
+        """
         self._lifecycle.shut()
         self._turns.close()
         self.reply_thread.close()
@@ -317,16 +312,16 @@ class Model(LoadedModel):
 
     @property
     def can_batch(self) -> bool:
-        """Whether replies can be made side by side, in passes that they share."""
+        """Whether replies can be made side by side in shared passes."""
         return batch_backend(self._parts) is not None
 
     def reply_batch(self, parallel: int, *, streamed: bool = True) -> ReplyBatch:
-        """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is
-        closed. `generate_batch` is the simple way.
+        """Open a batch of replies that are made side by side, each with the text it would have alone. It reserves the
+        model until it is closed. `generate_batch` is the simple way.
 
         Args:
             parallel: replies side by side at most.
-            streamed: somebody reads replies as they come; else prompts come first, however long tokens then take.
+            streamed: replies are read as they come; else prompts take precedence over the time between tokens.
 
         Raises:
             CapabilityError: replies of this model cannot share passes.
@@ -342,15 +337,15 @@ class Model(LoadedModel):
     def generate_batch(
         self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[GenerationOptions]
     ) -> list[Result]:
-        """Continues several prompts side by side, in passes that all share: each reply is what `generate` gives.
+        """Continue several prompts side by side in shared passes; each reply is the one that `generate` gives.
 
-        What prompts begin with in common is evaluated once, and drafts are not needed: a pass of several rows costs
-        little more than one of one.
+        A common start of prompts is evaluated once. Drafts are unnecessary: a pass over several rows costs little more
+        than one over a single row.
 
         Args:
             prompts: texts, or token ids.
             parallel: replies side by side at most.
-            options: as `generate` takes them; none that take less than the whole model.
+            options: as `generate` takes them, except those that take less than the whole model.
 
         Raises:
             PromptError, ContextLengthError: one of the prompts is empty, or leaves no room for a reply.
@@ -368,12 +363,12 @@ class Model(LoadedModel):
         parallel: int = 8,
         **options: Unpack[GenerationOptions],
     ) -> list[Result]:
-        """Answers several conversations side by side, as `generate_batch` continues prompts.
+        """Answer several conversations side by side, as `generate_batch` continues prompts.
 
         Args:
             conversations: OpenAI-style messages of each.
             parallel: replies side by side at most.
-            options: as `stream_chat` takes them; none that take less than the whole model.
+            options: as `stream_chat` takes them, except those that take less than the whole model.
 
         Raises:
             TemplateError: the model has no chat template, or its template rejects some messages.
@@ -395,33 +390,34 @@ class Model(LoadedModel):
             def reply(place: int) -> Callable[[], Result]:
                 return lambda: self._start(GenerationRequest(prompt=ids[place], config=config)).complete()
 
-            # Prompts that begin alike come one after the other.
+            # Prompts with a common start come one after the other.
             order = sorted(range(len(ids)), key=lambda place: ids[place])
             results = dict(zip(order, batch.run(reply(place) for place in order), strict=True))
         return [results[place] for place in range(len(ids))]
 
     def load_chat(self, path: str | Path) -> Chat:
-        """A conversation saved with `Chat.save`, to go on with this model; errors as `Chat.open`."""
+        """Open a conversation saved with `Chat.save`, to continue it with this model; errors as `Chat.open`."""
         return Chat.open(self, path)
 
     def with_contexts(
         self, contexts: Sequence[Context | str | Path], *, placement: Placement = "sequence", temperature: float = 1.0
     ) -> ContextModel:
-        """The model with texts before every prompt, which are evaluated once, each apart, and kept in files:
+        """The model with texts before every prompt, each evaluated once, separately, and kept in a file:
         `model.with_contexts(["notes.txt", "report.txt"]).generate("In short,")`.
 
-        Texts do not see each other, so replies are not quite those to one text of all: `Result.contexts` says so.
+        Texts do not attend to each other, so replies differ slightly from those to one joined text: `Result.contexts`
+        says so.
 
         Args:
-            contexts: text files, in the order in which they stand before the prompt.
-            placement: "sequence" turns keys, so that each text begins where the one before ends; "parallel" has all
-                begin at one position (APE), so that positions last longer.
-            temperature: that scores of their keys are divided by; less than 1 looks more closely at the likeliest.
+            contexts: text files, in their order before the prompt.
+            placement: "sequence" rotates keys so that each text starts where the one before ends; "parallel" starts all
+                at one position (APE), so that positions last longer.
+            temperature: divisor of the scores of their keys; less than 1 sharpens attention to them.
 
         Raises:
             UsageError: there are no texts, or too many; an option is out of range.
         """
-        from edgeinfer.context_model import ContextModel, remembered  # of few programs
+        from edgeinfer.context_model import ContextModel, remembered  # few programs use it
 
         idle = functools.partial(self._threads.idle, self._idle)
         made = ContextModel(self, self.reply_thread, self._start, idle, contexts, placement, temperature)
@@ -437,18 +433,17 @@ class Model(LoadedModel):
         acceptance: float = 0.7,
         **options: Unpack[GenerationOptions],
     ) -> VerificationStream:
-        """Decides about tokens that another model drafted for a reply: one pass gives those that this model would have
-        made itself, and one further.
+        """Verify tokens that another model drafted for a reply: one pass accepts those that this model would have made
+        itself, and adds one.
 
         Args:
             prompt: token ids.
             reply: tokens that were decided before.
-            draft: what may follow them.
+            draft: tokens to verify after them.
             further: tokens that this model makes by itself afterwards.
-            acceptance: share of drafted tokens that is expected to be right: in a pass that other replies share, less
-                of a draft is evaluated where less of it is.
-            options: as `generate` takes them, each time the same. Without a `seed`, draws of different rounds are of
-                different replies.
+            acceptance: expected share of accepted tokens; in a pass that other replies share, a smaller share means
+                that less of the draft is evaluated.
+            options: as `generate` takes them, the same for each round. Without a `seed`, rounds draw independently.
 
         Raises:
             PromptError, ContextLengthError: the prompt is empty, or text and draft leave no room for a token.
@@ -490,6 +485,6 @@ class Model(LoadedModel):
 
 
 def _asking(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    """The same conversation with this in the place of the user's last message."""
+    """The messages with this text instead of the user's last message."""
     last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
     return [*messages[:last], {"role": "user", "content": text}, *messages[last + 1 :]]

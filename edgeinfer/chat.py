@@ -24,7 +24,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 class ConversationModel(Protocol):
-    """What a conversation needs of its model; `edgeinfer.Model` says what each member does."""
+    """The part of `edgeinfer.Model` that conversations use."""
 
     @property
     def info(self) -> ModelInfo:
@@ -32,7 +32,7 @@ class ConversationModel(Protocol):
 
     @property
     def reply_thread(self) -> ReplyThread:
-        """Where replies for event loops are made."""
+        """The thread that makes replies for event loops."""
 
     @property
     def stream_chat(self) -> Callable[..., TokenStream]:
@@ -42,7 +42,7 @@ class ConversationModel(Protocol):
         """Token ids of messages in the chat template."""
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
-        """Writes what the cache holds."""
+        """Writes the contents of the cache."""
 
     def resume(self, session: SessionFile) -> bool:
         """Takes over the rows of an open session file."""
@@ -54,8 +54,8 @@ class Chat:
     Args:
         model: answers.
         system: text of the system message, if any.
-        history: what was said before, as messages with "role" and "content", a str or a list of text parts. A system
-            message may come first.
+        history: earlier messages with "role" and "content", a str or a list of text parts. A system message may come
+            first.
 
     Raises:
         UsageError: a message of the history or the system message is malformed, or there are two system messages.
@@ -110,7 +110,7 @@ class Chat:
         return self._model.stream_chat([*self.messages, asked], on_finish=add, **options)
 
     async def asend(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
-        """`send` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply."""
+        """`send` for asynchronous programs: the event loop keeps running, and a cancelled task ends the reply."""
         return await self.astream(text, **options).complete()
 
     def astream(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
@@ -118,12 +118,12 @@ class Chat:
         return AsyncTokenStream(self._model.reply_thread, lambda: self.stream(text, **options), self)
 
     def reset(self) -> None:
-        """Forgets the turns; the system message stays."""
+        """Forget the turns; the system message stays."""
         self._turns.clear()
 
     def save(self, path: str | Path) -> None:
-        """Writes the conversation, whole or not at all: as JSON, or where the name ends in ".session" with what the
-        model's cache holds of it, so that going on costs nothing.
+        """Write the conversation, atomically: as JSON, or with its rows in the model's cache if the name ends in
+        ".session", so that continuing costs nothing.
 
         Raises:
             StorageError: the path cannot be written.
@@ -142,7 +142,7 @@ class Chat:
             write_file(Path(path), text.encode("utf-8", "surrogatepass"))
 
     def _tokens(self) -> list[int]:
-        """What the next message will be asked after; nothing where the template does not take the messages so far."""
+        """The tokens before the next message; none where the template rejects the messages so far."""
         try:
             return self._model.tokenize_chat(self.messages)
         except (TemplateError, PromptError):
@@ -150,7 +150,7 @@ class Chat:
 
     @classmethod
     def open(cls, model: ConversationModel, path: str | Path) -> Chat:
-        """A saved conversation, to go on with this model.
+        """Open a saved conversation, to continue it with this model.
 
         Raises:
             UsageError: the file is missing or is not a saved conversation.
@@ -190,7 +190,7 @@ def _read_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _joined(content: Any) -> str | None:
-    """The text of a content, which is one or a list of text parts; None where it is neither."""
+    """The text of a content, which is a string or a list of text parts; None where it is neither."""
     if not isinstance(content, list | tuple):
         return content if isinstance(content, str) else None
     parts = [part if isinstance(part, Mapping) and part.get("type") == "text" else {} for part in content]

@@ -1,4 +1,4 @@
-"""A model that has read contexts: replies go on behind them, and only what is new to the model is evaluated."""
+"""A model with contexts before every prompt, which are evaluated once and kept."""
 
 from __future__ import annotations
 
@@ -50,22 +50,16 @@ _APART = "\n\n"
 
 
 class ContextModel:
-    """What `Model.with_contexts` gives: continues texts and answers messages with contexts before them.
+    """Continues texts and answers messages with contexts before them; `Model.with_contexts` makes it.
 
-    A context is evaluated when it is first used, and its rows are kept in a file. Several contexts do not see each
-    other, so replies are not those to one text with all of them: `Result.contexts` says so.
+    A context is evaluated when it is first used, and its rows are kept in a file. Contexts do not attend to each other,
+    so replies differ from those to one joined text: `Result.contexts` says so.
 
     Args:
-        model: that replies.
         reply_thread: the model's thread that makes replies for event loops.
-        start: begins its replies.
-        reading: gives the parts that evaluate contexts, while no reply uses them.
-        contexts: texts, in the order in which they stand before the prompt.
-        placement: "parallel" has all begin at one position (APE), "sequence" one behind the other.
-        temperature: that scores of their keys are divided by.
-
-    Raises:
-        UsageError: there are no contexts, or too many; an option is out of range.
+        start: starts the model's replies.
+        reading: yields the parts that evaluate contexts, while no reply uses them.
+        contexts, placement, temperature: as `Model.with_contexts` takes them.
     """
 
     def __init__(
@@ -96,18 +90,18 @@ class ContextModel:
         return self._model.info
 
     def generate(self, prompt: str, **options: Unpack[GenerationOptions]) -> Result:
-        """Continues a text behind the contexts; options and errors as of `Model.generate`."""
+        """Continue a text after the contexts; options and errors as of `Model.generate`."""
         return self.stream(prompt, **options).complete()
 
     def stream(self, prompt: str, **options: Unpack[GenerationOptions]) -> TokenStream:
-        """The same, chunk by chunk; options and errors as of `Model.stream`."""
+        """Continue a text after the contexts, chunk by chunk; options and errors as of `Model.stream`."""
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
         ids = self._model.tokenize_prompt(prompt, parse_special=config.parses_prompt)
         prefix = self._model.prefix_ids
         del ids[: len(prefix)]
         if not prefix:
-            # Attention rests on a first token, which is to be one that all contexts share.
+            # Attention rests on the first token, which all contexts must share.
             prefix = self._model.tokenize_data("\n")
         contexts = self._made(tuple(prefix), config.adapter)
         tokens = [*contexts.tokens, *ids]
@@ -116,7 +110,7 @@ class ContextModel:
         )
 
     def chat(self, system: str | None = None, *, history: Sequence[Mapping[str, Any]] = ()) -> Chat:
-        """A conversation with the contexts before its first message; as `Model.chat`."""
+        """Start a conversation with the contexts before its first message; as `Model.chat`."""
         return Chat(self, system, history)
 
     def stream_chat(
@@ -128,10 +122,10 @@ class ContextModel:
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> TokenStream:
-        """Answers OpenAI-style messages, chunk by chunk; as `Model.stream_chat`.
+        """Answer OpenAI-style messages, chunk by chunk; as `Model.stream_chat`.
 
         Args:
-            progress: called with the tokens of each pass that evaluates contexts; what it raises ends the reply.
+            progress: called with the tokens of each pass that evaluates contexts; its errors end the reply.
         """
         started = time.perf_counter()
         config = GenerationConfig.for_chat(self._model.sampling, options)
@@ -153,19 +147,19 @@ class ContextModel:
         return self._model.tokenize_chat(messages)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
-        """Refuses, as rows of contexts have files of their own."""
+        """Refuse, as rows of contexts have their own files."""
         raise UsageError(
             "A conversation with contexts is saved without its cache.", "Give it a name that ends in .json."
         )
 
     def resume(self, session: SessionFile) -> bool:
-        """Takes nothing over."""
+        """Take over nothing; return False."""
         return False
 
     def _made(
         self, prefix: tuple[int, ...], adapter: str | None, progress: Callable[[int], None] | None = None
     ) -> JoinedContexts:
-        """The contexts behind a prefix, of which those are evaluated that no file keeps as they are now."""
+        """The rows of the contexts after a prefix; contexts without a current file are evaluated."""
         texts = [self._tokens(context) for context in self.contexts]
         known = self._joined.get((prefix, adapter))
         whole = (*prefix, *(token for text in texts for token in text))
@@ -190,7 +184,7 @@ class ContextModel:
         return joined
 
     def _tokens(self, context: Context) -> tuple[int, ...]:
-        version = context.version()  # before the text is read, which may change meanwhile
+        version = context.version()  # before the text is read, as it may change meanwhile
         known = self._encoded.get(context)
         if known is not None and version is not None and known[0] == version:
             return known[1]
@@ -202,10 +196,10 @@ class ContextModel:
 
 
 def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel) -> ContextModel:
-    """One that was made before of the same, behind whose rows a conversation then goes on, or this new one."""
+    """An equal model made earlier, whose rows conversations can continue, or else this one."""
     key = (made.contexts, made._placement, made._temperature)
     known[key] = made = known.pop(key, made)
-    # No plan counts what is held in memory.
+    # Rows held in memory are in no plan.
     for other in [each for each, earlier in known.items() if earlier is not made and earlier._holds_rows]:
         known.pop(other, None)
     while len(known) > _REMEMBERED:
@@ -214,12 +208,7 @@ def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel
 
 
 class _Reader:
-    """Finds or makes the rows of contexts behind one prefix.
-
-    Attributes:
-        prefix: rows of the prefix.
-        evaluated: tokens of contexts that were evaluated.
-    """
+    """Finds or makes the rows of contexts after one prefix; `evaluated` counts the tokens it had to evaluate."""
 
     def __init__(
         self,
@@ -241,7 +230,7 @@ class _Reader:
         return [self._undisturbed(partial(self.read, context, tokens)) for context, tokens in contexts]
 
     def _undisturbed(self, make: Callable[[], T]) -> T:
-        """Makes something, and makes it again each time that an older reply takes its pages meanwhile."""
+        """Call `make`, again each time that an older reply takes its pages."""
         while True:
             try:
                 return make()
@@ -270,11 +259,11 @@ class _Reader:
         return RowsInMemory.of(tokens, rows, edits)
 
     def finish(self) -> None:
-        """Leaves the cache to replies."""
+        """Release the cache for replies."""
         self._engine.restart()
 
     def _kept(self, context: Context) -> tuple[Path | None, KeptRows | None]:
-        """Where rows are to be kept, and those that are."""
+        """The path for the rows of a context, and the rows that it holds."""
         if context.rows is not None:
             path = Path(context.rows)
             return path, read_rows(path, self._making)

@@ -1,4 +1,4 @@
-"""Texts that a model reads once and then has at hand, and what a reply says of those it was made with."""
+"""Contexts: texts that a model evaluates once and keeps, to put before any prompt."""
 
 from __future__ import annotations
 
@@ -17,25 +17,17 @@ Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
 # The longest contexts of models hold less text.
 _MOST_BYTES = 64 * 1000**2
-# Seconds within which two writes of a file may bear one time, by the coarsest clock of a file system.
+# Seconds within which two writes of a file may have the same time, by the coarsest clock of a file system.
 _ONE_TIME_S = 2.0
 
 
 def rows_folder() -> Path:
-    """Where this user's rows of contexts are kept; it need not exist."""
+    """The folder of this user's evaluated contexts; it need not exist."""
     return user_cache() / "edgeinfer" / "contexts"
 
 
 class UnreadContextError(PromptError):
-    """The text of a context cannot be had.
-
-    Args:
-        path: of the context.
-        message, hint: as of every error.
-
-    Attributes:
-        name: of its file, without the folders that it lies in.
-    """
+    """The text of a context cannot be read; `name` is its file name without folders."""
 
     def __init__(self, path: str | Path, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -44,17 +36,14 @@ class UnreadContextError(PromptError):
 
 @dataclass(frozen=True)
 class Context:
-    """A text that is evaluated once, and can then stand before any prompt, beside others in any order.
+    """A text that is evaluated once and can then precede any prompt, with other contexts in any order.
 
     Attributes:
-        path: of the text, in UTF-8; where `content` is given, what messages call it.
-        edits: where the file was changed since it was evaluated, "evaluate" evaluates all of it again; "turn" what is
-            new alone, and turns the keys behind it to where they are now (PIE), which is lossy.
-        rows: the file that keys and values are kept in; None is one in the user's cache.
-        content: the text itself, where it is in no file.
-
-    Raises:
-        UsageError: `edits` is something else.
+        path: path of the text, in UTF-8; with `content`, its name in messages.
+        edits: if the file has changed since it was evaluated, "evaluate" evaluates all of it again; "turn" evaluates
+            only the new part and rotates the keys after it to their new positions (PIE), which is lossy.
+        rows: the file for its keys and values; None is one in the user's cache.
+        content: the text itself, where it is not in a file.
     """
 
     path: str | Path
@@ -70,20 +59,20 @@ class Context:
 
     @property
     def name_of_rows(self) -> str:
-        """What names of files with its rows in the user's cache begin with, whichever model they are of."""
+        """The start of the names of its files in the user's cache, for any model."""
         source = f"file {Path(self.path).resolve()}" if self.content is None else f"text {self.content}"
         return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def kept_bytes(self) -> int:
-        """Size of its rows in the user's cache, of all models that have read it; errors as `rows_folder`."""
+        """Size of its rows in the user's cache, for all models; errors as `rows_folder`."""
         sizes = []
         for file in rows_folder().glob(f"{self.name_of_rows}-*"):
-            with contextlib.suppress(FileNotFoundError):  # it made room meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile to make room
                 sizes.append(file.stat().st_size)
         return sum(sizes)
 
     def forget(self) -> None:
-        """Removes its rows from the user's cache, those of every model.
+        """Remove its rows of all models from the user's cache.
 
         Raises:
             StorageError: one cannot be removed, or as `rows_folder`.
@@ -96,7 +85,7 @@ class Context:
                 raise StorageError(message, "Close what uses it, and try again.") from error
 
     def version(self) -> tuple[int, ...] | None:
-        """What changes whenever the text does; None where that cannot be told, as its file is just being written."""
+        """A value that changes whenever the text does; None where the file is too new to be sure."""
         if self.content is not None:
             return ()
         try:
@@ -108,11 +97,7 @@ class Context:
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     def text(self) -> str:
-        """What the file says now, or `content`.
-
-        Raises:
-            UnreadContextError: it cannot be read, is empty, far too large or not UTF-8.
-        """
+        """The current text; UnreadContextError if it cannot be read, is empty, far too large or not UTF-8."""
         if self.content is None:
             text = self._read()
         elif len(self.content) > _MOST_BYTES:

@@ -36,11 +36,7 @@ _SHOWN = 80  # characters
 
 @dataclass(frozen=True)
 class Setting:
-    """An option as a text names it, by its name in Python: `"Load with a larger " + Setting("context") + "."`.
-
-    Attributes:
-        value: that the text speaks of; absent where it speaks of the option as such.
-    """
+    """An option in a text, by its name in Python, and maybe a value: `"Use a larger " + Setting("context") + "."`."""
 
     name: str
     value: object = ...
@@ -86,14 +82,14 @@ def one_of(values: Sequence[object]) -> str:
 
 
 def said(text: str | Wording, say: Callable[[Setting], str]) -> str:
-    """A text with its options in the words of a place."""
+    """A text with its options named by `say`."""
     if isinstance(text, str):
         return text
     return "".join(part if isinstance(part, str) else say(part) for part in text.parts)
 
 
 def shown(value: object) -> str:
-    """A value as messages show it, in a few words whatever it is."""
+    """A value in the form of messages, shortened."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integers of thousands of digits
@@ -117,8 +113,8 @@ class EdgeInferError(Exception):
         self.message = str(message)
         self.hint = str(hint)
 
-    def told(self, say: Callable[[Setting], str]) -> str:
-        """The whole text with options in the words of a place; `str` gives it in Python's."""
+    def text(self, say: Callable[[Setting], str]) -> str:
+        """The whole text with options named by `say`; `str` names them as in Python."""
         message, hint = (said(text, say) for text in self._wordings)
         return f"{message} {hint}".strip()
 
@@ -141,7 +137,7 @@ class ContextLengthError(UsageError):
     """More tokens than the context holds, or a context larger than the model allows.
 
     Args:
-        sizes: tokens of the prompt, at least, and of the context; None where it is not about a prompt.
+        sizes: minimum tokens of the prompt, and of the context; None where it is not about a prompt.
     """
 
     def __init__(
@@ -234,8 +230,7 @@ class RemoteError(UserError):
     """A server on another machine that cannot be reached, refuses, or runs another model than it should.
 
     Args:
-        message, hint: as of every error.
-        lost: the way to it failed, so that it might be reached another time.
+        lost: the connection failed, so that it might work another time.
     """
 
     def __init__(self, message: str | Wording, hint: str | Wording = "", *, lost: bool = False) -> None:

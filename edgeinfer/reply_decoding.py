@@ -1,4 +1,4 @@
-"""What a reply is asked for and what decodes it: the sampler of its tokens, their form, and its strategy."""
+"""The request for a reply, and what decodes it: sampler, constraint and strategy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_sampler(
     constraint: Constraint | None,
     stop_ids: frozenset[int],
 ) -> Sampler:
-    """Makes the sampler of a reply's tokens, by a seed of the time where none is given."""
+    """Make the sampler of a reply's tokens; the time is the seed where none is given."""
     if config.checker is not None and config.verification != "keyed":
         message = Setting("verification", config.verification) + " does not go with a checker."
         raise UsageError(message, "Leave it out: drafts are verified by what is drawn.")
@@ -73,7 +73,7 @@ def make_sampler(
 
 
 def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
-    """The same request, with the vectors that steer it among the biases of its logits."""
+    """The request with its steering vectors added to its logit biases."""
     config, bundle = request.config, parts.speculator.parts.bundle
     if config.steering is None:
         return request
@@ -92,7 +92,7 @@ def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
 def make_constraint(
     parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, stop_ids: frozenset[int]
 ) -> tuple[Constraint | None, GrammarCosts | None]:
-    """Makes what a reply must follow, if anything, and what counts its costs where that is a grammar."""
+    """Make the constraint that a reply must follow, if any, and the costs of a grammar."""
     vocabulary = parts.engine.backend.geometry.vocab_size
     end_ids = [token for token in stop_ids if 0 <= token < vocabulary]
     if config.follows_grammar:
@@ -117,7 +117,7 @@ def make_constraint(
 def make_strategy(
     parts: ModelParts, sampler: Sampler, request: GenerationRequest, stop_ids: frozenset[int]
 ) -> DecodingStrategy:
-    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass."""
+    """Make the strategy of a request: a search, less compute, drafting, or one token per pass."""
     engine, config = parts.engine, request.config
     if parts.remote is not None:
         require_plain(config, computes=("full", "entropy"))
@@ -155,12 +155,12 @@ def make_strategy(
 
 
 def is_shareable(config: GenerationConfig) -> bool:
-    """Whether a reply can be made beside others."""
+    """Whether a reply can share passes with others."""
     return config.compute == "full" and config.search != "anchored"
 
 
 def require_shareable(config: GenerationConfig) -> None:
-    """Refuses options by which a reply cannot be made beside others."""
+    """Refuse options with which a reply cannot share passes."""
     if config.compute != "full":
         message = "Replies side by side cannot take less than the whole model."
         raise UnshareableError(message, 'Leave out "compute", or use generate().')

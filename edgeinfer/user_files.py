@@ -12,18 +12,18 @@ from edgeinfer.errors import PromptError, StorageError
 
 
 def user_cache() -> Path:
-    """The folder of what programs can make again, by the custom of the operating system; it need not exist."""
+    """The operating system's folder for data that programs can recreate; it need not exist."""
     return _folder("XDG_CACHE_HOME", Path(".cache"), "Caches", "Set HOME to one that can be written.")
 
 
 def user_data() -> Path:
-    """The folder of what is the user's own, by the custom of the operating system; it need not exist."""
+    """The operating system's folder for the user's own data; it need not exist."""
     hint = "Set HOME, or name a folder with --data."
     return _folder("XDG_DATA_HOME", Path(".local", "share"), "Application Support", hint)
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder this user's own; one that is not is refused."""
+    """Make a folder that only this user can read; refuse another user's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -37,7 +37,7 @@ def make_private(folder: Path) -> None:
 
 
 def written(path: Path) -> float:
-    """When a file or folder was last written, in seconds, by which the oldest make room; 0 where nothing tells."""
+    """When a file or folder was last written, in seconds; 0 where it is unknown."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -65,22 +65,18 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-# Bytes that are looked at for zeros, of which half of UTF-16 without a mark is made, and text of UTF-8 has none.
+# Bytes to search for zeros: about half of UTF-16 are, and none of UTF-8 text.
 _LOOKED_AT = 4096
 _ZEROS = 0.2
 
 
 def marked_encoding(data: bytes) -> str | None:
-    """The encoding that a byte order mark at the beginning tells; None where there is none."""
+    """The encoding of a byte order mark at the start; None where there is none."""
     return next((encoding for mark, encoding in _MARKS.items() if data.startswith(mark)), None)
 
 
 def decode_text(data: bytes, source: object) -> str:
-    """The text of what was read, without its byte order mark; UTF-8 where it has none.
-
-    Args:
-        source: where it was read, as messages name it.
-    """
+    """Decode text by its byte order mark, or as UTF-8; errors name it `source`."""
     encoding = marked_encoding(data) or "utf-8"
     known = "UTF-8" if encoding.startswith("utf-8") else encoding.upper()
     head = data[:_LOOKED_AT]

@@ -232,7 +232,7 @@ def _report(arguments: list[str], error: Exception) -> int:
     if is_refused(error):
         error = refusal(address_limit())
     if isinstance(error, EdgeInferError):
-        print_error(error.told(functools.partial(_flag, arguments)))
+        print_error(error.text(functools.partial(_flag, arguments)))
         return error.exit_code
     print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
     return EdgeInferError.exit_code

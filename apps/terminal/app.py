@@ -234,7 +234,7 @@ class TerminalChat:
         except UserError as error:
             if not self._interactive:
                 raise
-            self._say(f"error: {error.told(self._say_setting)}")
+            self._say(f"error: {error.text(self._say_setting)}")
 
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
