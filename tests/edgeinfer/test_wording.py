@@ -25,15 +25,15 @@ def test_an_option_is_named_in_the_words_of_the_place() -> None:
     assert len(as_flag(Setting("regex", "x" * 9999))) < 100
 
 
-def test_errors_are_told_in_the_words_of_the_place() -> None:
+def test_errors_name_options_in_the_words_of_the_place() -> None:
     error = UsageError(
         "Too long.", "Give a larger " + Setting("context") + ", or " + Setting("overflow", "window") + "."
     )
     assert str(error) == "Too long. Give a larger context, or overflow='window'."
     assert error.hint == "Give a larger context, or overflow='window'."
-    assert error.told(as_flag) == "Too long. Give a larger --context, or --overflow window."
+    assert error.text(as_flag) == "Too long. Give a larger --context, or --overflow window."
     assert str(joined(map(Setting, ("a", "b", "c")), "and") + "!") == "a and b and c!"
     # What users wrote stays as it is, whatever it looks like.
-    assert UsageError("{context} --context", "context=1").told(as_flag) == "{context} --context context=1"
+    assert UsageError("{context} --context", "context=1").text(as_flag) == "{context} --context context=1"
     with pytest.raises(UsageError, match="memory=400 means 400 bytes"):
         edgeinfer.load(memory=400)
