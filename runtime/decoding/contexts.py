@@ -19,11 +19,7 @@ _UNKNOWN = ("norm_after_rope", "full_heads", "kv_sources")
 
 
 def require_contexts(engine: Engine, spec: DecoderSpec | None) -> tuple[PagedCache, DecoderSpec]:
-    """The cache and the decoder that contexts are put together with.
-
-    Args:
-        spec: of the model, where its bundle says it.
-    """
+    """The cache and the decoder that contexts are put together with."""
     cache = engine.backend.cache
     if not isinstance(cache, PagedCache) or spec is None:
         hint = "Load a bundle where the native kernel works, or put the texts into the prompt."

@@ -74,8 +74,8 @@ class Engine:
         self.backend.cancel()
 
     def use_adapter(self, name: str | None, contexts: JoinedContexts | None = None) -> None:
-        """Evaluates texts with an adapter from now on, or with none, and behind these contexts, or none; rows of others
-        are kept apart. Errors as `choose_adapter`."""
+        """Evaluate texts with an adapter or none, and behind these contexts, from now on; rows of others are kept
+        apart."""
         if name != self.adapter or contexts is not self.contexts:
             choose_adapter(self.backend, name)
             self._keep(0, ())
@@ -166,10 +166,8 @@ class Engine:
             self.truncate(min(self.backend.cache.length + self.lost.tokens, len(self._tokens)))
 
     def begin(self, length: int) -> None:
-        """Prepares for a text of so many tokens: empties the cache of rows that such a text rotates otherwise.
-
-        LongRoPE's factors follow the length of the text. What is kept of other conversations goes too.
-        """
+        """Prepare for a text of this many tokens: drop rows that LongRoPE rotates otherwise for it, and kept prefixes
+        too."""
         if self._rotating is None or self._rotating.rotates_long == (length > self._border):
             return
         self.evict_prefixes()
@@ -179,7 +177,7 @@ class Engine:
     def _until_border(self) -> int:
         """Tokens that the next passes may feed before the text is rotated otherwise, at least one.
 
-        A text that has come to the border is evaluated again, as transformers does (models/phi3/modeling_phi3.py).
+        A text that has reached the border is evaluated again, as in transformers (models/phi3/modeling_phi3.py).
         """
         if self._rotating is None or self._rotating.rotates_long:
             return self.backend.cache.capacity
@@ -217,8 +215,8 @@ class Engine:
 
     @keeping_freed()
     def _evaluate(self, prompt: Sequence[int], stop: int, most: int, run: Run | None = None) -> Floats:
-        """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most; the
-        prompt's last token always, for its logits, which are given. (1, V), or (0, V) before the end"""
+        """Evaluate up to `most` uncached tokens of the first `stop` of a prompt; logits of the last (1, V), or (0, V)
+        before the end."""
         started = time.perf_counter()
         self.backend.cache.hold(None)
         done = cached = self._reuse(prompt)
@@ -275,8 +273,8 @@ class Engine:
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """Tokens whose rows the cache holds, one for one; none where a context shift has changed the rows, or where a
-        text of that length would be rotated otherwise, or begins with contexts that were evaluated apart."""
+        """Tokens whose rows the cache holds one for one; none after a context shift or where such a text is rotated
+        otherwise."""
         odd = self._rotating is not None and self._rotating.rotates_long != (len(self._tokens) > self._border)
         return () if self.lost.tokens or odd or self.contexts is not None else tuple(self._tokens)
 
@@ -310,8 +308,7 @@ class Engine:
         return self.prefixes.nbytes
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes allocated now, by term: the backend's, and those kept of other conversations, which may lie in its
-        cache."""
+        """Bytes allocated now, by term: the backend's, and those of kept prefixes, which may lie in its cache."""
         terms = dict(self.backend.nbytes())
         if kept := self.prefixes.nbytes:
             terms["kv"] -= self.prefixes.bytes_in_place

@@ -113,12 +113,7 @@ class RowRequest:
 
 
 class SequenceTask:
-    """Work on a thread of its own that runs only while the scheduler lets it; made by `Scheduler.start`.
-
-    Attributes:
-        over: whether the work has ended.
-        requests: the rows it waits for, of a search those of several sequences; none where it can go on.
-    """
+    """Work on a thread of its own that runs only while the scheduler lets it; `requests` are the rows it waits for."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.over = False
@@ -202,11 +197,7 @@ def _nothing() -> None:
 
 
 class SequenceBackend(WrappedBackend[Backend]):
-    """Implements `contract.Backend` for one sequence of several, whose passes the scheduler shares among them.
-
-    Args:
-        backend: that runs the passes, and belongs to somebody else.
-    """
+    """Implements `contract.Backend` for one sequence of several, whose passes the scheduler shares among them."""
 
     def __init__(self, scheduler: Scheduler, backend: Backend, cache: PagedCache) -> None:
         super().__init__(backend)
@@ -516,7 +507,7 @@ class Scheduler:
 
 
 def sharing_backend(backend: Backend) -> Backend | None:
-    """The backend whose passes sequences can share, each as it would be alone; None where they cannot.
+    """The backend whose passes sequences can share, each as it would be alone; None if they cannot.
 
     Experts that passes use together are not counted. Where long texts are rotated otherwise, sequences differ.
     """

@@ -32,11 +32,7 @@ _COMPANY_GAIN = 1.3
 
 @dataclass(frozen=True)
 class DraftAdvice:
-    """What is best for all replies that share passes.
-
-    Attributes:
-        draft_tokens: of each draft, where all are drafted elsewhere; 0 where all are better streamed.
-    """
+    """What is best for all replies that share passes; `draft_tokens` is 0 where all are better streamed."""
 
     stream_ms: float
     draft_tokens: int
@@ -73,11 +69,7 @@ class PromptShare:
         return self.rows if near and self._since < _LOOK else 0
 
     def observe(self, rows: int, prompt_rows: int, ms: float) -> None:
-        """Learns from a step whose pass had so many rows of sequences that are being decoded, and of prompts.
-
-        Args:
-            ms: milliseconds of the step, which are those between two tokens of each sequence.
-        """
+        """Learn from the milliseconds of a step whose pass had these rows of decoded sequences and of prompts."""
         self._since = self._since + 1 if prompt_rows else 0
         if not prompt_rows:
             known = self._plain_ms.get(rows, ms)

@@ -57,11 +57,7 @@ class DecodingStatistics:
 
 @dataclass
 class SearchStatistics(DecodingStatistics):
-    """Counts what a search took.
-
-    Attributes:
-        trials: as `SearchUse` has it.
-    """
+    """Counts what a search took; `trials` as in `SearchUse`."""
 
     branches: int = 0
     trials: int = 0
@@ -224,10 +220,7 @@ class DecodingStrategy:
         return self._backend.forward
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """Starts after a prompt, all of which was fed: one to `room` tokens that follow it, accepted by the sampler.
-
-        Called again where the reply was paused, with what it has by then as the prompt.
-        """
+        """Start after a prompt that was fed: make 1 to `room` tokens. Called again when a paused reply goes on."""
         self.pass_ns = 0
         return self._accept(self._sampler.sample(logits, len(prompt)), logits)
 

@@ -45,10 +45,7 @@ def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[D
 def whole_configurations(
     plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
 ) -> Iterator[Configuration]:
-    """Configurations that give up nothing, or only part of a context longer than usual that was not requested.
-
-    Arguments and errors as `configurations`.
-    """
+    """Configurations that give up nothing, or only part of a context longer than usual that was not requested."""
     every = _dimensions(plan_input, config, drafts)
     whole = every._replace(
         contexts=every.contexts[:1] + tuple(size for size in every.contexts[1:] if size >= USUAL_CONTEXT),
@@ -64,10 +61,7 @@ def whole_configurations(
 def modest_configurations(
     plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
 ) -> Iterator[Configuration]:
-    """Configurations with every concession, whatever their weights: streaming can take more.
-
-    One of them takes the least of all; arguments and errors as `configurations`.
-    """
+    """Configurations with every concession, whatever their weights; one of them takes the least of all."""
     every = _dimensions(plan_input, config, drafts)
     least = every._replace(
         contexts=every.contexts[-1:],
@@ -145,11 +139,8 @@ def _product(plan_input: PlanInput, dimensions: _Dimensions) -> Iterator[Configu
 
 
 def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:
-    """Configure a draft model, which shares the tokenizer with its target.
-
-    Args:
-        expert_count: of experts that its tokens use; None leaves it to the model.
-    """
+    """Configure a draft model, which shares the tokenizer with its target; `expert_count` None leaves
+    that to the model."""
     return Configuration(
         context=min(target.context, drafter.manifest.geometry.max_positions),
         prefill_chunk=target.prefill_chunk,

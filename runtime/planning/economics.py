@@ -67,12 +67,8 @@ class Prospect:
 
 
 class Ahead(NamedTuple):
-    """The best that further guesses can be worth.
-
-    Attributes:
-        worth: their expected tokens, less what their milliseconds could decode otherwise; 0 where none pays.
-        tokens: expected.
-    """
+    """Expected worth of further guesses in tokens, less what their time could decode otherwise (0 if none pays), and
+    their tokens."""
 
     worth: float
     length: int
@@ -125,12 +121,8 @@ def look_ahead(
     *,
     once: bool = False,
 ) -> Ahead:
-    """What further guesses behind a path are worth, at the length that is best.
-
-    Args:
-        pass_ms: of passes over 1, 2, ... rows.
-        rate: tokens per millisecond that decoding achieves.
-    """
+    """Find the best worth of further guesses behind a path; `pass_ms` is by rows from 1 on, `rate` in tokens per
+    millisecond."""
     worth, length, tokens = 0.0, 0, 0.0
     gained, now = 0.0, pass_ms[size]
     for further in range(1, most + 1):
@@ -143,11 +135,7 @@ def look_ahead(
 
 
 def decoding_rate(prospects: Sequence[Prospect], pass_ms: Sequence[float], round_ms: float) -> float:
-    """Tokens per millisecond of decoding that drafts wherever that pays; never less than plain decoding's.
-
-    Args:
-        pass_ms: of passes over 1, 2, ... rows; one more than tokens in a draft at most.
-    """
+    """Tokens per millisecond of decoding that drafts wherever that pays; `pass_ms` is by rows from 1 on."""
     plain = 1 / pass_ms[0]
     asking = asking_ms(prospects, round_ms)
     if not prospects or not asking_pays(asking, pass_ms[0]):

@@ -79,9 +79,8 @@ class Ledger:
         return memory.rss if self.plan.counted == "resident" else memory.anonymous
 
     def begin_turn(self) -> None:
-        """A request begins: plans again if the program around the model has changed, and takes back what was given up
-        where there is ample room.
-        """
+        """Plan again if the program around the model has changed, and take back what was given up if there is ample
+        room."""
         budget = self.plan.budget_bytes
         if budget is None:
             return
@@ -118,11 +117,7 @@ class Ledger:
         self.plan = plan
 
     def check(self, *, now: bool = False) -> None:
-        """Looks whether the budget is kept, and gives up what is needed to keep it.
-
-        Args:
-            now: look even if the last time is a moment ago.
-        """
+        """Check the budget and give up what is needed to keep it; `now` even if the last check is a moment ago."""
         budget = self.plan.budget_bytes
         clock = time.monotonic()
         if budget is None or (not now and clock - self._looked < _INTERVAL):

@@ -38,11 +38,7 @@ _CUT = ("streamed", "experts")
 
 
 class MemoryModel:
-    """What the configurations of one model take.
-
-    Args:
-        reserve: bytes by which the process may grow before the model is loaded.
-    """
+    """Bytes of a model's configurations, in a process that may grow by `reserve` before the model is loaded."""
 
     def __init__(
         self, plan_input: PlanInput, config: LoadConfig, process: ProcessMemory, reserve: int = RESERVE_BYTES
@@ -120,13 +116,10 @@ class MemoryModel:
         return _SEQUENCE_BYTES + _SEQUENCE_VECTORS * _FLOAT_BYTES * geometry.vocab_size + row + states
 
     def with_rows(self, configuration: Configuration, free: int) -> tuple[int, Footprint]:
-        """The cap of a prefix cache that holds the rows of all replies side by side but one, or what is free of that;
-        and what the process takes with it.
+        """Size a prefix cache for the rows of concurrent replies from `free` bytes; return its cap and the footprint
+        with it.
 
-        Few of them fill a long context at once, so they share the rows of one, or have some each if that is more.
-
-        Args:
-            free: bytes.
+        Few replies fill a long context at once, so they share the rows of one, or have some each if that is more.
         """
         layers = self._input.manifest.geometry.num_layers
         rows, others = self.footprint(configuration).anonymous.get("kv", 0), self._config.parallel - 1
@@ -137,8 +130,7 @@ class MemoryModel:
         return cap, MemoryModel(self._input, config, self.process, self._reserve).footprint(configuration)
 
     def _drafter(self, drafter: PlanInput, target: Configuration) -> Footprint:
-        """A draft model, which shares the tokenizer with its target, and code on the same backend; one term for each
-        kind of page."""
+        """A draft model, which shares the tokenizer with its target, and code if they have one backend."""
         own = draft_configuration(drafter, target)
         if own not in self._drafters:
             whole = drafter.memory.weights(own) + drafter.memory.running(own)

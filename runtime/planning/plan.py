@@ -22,11 +22,7 @@ BEST_SHARE = 0.95
 
 @dataclass(frozen=True)
 class WayToRun:
-    """A configuration, what it takes of a budget, and how it runs.
-
-    Attributes:
-        worth: by which plans are chosen; more is better.
-    """
+    """A configuration, its bytes and speed, and its worth, by which plans are chosen."""
 
     configuration: Configuration
     bytes: int
@@ -36,12 +32,8 @@ class WayToRun:
 
 @dataclass(frozen=True)
 class BudgetPoint:
-    """The plan from a budget on.
-
-    Attributes:
-        budget_bytes: the smallest that gets this plan.
-        plain_tokens_per_second: of the best plan without drafting in the same budget; None where none was asked for.
-    """
+    """The plan of budgets from `budget_bytes` on, and the speed of the best plan without drafting; None if none was
+    wanted."""
 
     budget_bytes: int
     configuration: Configuration
@@ -78,11 +70,7 @@ class BudgetPoint:
 
 @dataclass(frozen=True)
 class SpeedCurve:
-    """Speed against budget for one context.
-
-    Attributes:
-        points: by ascending budget; each holds up to the next one.
-    """
+    """Speed against budget for one context: points by ascending budget, each valid up to the next."""
 
     points: tuple[BudgetPoint, ...]
 
@@ -103,11 +91,7 @@ class SpeedCurve:
 
 
 def speed_curve(first: WayToRun, others: Iterable[WayToRun]) -> SpeedCurve:
-    """The curve of these ways to run.
-
-    Args:
-        first: the one without concessions, which every budget gets that it fits.
-    """
+    """Make the curve; every budget that fits `first`, the way without concessions, gets that."""
     ways = [first, *others]
     points = [*_changes(sorted(ways, key=lambda way: way.bytes), first)]
     # What is promised of a budget is no more than what a larger one gives.
@@ -150,12 +134,7 @@ NOTHING_GIVEN_UP = "nothing given up"
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to run the same model.
-
-    Attributes:
-        planned_bytes: of the pages that count.
-        fits: whether it is within the budget.
-    """
+    """Another way to run the same model; `planned_bytes` are of the pages that count."""
 
     name: str
     configuration: Configuration

@@ -132,11 +132,8 @@ class ModelMemory(Protocol):
         """What the tokenizer takes before it encoded any text, or with the words it has seen since."""
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """What the process is at times beyond what stays: while a tokenizer is parsed, while the session is made.
-
-        Args:
-            outside: the process without a model, while one is loaded.
-        """
+        """Footprints at times that exceed what stays: while the tokenizer is parsed and the session made, from the
+        process `outside`."""
 
 
 @dataclass(frozen=True)
@@ -253,11 +250,7 @@ def weights_modes_on(device: Device, modes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def memory_on(device: Device, memory: ModelMemory, *, cache: bool) -> ModelMemory:
-    """What a model takes on a device.
-
-    Args:
-        cache: whether the cache is where the weights are.
-    """
+    """What a model takes on a device, with the cache there too if `cache`."""
     return memory if device.memory == CPU_MEMORY else _OwnMemory(memory, cache)
 
 

@@ -51,12 +51,7 @@ class Replan(Protocol):
     def __call__(
         self, plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int], *, grammars: bool = False
     ) -> MemoryPlan:
-        """The plan from now on.
-
-        Args:
-            used: bytes that the model's parts hold.
-            grammars: with memory for replies by grammars, whether that fits or not.
-        """
+        """Make a plan from the bytes in use; with memory for replies by `grammars`, even if that does not fit."""
 
 
 class Profiles(Protocol):
@@ -88,12 +83,8 @@ def make_plan(
     process: ProcessMemory | None = None,
     loading: bool = False,
 ) -> MemoryPlan:
-    """Plans for a process that has nothing of the model loaded yet.
-
-    Args:
-        process: as `process_before_loading` gave it, where something was loaded since; None asks now.
-        loading: the model is loaded next, so what fits without a reserve fits.
-    """
+    """Make a plan for a process without the model, measured now if `process` is None; `loading` allows use of the
+    reserve."""
     config = with_measured_policy(config, plan_input.bundle)
     machine = machine_memory()
     # The system rounds limits of control groups down to pages.
@@ -196,7 +187,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
 
 
 class _Read(NamedTuple):
-    """What passes read of the weights: bytes in all, where each layer lies, arrays but those of experts, and bytes of
+    """What passes read of the weights: bytes in all, places of the layers, arrays but those of experts, and bytes of
     the head."""
 
     bytes: int
@@ -210,11 +201,7 @@ def _head_bytes(tensors: Sequence[TensorEntry]) -> int:
 
 
 def _streamed_again_ms(configuration: Configuration, read: _Read, share: float) -> float:
-    """What reading weights again adds to a pass where they are streamed.
-
-    Args:
-        share: of all bytes that the pass reads, without the experts that it does not choose.
-    """
+    """Milliseconds that reading streamed weights again adds; `share` is of all bytes, without experts not chosen."""
     layers, window, kept = len(read.layers), configuration.window_layers, configuration.kept_layers
     if kept:
         sizes = window_bytes(read.layers, window, kept)

@@ -67,12 +67,7 @@ def drafting_ways(
 def _fewer(
     first: Configuration, memory: MemoryModel, speed: SpeedModel, *, model_stays: bool
 ) -> Sequence[tuple[tuple[str, ...], bool]]:
-    """Sets of drafters, each without one more that takes memory: the one that loses the least speed for its bytes.
-
-    Args:
-        first: the configuration without concessions.
-        model_stays: the draft model is not given up.
-    """
+    """Sets of drafters, each without one more that takes memory: the one that loses the least speed for its bytes."""
     found: list[tuple[tuple[str, ...], bool]] = []
     now = first
     while True:
@@ -183,11 +178,9 @@ def _chosen(
     choice: _Choice,
     candidate: Callable[[Configuration], _Candidate],
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
-    """The best way to run, and candidates of which the smallest is the smallest of all, and among which are those that
-    larger budgets get.
+    """The best way to run, and candidates among which are the smallest of all and those that larger budgets get.
 
-    Args:
-        modest: of which one is the smallest; where there are none, every way is looked at.
+    One of `modest` is the smallest; if there are none, every way is tried.
     """
     least = [*map(candidate, modest)]
     if any(map(choice.fits, least)):
@@ -216,12 +209,7 @@ def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadCo
 
 @dataclass(frozen=True)
 class _Choice:
-    """The one rule by which a plan and each of its alternatives are chosen.
-
-    Attributes:
-        budget: in bytes, or None.
-        free: as `search` takes it.
-    """
+    """The one rule by which a plan and each of its alternatives are chosen; `free` is as in `search`."""
 
     budget: int | None
     free: int | None

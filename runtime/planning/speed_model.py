@@ -133,8 +133,7 @@ def token_beside_ms(vocabulary: int) -> float:
 
 
 def cache_ms(geometry: Geometry, kv: str) -> float:
-    """Milliseconds that a row of a timed pass takes for the cache of a type to be written and read; types whose costs
-    are not known count as the usual one."""
+    """Milliseconds of the cache's writes and reads for a row of a timed pass; unknown types count as the usual one."""
     values = geometry.kv_bytes_per_token(FLOAT32) / 4
     written, read = _CACHE_NS.get(kv, _CACHE_NS[FLOAT32])
     return values * (written + _TIMED_PAST * read) / 1e6
@@ -205,8 +204,8 @@ class SpeedModel:
         return replace(pace, passes=PassCosts(tuple(points), pace.passes.step), measured=measured)
 
     def _round_ms(self, pace: Pace, configuration: Configuration) -> tuple[float, float]:
-        """Milliseconds of rounds per token where the governor drafts wherever that pays; and where it never does, of
-        asking in vain."""
+        """Milliseconds of rounds per token where drafting is used wherever it pays, and of asking in vain where it
+        never does."""
         names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
         # Thousands of configurations differ only in what no token depends on.
         c = configuration

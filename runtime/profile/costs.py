@@ -152,12 +152,7 @@ class DraftCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that the governor reckons with, and where and when it was measured.
-
-    Attributes:
-        processor: its name; costs of another are not this device's.
-        measured: time of the measurement, UTC, ISO 8601.
-    """
+    """All costs that drafting is decided by, with the processor and the time (UTC, ISO 8601) of the measurement."""
 
     passes: PassCosts
     drafts: DraftCosts

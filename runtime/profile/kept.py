@@ -33,11 +33,8 @@ _log = logging.getLogger("edgeinfer")
 
 
 class KeptMeasurement(Generic[Measured]):
-    """Reads, writes and drops measurements of one kind.
-
-    Args:
-        kind: a dataclass of numbers and names, which refuses impossible ones with a UsageError.
-    """
+    """Reads, writes and drops measurements of one kind: a dataclass that refuses impossible values with a
+    UsageError."""
 
     def __init__(self, kind: type[Measured], folder: str) -> None:
         self._kind, self._folder = kind, folder

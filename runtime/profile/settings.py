@@ -203,12 +203,8 @@ _FILE_HINT = "Use a file that edgeinfer tune --out wrote on this machine for thi
 
 @dataclass(frozen=True)
 class TunedProfile:
-    """Settings, and what they hold for.
-
-    Attributes:
-        model: its digest, as `model_digest` gives it.
-        measured: when, UTC, ISO 8601.
-    """
+    """Tuned settings, the model's digest and the machine that they hold for, and when they were measured (UTC, ISO
+    8601)."""
 
     model: str
     name: str
@@ -314,11 +310,7 @@ def _make_room(path: Path) -> None:
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
     """Find the settings to load with, in the caller's file or kept for this user, except those that the caller set.
 
-    A profile that cannot be used is warned of, and the model runs with the usual settings.
-
-    Args:
-        model: gives its digest, where that is needed.
-        here: gives the fingerprint of this machine, where that is needed.
+    A profile that cannot be used is warned of. `model` gives the digest and `here` the fingerprint when needed.
     """
     if config.profile == OFF:
         return UNTUNED

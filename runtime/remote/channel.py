@@ -48,12 +48,7 @@ _ROUND_BYTES, _DRAFT_BYTES, _EVENT_BYTES = 800, 6, 40
 
 @dataclass(frozen=True)
 class Prices:
-    """What a device's energy is worth, in milliseconds of waiting.
-
-    Attributes:
-        draft: of a drafted token.
-        kilobyte: of a kilobyte on the way, either way.
-    """
+    """What a device's energy is worth, in milliseconds of waiting: of a drafted token, and of a kilobyte either way."""
 
     draft: float = 0.0
     kilobyte: float = 0.0
@@ -139,8 +134,7 @@ class Channel:
         self._rounds_known.clear()
 
     def went(self, drafted: int, tokens: int, ms: float) -> None:
-        """A round with so many drafted tokens that were looked at brought so many tokens, and took so long with its
-        drafts."""
+        """Record a round: drafted tokens that were verified, tokens it brought, and its milliseconds with drafts."""
         cost = ms + self._prices.of(drafted, _ROUND_BYTES + _DRAFT_BYTES * drafted)
         self._rounds.append((tokens, cost))
         self._late.append(cost / max(self._round_costs(_ROW)[min(drafted, self._most)], 0.1))
@@ -261,8 +255,7 @@ class Channel:
 
     @property
     def _is_sure(self) -> bool:
-        """Whether rounds are expected to be faster than the stream even if drafts are right less often by a standard
-        error. Then a few that bring little are chance, and are paid from no account."""
+        """Whether rounds are expected to be faster even if drafts are right less often by a standard error."""
         # Where the link has changed, the last rounds took longer than expected.
         if len(self._excess) < _SOON or not self._stream_ms or median(self._late) > _BADLY:
             return False
@@ -276,12 +269,9 @@ class Channel:
         return max(_SOON * (self._round_costs(_ROW)[drafted] - least), 2 * stream)
 
     def _best(self, row: float, *, hoping: bool = False, share: float | None = None) -> tuple[int, float]:
-        """The length of drafts whose rounds bring tokens at the least cost, and how much faster than a stream they are
-        expected to be.
+        """The length of drafts whose rounds cost least per token, and their expected gain over a stream.
 
-        Args:
-            row: how much longer a pass takes for each row, where that was not measured.
-            share: of drafted tokens that is accepted; None as it was lately.
+        `row` is by how much each row lengthens a pass if that was not measured, `share` the share of tokens accepted.
         """
         if self._room == 0:
             return 0, 0.0
@@ -318,8 +308,8 @@ class Channel:
         return ms + self._prices.of(0, _EVENT_BYTES)
 
     def _server_ms(self, row: float) -> list[float]:
-        """What the server takes for passes of one row, two rows and so on: on the line through the nearest sizes that
-        are believed, and no more than the least that one of as many rows or more took."""
+        """Milliseconds of the server's passes by rows, interpolated between believed sizes, at most what larger passes
+        took."""
         if (known := self._passes_known.get(row)) is not None:
             return known
         least = {size: min(ms) for size, ms in self._pass_ms.items()}

@@ -37,12 +37,7 @@ _OTHER_SERVER = "Check that an edgeinfer server with the same tokenizer runs the
 
 
 class _Answers:
-    """Answers of a round, passed from its thread to the one that decodes.
-
-    Attributes:
-        came: in order, each with the seconds of the clock when it came.
-        wanted: whether more is.
-    """
+    """Answers of a round, each with the time it came, passed from its thread to the one that decodes."""
 
     def __init__(self) -> None:
         self.came: queue.SimpleQueue[tuple[Decided | Exception, float]] = queue.SimpleQueue()
@@ -329,11 +324,7 @@ def _no_room() -> ContextLengthError:
 
 
 class RoutedDecoding(RemoteDecoding):
-    """Writes what is easy to predict here, and has the rest decided in rounds, drafts included.
-
-    Args:
-        policy: who writes the next token; the others are those of `RemoteDecoding`.
-    """
+    """Writes what is easy to predict here, and has the rest decided in rounds, drafts included."""
 
     def __init__(self, *args: Any, policy: EntropyPolicy, **options: Any) -> None:
         super().__init__(*args, **options)

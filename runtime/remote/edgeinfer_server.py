@@ -40,11 +40,7 @@ class EdgeInferServer:
 
 
 class EdgeInferReply(RetriedReply):
-    """Implements `contract.RemoteReply` by sessions.
-
-    Args:
-        opening: what opens a session, in which its name and the reply so far are wanting.
-    """
+    """Implements `contract.RemoteReply` by sessions; `opening` opens one, without its name and the reply so far."""
 
     def __init__(self, access: RemoteAccess, opening: Mapping[str, Any]) -> None:
         super().__init__(access, Connection(access))

@@ -22,11 +22,8 @@ _KEPT_S = 5.0
 
 
 def connection_pool(trusted: ssl.SSLContext | None) -> httpcore.ConnectionPool:
-    """Connections by HTTP/1.1 that send a request when its answer is waited for; no proxy sees texts.
-
-    Args:
-        trusted: certificates; None for servers without TLS.
-    """
+    """Connections by HTTP/1.1 that send a request when its answer is awaited, with TLS if `trusted`; no proxy sees
+    texts."""
     return httpcore.ConnectionPool(ssl_context=trusted, keepalive_expiry=_KEPT_S, network_backend=_JoiningBackend())
 
 
@@ -103,11 +100,7 @@ class UnansweredError(Exception):
 
 
 class RemoteRefusalError(Exception):
-    """The server refused a request.
-
-    Attributes:
-        details: the error object of the answer; empty if there is none.
-    """
+    """The server refused a request; `details` is the error object of its answer, or empty."""
 
     def __init__(self, status: int, details: Mapping[str, Any]) -> None:
         super().__init__(f"status {status}")

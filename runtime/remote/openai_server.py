@@ -43,11 +43,7 @@ class OtherEngine:
 
 
 class OtherEngineReply(RetriedReply):
-    """Implements `contract.RemoteReply` for one of these engines.
-
-    Args:
-        sampling: options of drawn text; empty is greedy.
-    """
+    """Implements `contract.RemoteReply` for one of these engines; `sampling` is empty for greedy text."""
 
     def __init__(self, access: RemoteAccess, prompt: Sequence[int], sampling: Mapping[str, Any]) -> None:
         super().__init__(access, Connection(access))

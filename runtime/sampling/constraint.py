@@ -136,11 +136,7 @@ def _levels(lengths: _Ints, flat: _Ints) -> tuple[_Ints, _Ints, NDArray[np.bool_
 
 
 class ChoiceLists:
-    """The tries of one model; the last is kept, as programs ask for the same one each time. Safe from any thread.
-
-    Args:
-        vocab_size: tokens that it has logits for.
-    """
+    """The tries of one model; the last is kept, as programs ask for the same one each time. Thread-safe."""
 
     def __init__(self, tokenizer: TokenizerLike, encoder: LiteralEncoder, vocab_size: int) -> None:
         self._tokenizer, self._encoder, self._vocab_size = tokenizer, encoder, vocab_size
@@ -174,10 +170,8 @@ class Constraint(Protocol):
         """Token ids that may follow now, ascending, at least one; None is all. Not to be written to."""
 
     def forced(self) -> Sequence[int]:
-        """Tokens that must follow from here, in order; empty where there is a choice, or only the end follows.
-
-        Where only their text must, other tokens may spell it: these are then the likeliest, and as good as any draft.
-        """
+        """Tokens that must follow, in order, or the likeliest spelling where only their text must; empty where there is
+        a choice."""
 
     def push(self, token: int) -> None:
         """Appends one token to the reply."""
@@ -228,10 +222,7 @@ class TextPlaces:
 
 
 class ChoiceConstraint:
-    """Implements `Constraint`: the reply is one of a list of token sequences, and then a stop token.
-
-    Pushing takes a binary search.
-    """
+    """Implements `Constraint`: the reply is one of a list of token sequences, and then a stop token."""
 
     def __init__(self, trie: ChoiceTrie) -> None:
         self._trie = trie
@@ -341,11 +332,8 @@ def first_accepted(scores: NDArray[np.float64], accepts: Accepts) -> int:  # (S,
 
 @dataclass(frozen=True)
 class WeighedDraw:
-    """A token, or None where none was accepted, and the estimate of how much probability the accepted ones have.
-
-    Attributes:
-        log_weight: logarithm of the estimate, whose mean over draws is that probability.
-    """
+    """A token, or None if none was accepted, and the logarithm of an estimate whose mean is the probability
+    accepted."""
 
     index: int | None
     log_weight: float

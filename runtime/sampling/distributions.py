@@ -41,11 +41,7 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
-    """Log-probabilities of a token and of the `top` most likely ones, from the untouched logits.
-
-    Args:
-        logits: that predicted the token. (V,)
-    """
+    """Log-probabilities of a token and of the `top` most likely ones, from the untouched logits (V,)."""
     best = float(logits[argmax(logits)])
     shifted = logits.astype(np.float64)
     shifted -= best
@@ -59,12 +55,8 @@ def token_logprobs(logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
 def truncated(
     row: Logits, best: int, config: GenerationConfig, ids: Ids, weights: NDArray[np.float64]
 ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
-    """Indices of a row (A,) that survive truncation, and their weights; the one at `best` has weight 1.
-
-    Args:
-        ids: ascending, for every index of the row. (A,)
-        weights: a buffer that may be written to. (A,)
-    """
+    """Indices of a row (A,) that survive truncation, and their weights; the one at `best` has weight 1. Overwrites
+    `weights` (A,)."""
     if 0 < config.top_k < len(row):
         ids = _largest(row, config.top_k)
         weights = row[ids].astype(np.float64)
@@ -108,11 +100,7 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
 
 
 def draw_from(probabilities: NDArray[np.float64], draw: float) -> int:
-    """The token at a draw in [0, 1) of the cumulative distribution in order of token id; never an impossible one.
-
-    Args:
-        probabilities: a distribution, or weights of positive sum. (V,)
-    """
+    """Draw a token from probabilities or weights (V,) in order of id by a number in [0, 1); never an impossible one."""
     cumulative = np.cumsum(probabilities)
     # The largest double below 1 takes more than half a rounding off any sum: some token always lies beyond the product.
     return int(cumulative.searchsorted(draw * cumulative[-1], side="right"))
@@ -169,12 +157,7 @@ _Words = NDArray[np.uint32]
 
 
 class GumbelNoise:
-    """The noise of one seed.
-
-    Args:
-        seed: in [0, 2**64).
-        vocab_size: V; token ids lie in [0, V).
-    """
+    """The noise of one seed in [0, 2**64) for token ids below `vocab_size`."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = _mixed(seed)

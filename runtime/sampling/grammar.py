@@ -146,9 +146,7 @@ class GrammarConstraint:
 
 
 def check_grammar(config: GenerationConfig) -> None:
-    """Refuses a form of replies that takes too much to compile, which may take seconds; making the reply then takes no
-    such time. Safe from any thread.
-    """
+    """Refuse a form of replies that takes too much to compile, which may take seconds. Thread-safe."""
     source = grammar_source(config)
     if source is not None:
         _try(source)

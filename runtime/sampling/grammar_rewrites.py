@@ -83,9 +83,7 @@ def draft_of(schema: Mapping[str, Any]) -> SchemaDraft:
 
 
 def content_pattern(schema: Mapping[str, Any], draft: SchemaDraft) -> str | None:
-    """An expression, as the grammar engine writes it, of the texts that a schema's content keywords allow; None where
-    they allow every text.
-    """
+    """The expression of the texts that a schema's content keywords allow; None if all."""
     encoding, kind = schema.get("contentEncoding"), schema.get("contentMediaType")
     if not draft.checks_content:
         return None
@@ -168,11 +166,7 @@ def _is_formed(keyword: str, value: Any) -> bool:
 
 
 class Neutral:
-    """Takes words without effect out of the parts of one document.
-
-    Args:
-        formats: that are checked; others are annotations.
-    """
+    """Removes keywords without effect from one document; other `formats` than these are annotations."""
 
     def __init__(self, root: Any, draft: SchemaDraft, formats: frozenset[str]) -> None:
         self._root, self._draft, self._formats = root, draft, formats

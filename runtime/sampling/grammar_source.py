@@ -69,11 +69,7 @@ def _as_lark(grammar: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any] | str, left_out: set[str] | None = None) -> str:
-    """What stands for a document of a JSON Schema in a grammar's rule; its blanks are those of json.dumps.
-
-    Args:
-        left_out: is given keywords that cannot be followed; the rule has more documents then. None refuses them.
-    """
+    """A grammar's rule for documents of a JSON Schema, with the blanks of json.dumps; `left_out` as in `mended`."""
     if isinstance(schema, str):
         _check_size("json_schema", schema, MAX_SOURCE)
         try:

@@ -139,11 +139,7 @@ def engine() -> Any:
 
 
 def spelled(tokenizer: TokenizerLike, size: int) -> list[bytes]:
-    """The bytes that each token adds to a text; special ones marked, empty for ids that stand for nothing.
-
-    Args:
-        size: ids of the model; the tokenizer may have fewer or more.
-    """
+    """The bytes that each of the model's `size` tokens adds to a text; special ones marked, empty for unknown ids."""
     kinds = tokenizer.decoder_types
     if kinds != BYTE_LEVEL and _PIECES.isdisjoint(kinds):
         message = (
@@ -160,19 +156,15 @@ def spelled(tokenizer: TokenizerLike, size: int) -> list[bytes]:
 
 
 def grammar_bytes(mode: GrammarMode, size: int, replies: int) -> tuple[int, int]:
-    """What replies by grammars take at most: the vocabulary as the engine has it and grammars; and while the former is
-    made.
-    """
+    """Bytes of replies by grammars at most: in the end, and while the vocabulary's tables are made."""
     kept, made = (_ENGINE_BYTES + each * size for each in _TOKEN_BYTES[mode])
     return kept + _GRAMMAR_BYTES + (replies - 1) * _FURTHER_GRAMMAR_BYTES, made
 
 
 class GrammarVocabulary:
-    """The vocabulary of one model for the grammar engine, made when it is first needed: 0.7 s at 150 thousand tokens.
+    """The vocabulary of one model for the grammar engine, made at first use: 0.7 s at 150 thousand tokens.
 
-    Args:
-        size: tokens that the model has logits for.
-        sliced: whether the engine keeps the tokens of strings apart, which takes memory and saves time.
+    If `sliced`, the engine keeps the tokens of strings apart, which takes memory and saves time.
     """
 
     def __init__(self, tokenizer: TokenizerLike, size: int, *, sliced: bool = True) -> None:
@@ -183,9 +175,7 @@ class GrammarVocabulary:
 
     @property
     def tokens(self) -> Any:
-        """The engine's `LLTokenizer`. One id behind the model's stands for the end of every grammar, whatever ends
-        replies of this model.
-        """
+        """The engine's `LLTokenizer`; one id behind the model's is the end of every grammar."""
         with self._lock:
             return self._made[0]
 

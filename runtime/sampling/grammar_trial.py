@@ -39,8 +39,7 @@ def needs_trial(grammar: str) -> bool:
 
 
 def tried(grammar: str, library: Any) -> str:
-    """Compile a grammar in another process and return its error, or ""; takes 0.1 s more than compiling, at most 10
-    s."""
+    """Compile a grammar in another process; return its error, or "". Takes 0.1 s more than compiling, at most 10 s."""
     command = [sys.executable, "-I", "-S", __file__, str(Path(library.__file__).parent.parent)]
     try:
         done = subprocess.run(command, input=grammar.encode("utf-8"), capture_output=True, timeout=2 * _SECONDS)

@@ -118,12 +118,8 @@ class Penalties:
         return self.counting or len(self.bias_ids) > 0
 
     def apply(self, row: NDArray[np.float32], counts: TokenCounts | None) -> None:
-        """Changes a row of logits (V,) in place, only at ids that are biased or present.
-
-        Args:
-            row: logits. (V,)
-            counts: tokens so far; None only where `counting` is false.
-        """
+        """Change a row of logits (V,) in place, only at ids that are biased or present; `counts` may be None unless
+        `counting`."""
         if len(self.bias_ids):
             row[self.bias_ids] += self.bias
         if not self.counting:
@@ -194,12 +190,7 @@ class LogitsProcessor:
     def probabilities(
         self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
     ) -> NDArray[np.float64]:  # (V,)
-        """The distribution tokens are drawn from; one-hot when greedy.
-
-        Args:
-            logits: of one position. (V,)
-            allowed: ids that may follow, ascending, at least one; None is all. (A,)
-        """
+        """The distribution (V,) that tokens are drawn from; one-hot when greedy. `allowed` ids ascend; None is all."""
         ids, weights = self.support(logits, counts, allowed)
         full = np.zeros(self._vocab_size)
         full[ids] = weights / weights.sum()
@@ -224,10 +215,6 @@ class LogitsProcessor:
 
         The draw depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its
         own, whatever the others' logits, so a model whose distribution is alike mostly draws the same token.
-
-        Args:
-            logits: that predict this position. (V,)
-            allowed: ids that may follow, ascending, at least one; None is all. (A,)
         """
         row, ids = self._masked(logits, counts, allowed), allowed
         chosen = self._best(row, logits, allowed)
@@ -265,12 +252,7 @@ class LogitsProcessor:
         return int(ids[(np.log(probabilities[ids]) + self._noise.of(ids, position)).argmax()])
 
     def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
-        """The logits with bias and penalties, a copy, with -inf for what may not follow.
-
-        Args:
-            logits: of one position. (V,)
-            allowed: ids that may follow; None is all. (A,)
-        """
+        """A copy of the logits with bias and penalties, and -inf for what may not follow."""
         row = self._masked(logits, counts, allowed)
         if allowed is None:
             return row.copy()

@@ -27,12 +27,7 @@ _DRAFTS, _DECISIONS, _SHAPES, _STEP = 2, 1, (1 << 33) + 1, 2
 
 
 class Sampler:
-    """Samples the tokens of one reply, and accepts them.
-
-    Args:
-        constraint: on what may follow; None leaves it free.
-        check: of the caller, on the text that tokens make; None leaves it free.
-    """
+    """Samples the tokens of one reply, and accepts them. Constraint and check are None where there are none."""
 
     def __init__(
         self,
@@ -160,11 +155,7 @@ class Sampler:
             return self._constraint.forced()
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
-        """Adds a token to the reply.
-
-        Args:
-            logits: the model's own at its place; ignored where no log-probabilities are recorded.
-        """
+        """Add a token to the reply; `logits` are ignored where no log-probabilities are recorded."""
         self.accept_told(token, self.logprobs_of(token, logits) if self.tells_logprobs else None)
 
     def logprobs_of(self, token: int, logits: Logits) -> TokenLogprobs:  # (V,)

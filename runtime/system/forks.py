@@ -14,8 +14,7 @@ class Renewable(Protocol):
     """What has locks or threads, or rests on those of others."""
 
     def renew(self) -> None:
-        """Makes it as if nothing had been done with it, without waiting for anything: in the child of a fork, where
-        locks may be held by threads that do not exist."""
+        """Reset to the initial state without waiting, in the child of a fork where other threads' locks may be held."""
 
 
 _renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()

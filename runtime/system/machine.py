@@ -34,11 +34,9 @@ def machine_memory() -> int:
 
 
 def free_memory(mapped: int = 0) -> int:
-    """Bytes that programs can still have, those included that only pages of files take: of what `machine_memory` is.
+    """Bytes of `machine_memory` that programs can still have, including the page cache.
 
-    Args:
-        mapped: bytes of files that this process has in memory. A control group does not count those of them that a
-            program outside it read first, so that it has so much more.
+    A control group does not count those of the process's `mapped` file bytes that a program outside read first.
     """
     limits = ((path.with_name("memory.stat"), limit) for path in _limit_files() if (limit := _limit(path)))
     groups = (limit - _number(_USED, stat) + max(0, mapped - _number(_MAPPED, stat)) for stat, limit in limits)
@@ -46,8 +44,8 @@ def free_memory(mapped: int = 0) -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process can keep busy, at least one: of those that the system lets it run on, the fast ones, each
-    once however many threads it runs, and no more than its control groups have time for."""
+    """Cores that this process can keep busy, at least one: fast ones it may run on, within its control groups'
+    quotas."""
     cores = len(_fast(_cores())) if sys.platform == "linux" else 0
     if not cores:
         import psutil  # a megabyte of modules that Linux mostly does without
@@ -151,8 +149,7 @@ def _limit(path: Path) -> int | None:
 def pinning(threads: int) -> str:
     """Processors for all threads but the calling one, as onnxruntime takes them; "" where nothing can be pinned.
 
-    Linux says in sysfs which processors share a core and how fast each is; elsewhere nothing is pinned. The calling
-    thread is the program's own and stays free; the fastest core is left for it.
+    Linux says in sysfs which processors share a core and how fast each is. The fastest core is left for the caller.
     """
     if sys.platform != "linux" or threads < 2:
         return ""

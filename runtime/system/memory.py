@@ -107,11 +107,7 @@ _STACK_BYTES = 12 * 1024**2
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of the process now, and its peak.
-
-    Attributes:
-        file: pages of mapped files, shared memory included.
-    """
+    """Bytes of the process now, and its peak; shared memory counts as file pages."""
 
     rss: int
     peak_rss: int
@@ -149,9 +145,9 @@ _PROPORTIONAL = _Proportional()
 
 
 def proportional_bytes() -> int | None:
-    """Bytes in memory, each page divided by the number of processes that share it; None where that is not known.
+    """Bytes in memory, each page divided by the processes that share it; None if unknown.
 
-    The system looks at every page, which took 7 ms of a process of 350 MB, so within a second the answer is the same.
+    The system looks at every page, which took 7 ms at 350 MB, so within a second the answer is the same.
     """
     try:
         return _PROPORTIONAL.bytes()
@@ -395,8 +391,7 @@ def _written(entries: bytes) -> bool:
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A range of addresses, the file behind it if any, where in that it begins, and whether it is unchanged surely:
-    no page was written to."""
+    """A range of addresses, the file behind it if any, its offset there, and whether no page was surely written to."""
 
     start: int
     length: int

@@ -114,10 +114,7 @@ def longest_token(tokenizer: TokenizerLike) -> int:
 
 
 def surely_longer(tokenizer: TokenizerLike, text: str, tokens: int, longest: Callable[[], int]) -> bool:
-    """Whether a text has more tokens than some number, found out by its size, else by the tokens of its beginning.
-
-    False does not say that it has no more.
-    """
+    """Whether a text surely has more tokens than some number, by its size or by the tokens of its beginning."""
     part = tokens * _USUAL
     if len(text) <= part:
         return False

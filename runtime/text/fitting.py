@@ -99,11 +99,8 @@ AS_GIVEN = Form()
 
 
 def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[Form]:
-    """Other forms that a conversation can have, those that change least first.
-
-    Args:
-        lists: whether it may want a list of tools where there are none.
-    """
+    """Other forms that a conversation can have, the smallest change first; `lists` if it may need an empty list of
+    tools."""
     roles = [message["role"] for message in messages]
     calls = any(message.get("tool_calls") for message in messages)
     contents = [name for name in _COSTS["content"] if name.startswith("parts") == parts]

@@ -152,12 +152,7 @@ class _Ticks(NodeTransformer):
 
 
 class RenderError(Exception):
-    """A template that failed.
-
-    Args:
-        what: that it did, such as "failed".
-        reason: in one line, without a full stop.
-    """
+    """A template that failed: what it did, such as "failed", and the reason in one line without a full stop."""
 
     def __init__(self, what: str, reason: str) -> None:
         super().__init__(what, reason)

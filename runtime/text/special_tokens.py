@@ -40,11 +40,7 @@ _MOST_CONSTANTS, _LONGEST_CONSTANT = 200, 200
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Texts of special tokens with their ids.
-
-    Attributes:
-        ids: by text.
-    """
+    """Texts of special tokens with their ids."""
 
     ids: Mapping[str, int]
 
@@ -104,8 +100,10 @@ class SpecialTokens:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Write a pattern that matches the longest of some sorted texts. A common beginning is matched once: vocabularies
-    have hundreds of special tokens that differ in a number."""
+    """Write a pattern that matches the longest of some sorted texts.
+
+    A common beginning is matched once: vocabularies have hundreds of special tokens that differ in a number.
+    """
     first, last = texts[0], texts[-1]
     alike = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
     rest = [text[alike:] for text in texts]
@@ -115,12 +113,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 class Placeholders:
-    """Characters that replace others while a template runs.
-
-    Args:
-        characters: the ones to replace.
-        texts: texts in which no placeholder may occur.
-    """
+    """Characters that replace others while a template runs; none of them occurs in `texts`."""
 
     def __init__(self, characters: Iterable[str], texts: Collection[str]) -> None:
         taken = {ord(found) for text in texts for found in _PRIVATE.findall(text)}

@@ -70,11 +70,7 @@ class StopMatcher:
 
 
 class _Search:
-    """Finds one string.
-
-    Attributes:
-        length: of the longest beginning of the string that the text so far ends with.
-    """
+    """Finds one string; `length` is that of its longest beginning that the text so far ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -244,11 +240,7 @@ class ReplyText:
 
 
 class _SpecialTokensInStops:
-    """Special tokens that stop strings spell, each with a placeholder character.
-
-    Args:
-        tokenizer, stops, stop_ids: as of `ReplyText`.
-    """
+    """Special tokens that stop strings spell, each with a placeholder character."""
 
     def __init__(self, tokenizer: TokenizerLike, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
         ends = {tokenizer.id_to_token(id_) or "": id_ for id_ in stop_ids}
@@ -334,10 +326,8 @@ class _BytePieces(_Pieces):
 
 
 class _WindowPieces(_Pieces):
-    """Any other tokenizer: decodes the new tokens behind the last ones that had text, and takes off those ones' text.
-
-    The tokens before are there because decoders treat the start of a text differently.
-    """
+    """Any other tokenizer: decodes new tokens behind the last ones that had text, as decoders treat the start of a text
+    differently."""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer

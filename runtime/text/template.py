@@ -69,8 +69,7 @@ class ChatTemplate:
             self._make_ready()
 
     def _make_ready(self) -> None:
-        """Compile the template, or start its process. Known templates, which cannot be malformed, are compiled at
-        their first use."""
+        """Compile the template, or set up its process. Known templates are compiled at their first use."""
         from edgeinfer.runtime.text.render_process import RenderProcess, can_start
         from edgeinfer.runtime.text.rendering import RenderError, Rendering, check_syntax
 
@@ -122,8 +121,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Messages and tools in the form that the template takes whole, which changes least; arguments and errors as
-        `render`."""
+        """Messages and tools in the form that the template renders whole, with the least changes."""
         if (variables or {}).get("documents") and "documents" not in self.source:
             raise TemplateError("The chat template takes no documents.", "Put their texts into a message.")
         conversation = _conversation(messages)

@@ -51,11 +51,7 @@ _ENCODER_BYTES = 250_000
 
 
 class Tokenizer:
-    """A tokenizer that stays in memory; implements `contract.TokenizerLike`.
-
-    Args:
-        backend: the library's tokenizer. Its truncation and padding are switched off: a prompt is never cut silently.
-    """
+    """A tokenizer that stays in memory; implements `contract.TokenizerLike`. It never cuts or pads a prompt."""
 
     _character_bytes = 160  # of a text that is encoded
 
@@ -134,8 +130,7 @@ class Tokenizer:
         return self._character_bytes * characters + _ENCODER_BYTES
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the vocabulary lacks add nothing. Like everything
-        that only looks things up, it does not wait while another thread encodes a long text."""
+        """The text of token ids, without waiting while another thread encodes a long text."""
         ids = ids if self._placeholders is None else [id_ for id_ in ids if id_ not in self._placeholders.ids]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -240,8 +235,7 @@ class SpecialPlaceholders:
             self.ids = frozenset()
 
     def encode(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`. The library must be set
-        to parse none."""
+        """Encode a text in parts; the library must be set to parse no special tokens."""
         if self._added:
             names = (self._names[self._ways.get(token, _PLAIN)] for token in parts[1::2])
             text = "".join(next(names) if place % 2 else part for place, part in enumerate(parts))
@@ -396,8 +390,7 @@ def mapped_tokenizer_bytes(table: Path, *, used: bool) -> int:
 
 
 def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens of a word: of all neighbours that make a token those of the lowest rank do, of equal ones the
-    leftmost, until there are none."""
+    """Merge a word's symbols into tokens: always the pair of the lowest rank, of equal ones the leftmost."""
     merge = table.merge
     if table.whole_words:
         whole = table.id_of("".join(table.spelling(id_) or "" for id_ in symbols))

@@ -57,11 +57,7 @@ def search_skip_levels(
     evaluations: int = 400,
     progress: Progress | None = None,
 ) -> SkipLevels:
-    """Searches sets of blocks to skip, by texts of the model's own; empties the cache.
-
-    Args:
-        progress: called with sets scored and to score.
-    """
+    """Search sets of blocks to skip, by texts of the model's own; empties the cache."""
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
     search = _SkipSearch(_LossScorer(backend, samples), costs, units, evaluations, progress)
     search.run()
@@ -266,8 +262,8 @@ class SampleTexts:
         return sum(len(fed) for _, fed in self._texts)
 
     def read(self, layer_mask: NDArray[np.bool_]) -> Iterator[Floats]:  # (2 L,)
-        """Logits of the blocks that run, after each token of each text in turn; a view that the next overwrites.
-        (S, V)"""
+        """Logits (S, V) of the blocks that run, after each token of each text in turn; views that the next
+        overwrites."""
         for before, fed in self._texts:
             self._backend.cache.restore(before)
             rows = np.arange(len(fed))
@@ -363,11 +359,7 @@ def best_skip_set(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> SkipSet:
-    """Searches the set of skipped blocks that drafts fastest. The same arguments give the same set. Empties the cache.
-
-    Args:
-        progress: called with sets scored and to score.
-    """
+    """Search the set of skipped blocks that drafts fastest, deterministically; empties the cache."""
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
     scorer = _MatchScorer(backend, samples)
     search = _DraftingSearch(scorer, costs, units, np.random.default_rng(seed))

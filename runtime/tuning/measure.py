@@ -86,8 +86,8 @@ def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWor
 
 
 def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past: int) -> PassWork:
-    """What attention adds to a pass over `tokens` new tokens behind `past`: every key and value that a row sees is read
-    once for all rows, and multiplied with the queries of each row that sees it."""
+    """What attention adds to a pass over `tokens` new tokens behind `past`: keys and values are read once for
+    all rows."""
     read, multiplied, latent = 0, 0, spec.latent
     for layer in range(spec.num_layers):
         window = spec.window(layer) or past + tokens
@@ -98,10 +98,8 @@ def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past
 
 
 def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
-    """Milliseconds of passes over each number of tokens, all logit rows, after `past` tokens; sizes take turns.
-
-    What the cache holds of the past stays, so that coming back costs nothing.
-    """
+    """Milliseconds of passes over each number of tokens, all logit rows, after `past` cached tokens; sizes take
+    turns."""
     _require_room(engine, past + max(sizes))
     backend = engine.backend
     if past:
@@ -147,9 +145,7 @@ class WorkTimes:
 
 
 def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTimes:
-    """Evaluates a prompt of so many tokens behind `past` others, which are not timed, then decodes greedily in as many
-    passes as `reply` says.
-    """
+    """Evaluate a prompt behind `past` untimed tokens, then decode greedily in `reply` passes."""
     if prompt < 0 or reply < 0 or past < 0 or prompt + reply == 0:
         raise UsageError("There is nothing to time.", "Give a prompt or a reply of at least one token.")
     _require_room(engine, past + prompt + reply)
@@ -187,10 +183,7 @@ def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
 
 
 def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
-    """Feeds a text and yields the logits after each of its tokens, a few rows (R, V) at a time; empties the cache.
-
-    Rows are views that the next ones overwrite.
-    """
+    """Feed a text and yield the logits after its tokens, a few rows (R, V) at a time, as views; empties the cache."""
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
     if engine.context_shift is None:

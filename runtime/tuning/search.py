@@ -50,11 +50,7 @@ def median_below(ratios: Sequence[float], error_rate: float) -> float:
 
 
 def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> TimingVerdict:
-    """Whether a way is better.
-
-    Args:
-        aims: of these the second way must be faster in one.
-    """
+    """Judge whether the second way is better: faster in one of `aims`, and slower in nothing."""
     medians = {part: median(values) for part, values in ratios.items()}
     gained = [part for part in aims if medians[part] <= 1 - GAIN and median_below(ratios[part], _WRONGLY_FASTER) < 1]
     if gained and all(median_below(values, _WRONGLY_EQUAL) <= 1 + _LOSS for values in ratios.values()):
@@ -71,12 +67,7 @@ def _median_above(ratios: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a comparison measures.
-
-    Attributes:
-        looks: numbers of pairs after which it is asked whether they tell enough.
-        seconds: of a comparison, after which what there is has to do.
-    """
+    """How long a comparison measures: the numbers of pairs after which it looks, and its limit in seconds."""
 
     looks: tuple[int, ...]
     seconds: float
@@ -93,12 +84,7 @@ QUICK = Effort((7, 13), 8.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a comparison.
-
-    Attributes:
-        first, second: median milliseconds by part.
-        pairs: visits to each.
-    """
+    """The result of a comparison: median milliseconds by part of the two ways, and the pairs of visits."""
 
     verdict: TimingVerdict
     first: Times
@@ -115,13 +101,8 @@ def compare(
     clock: Callable[[], float],
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Trial:
-    """Whether the second way is better than the first.
-
-    Args:
-        aims: parts of which the second must be faster in one.
-        clock: in seconds.
-        report: called with pairs done and at most to do.
-    """
+    """Compare two ways: the second must be faster in one of `aims`. The clock is in seconds; `report` gets pairs done
+    and in all."""
     deadline = clock() + effort.seconds
     # What only a first pass does is no measure.
     timed(first), timed(second)
@@ -241,12 +222,7 @@ def search_settings(
     clock: Callable[[], float],
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> SettingsFound:
-    """Searches one setting after the other, and proves the result.
-
-    Args:
-        clock: in seconds.
-        report: called with what is measured, pairs done and at most to do.
-    """
+    """Search one setting after the other, and prove the result; `report` gets the stage, pairs done and in all."""
     best = UNTUNED
     attempts = [Attempt("prefill_chunk", size, "too slow to try") for size in ways.long_chunks]
     for knob in _KNOBS:

@@ -71,11 +71,7 @@ def verified_rows(configuration: Configuration) -> tuple[int, ...]:
 
 
 def sized(times: Times, visit_ms: float, most: Work) -> Work:
-    """Work that takes about so long.
-
-    Args:
-        most: more is not needed.
-    """
+    """Work that takes about this long, at most `most`."""
     share = visit_ms / (2 if most.reply else 1)
     prompt = min(most.prompt, max(_LEAST_PROMPT, round(share / times[PREFILL])))
     reply = min(most.reply, max(_LEAST_REPLY, round(share / times[DECODE])))
@@ -115,12 +111,7 @@ class _Loaded:
 
 
 class Stopwatch:
-    """Loads a model as settings say and times it.
-
-    Args:
-        memory: bytes that may be taken.
-        visit_ms: how long a visit may take.
-    """
+    """Loads a model as settings say and times it, within `memory` bytes and `visit_ms` a visit."""
 
     def __init__(
         self,
