@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.errors import BackendError, DeviceError
+from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
@@ -77,25 +77,18 @@ class KVBuffers(TrimmedCache):
         if self.unbind is not None:
             self.unbind()
         wanted = min(max(rows, 2 * self.rows, self._least), self._most)
-        kept = self._geometry.kept
-        keys, values = [each.key_size for each in kept], [each.value_size for each in kept]
-        try:
-            for arrays, sizes in ((self.keys, keys), (self.values, values)):
-                for layer, size in enumerate(sizes):
-                    shape = (1, kept[layer].heads, wanted, size)
-                    # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN.
-                    grown = (self._zeros or np.zeros)(shape, np.float32)
-                    if layer < len(arrays):
-                        # All rows, not only those in use: a pass that resumes reads what was written behind the length.
-                        if self.rows:
-                            grown[:, :, : self.rows] = arrays[layer]
-                        arrays[layer] = grown
-                    else:
-                        arrays.append(grown)
-        except (MemoryError, DeviceError):
-            for arrays in (self.keys, self.values):
-                arrays[:] = [_shrunk(array, self.rows) if self.rows else _empty(array) for array in arrays]
-            raise
+        # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN. They take
+        # memory as they are filled, so that copying array by array needs room for one more.
+        kept, zeros = self._geometry.kept, self._zeros or np.zeros
+        keys = [zeros((1, each.heads, wanted, each.key_size), np.float32) for each in kept]
+        values = [zeros((1, each.heads, wanted, each.value_size), np.float32) for each in kept]
+        for arrays, grown in ((self.keys, keys), (self.values, values)):
+            if self.rows:
+                for layer, old in enumerate(arrays):
+                    # All rows, not only those in use: a pass that resumes reads what was written behind the length.
+                    grown[layer][:, :, : self.rows] = old
+                    arrays[layer] = grown[layer]
+            arrays[:] = grown
         self.rows = wanted
         return True
 
@@ -163,21 +156,6 @@ class KVBuffers(TrimmedCache):
 
 def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)
     return np.empty((*array.shape[:2], 0, array.shape[3]), array.dtype)
-
-
-def _shrunk(array: NDArray[Any], rows: int) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, rows, w), C >= rows
-    """The first rows of every head, moved together in the same memory: where there is none left, nothing is needed."""
-    _, heads, have, width = array.shape
-    if have == rows:
-        return array
-    packed: NDArray[Any] = array.reshape(-1)[: heads * rows * width].reshape(1, heads, rows, width)
-    for head in range(1, heads):
-        # Rows move down by this many, so that so many at a time do not overlap where they come from.
-        step = head * (have - rows)
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            packed[0, head, start:stop] = array[0, head, start:stop]
-    return packed
 
 
 def visible_rows(start: int, size: int, tree: Ints | None, window: int = 0) -> NDArray[np.bool_]:  # (S, T)

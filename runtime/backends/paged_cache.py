@@ -351,21 +351,17 @@ class PagedCache:
 
     def _append(self, snapshot: CacheSnapshot) -> None:
         start = self.length
-        self._append_rows(snapshot)
-        if self.state is None:
-            return
-        if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
-            self.state.take(snapshot.state, self.length)
-        elif snapshot.behind is not None and snapshot.start == start:
-            self.state.adopt(snapshot.behind)
-
-    def _append_rows(self, snapshot: CacheSnapshot) -> None:
         if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
             self._add_copies(snapshot)
-        elif snapshot.offset != self.length % PAGE:
+            if self.state is not None:
+                self.state.take(snapshot.state, self.length)
+            return
+        if snapshot.offset != self.length % PAGE:
             self._add_rows(snapshot.places)
         else:
             self._add_pages(snapshot)
+        if self.state is not None and snapshot.behind is not None and snapshot.start == start:
+            self.state.adopt(snapshot.behind)
 
     def _add_pages(self, snapshot: PageSnapshot) -> None:
         """Hold the pages of rows that begin where the rows in use end; rows of a partly used page are copied."""

@@ -82,20 +82,14 @@ def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) ->
             raise UsageError(message, "Load it without native, or export it again.")
         native_kernel()
         return NATIVE
-    prefers = stored == NATIVE or _needs_native(bundle, kv)
-    if native is None and prefers and runs_native():
+    # The native graph alone may have a type of cache.
+    needed = NATIVE in bundle.layouts and kv in bundle.kv_types(NATIVE) and kv not in bundle.kv_types(PORTABLE)
+    if native is None and (stored == NATIVE or needed) and runs_native():
         return NATIVE
     if PORTABLE not in bundle.layouts:
         hint = "Export it again, or run it where the native kernel works."
         raise BundleError(f"{bundle.path} has no graph for the portable layout.", hint)
     return PORTABLE
-
-
-def _needs_native(bundle: Bundle, kv: str | None) -> bool:
-    """Whether the native graph alone has a type of cache."""
-    if kv is None or NATIVE not in bundle.layouts:
-        return False
-    return kv in bundle.kv_types(NATIVE) and kv not in bundle.kv_types(PORTABLE)
 
 
 def kernel_of(bundle: Bundle, layout: Layout) -> str:

@@ -246,7 +246,10 @@ class LlamaContext:
         self.options = options
         self._abort = ctypes.create_string_buffer(2)
         params = _params(lib, options)
-        params.abort_callback = ctypes.cast(_c_library().strlen, lib.ggml_abort_callback)
+        # llama.cpp asks its abort callback before each of a pass's some hundred steps, which a function of Python would
+        # delay each time. So it is C's `strlen`: the length of the text in `_abort`, 0 or 1, is the answer.
+        c_library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
+        params.abort_callback = ctypes.cast(c_library.strlen, lib.ggml_abort_callback)
         params.abort_callback_data = ctypes.addressof(self._abort)
         lines: list[str] = []
         with listening(lines.append):
@@ -365,15 +368,6 @@ def _params(lib: Any, options: ContextOptions) -> Any:
     params.swa_full = True
     params.kv_unified = True
     return params
-
-
-def _c_library() -> ctypes.CDLL:
-    """Where `strlen` is.
-
-    It is the abort callback: llama.cpp asks it before each of a pass's some hundred steps, which a function of Python
-    would stop each time. The length of the text in `_abort`, 0 or 1, is the answer.
-    """
-    return ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.CDLL(None)
 
 
 def _logged_sizes(lines: list[str], what: str) -> list[int]:

@@ -67,10 +67,9 @@ class OnnxMemory:
         manifest = self.bundle.manifest
         if self.floats:
             return _multiplied_out(manifest)
-        c = configuration
-        key = c.window_layers, c.kept_layers, c.expert_bytes
-        if (weights := self._known_weights.get(key)) is None:
-            weights = self._known_weights[key] = _weights(manifest, self.layout, configuration, self.threads)
+        key = configuration.window_layers, configuration.kept_layers, configuration.expert_bytes
+        if (weights := self._known.get(key)) is None:
+            weights = self._known[key] = _weights(manifest, self.layout, configuration, self.threads)
         table = [t for t in manifest.tensors if t.name == PER_LAYER_TABLE and self.layout == NATIVE]
         return weights + Footprint({}, {"weights_mapped": looked_up_bytes(table, configuration.prefill_chunk)})
 
@@ -78,17 +77,13 @@ class OnnxMemory:
         # The largest pass reads a part of a prompt, or verifies a draft.
         rows = max(configuration.prefill_chunk, 1 + configuration.draft_max)
         key = configuration.context, rows, configuration.kv
-        if key not in self._known:
-            self._known[key] = self._running(*key)
-        return self._known[key]
+        if (running := self._known.get(key)) is None:
+            running = self._known[key] = self._running(*key)
+        return running
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, str], Footprint]:
-        """What was found: a plan asks for thousands of configurations that differ in something else."""
-        return {}
-
-    @cached_property
-    def _known_weights(self) -> dict[tuple[int, int, int], Footprint]:
+    def _known(self) -> dict[tuple[object, ...], Footprint]:
+        """Terms that were computed: a plan asks for thousands of configurations that differ in something else."""
         return {}
 
     def _running(self, context: int, rows: int, kv: str) -> Footprint:
