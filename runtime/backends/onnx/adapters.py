@@ -213,7 +213,8 @@ class _Rewriter:
         yield self._adapter(node, site, product, adapted)
         if fused:
             attributes = {"kind": 0, "paired": 1}
-            yield _node("Activation", [adapted], result, [_attribute(k, v) for k, v in attributes.items()])
+            written = [write_attribute(name, value) for name, value in attributes.items()]
+            yield write_node("Activation", [adapted], [result], written, graph.NATIVE_DOMAIN)
 
     def _site(self, node: _Node) -> str | None:
         """The tensor by which a node multiplies, if an adapter changes that."""
@@ -230,15 +231,15 @@ class _Rewriter:
         inputs = [node.input(0), product, rows, graph.ADAPTER_WEIGHTS, graph.ADAPTER_TABLE]
         inputs += [node.input(norm), node.input(mask)]
         numbers = {"N": n, "K": k, "site": self._adapters.sites.index(site)}
-        attributes = [_attribute(name, value) for name, value in numbers.items()]
+        attributes = [write_attribute(name, value) for name, value in numbers.items()]
         attributes += [node.attributes[name] for name in ("norm_epsilon", "part") if name in node.attributes]
-        return _node("Adapter", inputs, result, attributes)
+        return write_node("Adapter", inputs, [result], attributes, graph.NATIVE_DOMAIN)
 
     def _head_rows(self) -> bytes:
         """The adapters of the rows that go through the head."""
         if _HEAD not in self._adapters.sites:
             return b""
-        return _node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], graph.HEAD_ADAPTERS, [], domain="")
+        return write_node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], [graph.HEAD_ADAPTERS])
 
     def _with_branches(self, body: bytes) -> bytes:
         parts = [self._branch(f.body or b"") if f.number == _ATTRIBUTE else f.whole for f in fields(body)]
@@ -276,19 +277,22 @@ def _integer(node: _Node, name: str) -> int:
     return next((f.integer for f in fields(body) if f.number == _ATTRIBUTE_INT), 0)
 
 
-def _attribute(name: str, value: int) -> bytes:
+def write_attribute(name: str, value: int) -> bytes:
+    """An integer attribute as a field of its node."""
     parts = [length_delimited(_ATTRIBUTE_NAME, name.encode()), number(_ATTRIBUTE_INT, value)]
     return length_delimited(_ATTRIBUTE, b"".join([*parts, number(_ATTRIBUTE_KIND, _INT)]))
 
 
-def _node(
-    kind: str, inputs: Sequence[str], output: str, attributes: Sequence[bytes], domain: str = graph.NATIVE_DOMAIN
+def write_node(
+    kind: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[bytes] = (), domain: str = ""
 ) -> bytes:
+    """A node as a field of its graph."""
     present = list(inputs)
     while not present[-1]:
         present.pop()
     parts = [length_delimited(_INPUT, each.encode()) for each in present]
-    parts += [length_delimited(_OUTPUT, output.encode()), length_delimited(_NAME, f"{output}/{kind}".encode())]
+    parts += [length_delimited(_OUTPUT, each.encode()) for each in outputs]
+    parts += [length_delimited(_NAME, f"{outputs[0]}/{kind}".encode())]
     parts += [length_delimited(_TYPE, kind.encode()), *attributes]
     if domain:
         parts.append(length_delimited(_DOMAIN, domain.encode()))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.protobuf import length_delimited, number
 from edgeinfer.errors import BackendError, DeviceError, EdgeInferError
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.onnx.adapters import write_attribute, write_node
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession
 from edgeinfer.runtime.devices.arrays import DeviceArray
 from edgeinfer.runtime.devices.providers import CPU, Device, device_error
@@ -23,7 +24,6 @@ WIDTH = HEADS * HEAD_SIZE
 _IR_VERSION, _OPSET = 10, 21
 _MICROSOFT = "com.microsoft"
 _TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6}
-_INTEGER_ATTRIBUTE = 2
 _BLOCK = 32
 
 
@@ -31,9 +31,9 @@ def static_model() -> bytes:
     """Standard operators and fixed shapes: y = softmax(x w), (2, W) -> (2, W), w of 8 bits."""
     weights = _numbers((WIDTH, WIDTH), np.int8, 127)
     nodes = [
-        _node("DequantizeLinear", ["w", "scale"], ["floats"]),
-        _node("MatMul", ["x", "floats"], ["scores"]),
-        _node("Softmax", ["scores"], ["y"]),
+        write_node("DequantizeLinear", ["w", "scale"], ["floats"]),
+        write_node("MatMul", ["x", "floats"], ["scores"]),
+        write_node("Softmax", ["scores"], ["y"]),
     ]
     constants = [_tensor("w", weights), _tensor("scale", np.array(0.01, np.float32))]
     return _model(nodes, constants, [_value("x", (2, WIDTH))], [_value("y", (2, WIDTH))])
@@ -47,13 +47,15 @@ def ordinary_model() -> bytes:
     sizes = {"K": WIDTH, "N": WIDTH, "bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
     attention = ["q", "x", "x", "past_key", "past_value", "seqlens_k", "total"]
     nodes = [
-        _node("MatMulNBits", ["x", "w", "scales"], ["q"], _MICROSOFT, sizes),
-        _node(
+        write_node(
+            "MatMulNBits", ["x", "w", "scales"], ["q"], [write_attribute(*each) for each in sizes.items()], _MICROSOFT
+        ),
+        write_node(
             "GroupQueryAttention",
             attention,
             ["y", "present_key", "present_value"],
+            [write_attribute(name, HEADS) for name in ("num_heads", "kv_num_heads")],
             _MICROSOFT,
-            {"num_heads": HEADS, "kv_num_heads": HEADS},
         ),
     ]
     row = (1, 1, WIDTH)
@@ -70,28 +72,13 @@ def _numbers(shape: tuple[int, ...], kind: type, most: int) -> NDArray[Any]:
 def _model(
     nodes: Sequence[bytes], constants: Sequence[bytes], inputs: Sequence[bytes], outputs: Sequence[bytes]
 ) -> bytes:
-    graph = b"".join(length_delimited(1, node) for node in nodes) + _text(2, "check")
+    graph = b"".join(nodes) + _text(2, "check")
     graph += b"".join(length_delimited(5, constant) for constant in constants)
     graph += b"".join(length_delimited(11, value) for value in inputs)
     graph += b"".join(length_delimited(12, value) for value in outputs)
     opsets = (("", _OPSET), (_MICROSOFT, 1))
     imports = b"".join(length_delimited(8, _text(1, domain) + number(2, version)) for domain, version in opsets)
     return number(1, _IR_VERSION) + length_delimited(7, graph) + imports
-
-
-def _node(
-    operator: str,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    domain: str = "",
-    numbers: dict[str, int] | None = None,
-) -> bytes:
-    names = b"".join(_text(1, name) for name in inputs) + b"".join(_text(2, name) for name in outputs)
-    attributes = b"".join(
-        length_delimited(5, _text(1, name) + number(3, value) + number(20, _INTEGER_ATTRIBUTE))
-        for name, value in (numbers or {}).items()
-    )
-    return names + _text(3, outputs[0]) + _text(4, operator) + attributes + _text(7, domain)
 
 
 def _tensor(name: str, array: NDArray[Any]) -> bytes:

@@ -119,8 +119,10 @@ class OrtSession:
             # A provider that cannot be made is left out, with a line in the log.
             raise device_error(device, "onnxruntime could not make its provider")
         renewed_in_children(self)
-        self.inputs = tuple(i.name for i in self._session.get_inputs())
-        self.outputs = tuple(o.name for o in self._session.get_outputs())
+        values = self._session.get_inputs(), self._session.get_outputs()
+        # Inputs and outputs by name: onnxruntime's type, and the shape, in which a name stands for a size.
+        self.declared = tuple({each.name: (each.type, tuple(each.shape)) for each in some} for some in values)
+        self.inputs, self.outputs = (tuple(some) for some in self.declared)
         self._run_options = ort.RunOptions()
         self._run_options.log_severity_level = _SILENT
         # What is meant anyway. Where it is not said, the Python side of 1.32 has an exception tell it so at every run,

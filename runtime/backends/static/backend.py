@@ -10,7 +10,8 @@ keep to that within one graph. Sessions are made when they are first needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,8 @@ from edgeinfer.bundle import static_graph as io
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.geometry import FLOAT32, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
-from edgeinfer.bundle.protobuf import Field, fields
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.bundle.static_graph import StaticGraph, Value
+from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -113,64 +113,17 @@ class StaticSession:
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
 
 
-# Numbers of fields in onnx.proto, and of types in TensorProto.DataType.
-_MODEL_GRAPH, _GRAPH_INPUT, _GRAPH_OUTPUT = 7, 11, 12
-_VALUE_NAME, _VALUE_TYPE, _TYPE_TENSOR = 1, 2, 1
-_TENSOR_TYPE, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_VALUE = 1, 2, 1, 1
-_DTYPES = {1: "float32", 6: "int32", 7: "int64"}
+_TYPES = {"float32": "tensor(float)", "int32": "tensor(int32)", "int64": "tensor(int64)"}  # onnxruntime's names
 
 
-def check_graph_file(bundle: Bundle, graph: StaticGraph, spec: DecoderSpec) -> str:
-    """The path of a graph, once its inputs and outputs are those that the runtime drives."""
-    path = bundle.file(graph.file)
-    try:
-        found = _values(path.read_bytes())
-    except (IndexError, UnicodeDecodeError) as error:
-        raise BundleError(f"{path} is not an ONNX graph: {error}.", "Export or download the bundle again.") from error
-    except OSError as error:
-        raise BundleError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.") from error
-    for wanted, declared in zip((graph.inputs(spec), graph.outputs(spec)), found, strict=True):
-        expected = {value.name: value for value in wanted}
+def _check_graph(session: OrtSession, path: Path, graph: StaticGraph, spec: DecoderSpec) -> None:
+    """Refuse a graph whose inputs or outputs are not those that the runtime drives."""
+    for wanted, declared in zip((graph.inputs(spec), graph.outputs(spec)), session.declared, strict=True):
+        expected = {value.name: (_TYPES[value.dtype], value.shape) for value in wanted}
         wrong = sorted(name for name in {*expected, *declared} if expected.get(name) != declared.get(name))
         if wrong:
             message = f"{path} declares other inputs or outputs than the bundle describes: {', '.join(wrong[:3])}."
             raise BundleError(message, "Export or download the bundle again.")
-    return str(path)
-
-
-def _values(model: bytes) -> tuple[dict[str, Value], dict[str, Value]]:
-    inputs: dict[str, Value] = {}
-    outputs: dict[str, Value] = {}
-    for graph in _parts(model, _MODEL_GRAPH):
-        for field in fields(graph):
-            into = {_GRAPH_INPUT: inputs, _GRAPH_OUTPUT: outputs}.get(field.number)
-            if into is not None and field.body is not None:
-                value = _value(field.body)
-                into[value.name] = value
-    return inputs, outputs
-
-
-def _value(body: bytes) -> Value:
-    name = b"".join(_parts(body, _VALUE_NAME)).decode("utf-8")
-    dtype, shape = "", list[int]()
-    for kind in _parts(body, _VALUE_TYPE):
-        for tensor in _parts(kind, _TYPE_TENSOR):
-            dtype = _DTYPES.get(_number(tensor, _TENSOR_TYPE), "")
-            for dims in _parts(tensor, _TENSOR_SHAPE):
-                shape += [_number(dim, _DIM_VALUE) for dim in _parts(dims, _SHAPE_DIM)]
-    return Value(name, dtype, tuple(shape))
-
-
-def _parts(message: bytes, number: int) -> Iterator[bytes]:
-    for field in fields(message):
-        if field.number == number and field.body is not None:
-            yield field.body
-
-
-def _number(message: bytes, number: int) -> int:
-    """An integer of a message; -1 where it is not there, as a dimension that is not fixed."""
-    found: list[Field] = [field for field in fields(message) if field.number == number]
-    return found[-1].integer if found else -1
 
 
 class StaticBackend:
@@ -219,7 +172,6 @@ class StaticBackend:
         self._threads, self._affinity = threads, affinity
         wanted, most = rows or static.widths[-1], chunk or static.chunk
         self.graphs = choose_graphs(static, exact=exact, on_cpu=device.on_cpu, rows=wanted, chunk=most)
-        self._paths = {graph: check_graph_file(bundle, graph, decoder) for graph in self.graphs.all}
         self.cache = KVBuffers(self.geometry, capacity, spare=static.context - capacity, fixed=True)
         self._tables = rope_tables(decoder.rope, capacity, capacity)
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
@@ -266,8 +218,9 @@ class StaticBackend:
 
     def _session(self, graph: StaticGraph) -> StaticSession:
         if graph not in self._sessions:
-            path = self._paths[graph]
-            session = OrtSession(path, self._threads, device=self._device, affinity=self._affinity)
+            path = self._bundle.file(graph.file)
+            session = OrtSession(str(path), self._threads, device=self._device, affinity=self._affinity)
+            _check_graph(session, path, graph, self._spec)
             made = StaticSession(session, graph, self._spec)
             made.bind_cache(self.cache.keys, self.cache.values)
             self._sessions[graph] = made
