@@ -168,13 +168,7 @@ class PagedCache:
     copyable = True
 
     def __init__(
-        self,
-        pool: PagePool,
-        capacity: int,
-        spare: int = 0,
-        states: StatePool | None = None,
-        *,
-        reserves: bool = True,
+        self, pool: PagePool, capacity: int, spare: int = 0, states: StatePool | None = None, *, reserves: bool = True
     ) -> None:
         self._pages: list[int] = []  # first, as an interrupted program may drop this before the rest is there
         self.pool = pool

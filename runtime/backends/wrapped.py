@@ -19,13 +19,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.results import ExpertUse
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
-from edgeinfer.runtime.backends.contract import (
-    Backend,
-    ForwardInput,
-    ForwardOutput,
-    adapters_of,
-    choose_adapter,
-)
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, adapters_of, choose_adapter
 from edgeinfer.runtime.weights.experts import ExpertCache
 
 # Lengths of the runs of tokens whose union is counted.

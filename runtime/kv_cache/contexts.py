@@ -144,11 +144,7 @@ class JoinedContexts:
     """
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        prefix: ContextRows,
-        contexts: Sequence[ContextRows],
-        use: ContextUse,
+        self, spec: DecoderSpec, prefix: ContextRows, contexts: Sequence[ContextRows], use: ContextUse
     ) -> None:
         self._spec = spec
         self._rows = (prefix, *contexts)

@@ -63,10 +63,7 @@ def tunable(choice: BackendChoice) -> tuple[str, ...]:
 
 
 def plan_input_of(
-    choice: BackendChoice,
-    config: LoadConfig,
-    drafter: PlanInput | None = None,
-    settings: TunedSettings = UNTUNED,
+    choice: BackendChoice, config: LoadConfig, drafter: PlanInput | None = None, settings: TunedSettings = UNTUNED
 ) -> PlanInput:
     """The choices that a plan of a bundle has."""
     factory, bundle, layout, device = factory_of(choice.name), choice.bundle, choice.layout, choice.device

@@ -21,12 +21,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import AdapterError, BackendError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import (
-    ForwardInput,
-    ForwardOutput,
-    PassCancelledError,
-    check_pass,
-)
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext, RowSteps
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload

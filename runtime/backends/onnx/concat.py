@@ -29,11 +29,7 @@ from edgeinfer.runtime.backends.cache import (
     check_snapshot,
     row_range,
 )
-from edgeinfer.runtime.backends.contract import (
-    ForwardInput,
-    ForwardOutput,
-    check_pass,
-)
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import MappedFile
 

@@ -27,11 +27,7 @@ from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import (
-    ForwardInput,
-    ForwardOutput,
-    check_pass,
-)
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.backends.static.memory import Bools, Run, choose_graphs
