@@ -23,7 +23,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
@@ -261,12 +261,6 @@ def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> Non
         backend.cache.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
     assert backend.cache.length == 0
     assert close(feed(backend, [1, 2], [0, 1]), sums.expected([1, 2]))
-
-
-@pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_only_float32_caches(sums: Sums, kv: str) -> None:
-    with pytest.raises(UsageError, match=rf"exported through optimum, so its KV cache cannot be {kv}"):
-        ConcatBackend(sums.bundle, CAPACITY, kv=kv)
 
 
 def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:

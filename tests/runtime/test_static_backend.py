@@ -242,8 +242,6 @@ def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) 
 def test_impossible_requests(llama: Made) -> None:
     with pytest.raises(UsageError, match="have a context of 48"):
         StaticBackend(llama.static, 49)
-    with pytest.raises(UsageError, match="cannot use a KV cache of type int8"):
-        StaticBackend(llama.static, 8, kv="int8")
     with pytest.raises(BundleError, match="no static graphs"):
         StaticBackend(llama.ordinary, 8)
     with pytest.raises(BundleError, match="no static graphs"):

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle.geometry import FLOAT16, LLAMA_KV
+from edgeinfer.bundle.geometry import FLOAT16
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import AdapterError, BackendError, UsageError
+from edgeinfer.errors import AdapterError, BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths
@@ -61,14 +61,11 @@ def _digest(path: Path) -> str:
     return digest_of(path)
 
 
-_BLOCK = 32
-
-
 class LlamaCppBackend:
     """Implements `contract.Backend` for GGUF bundles.
 
     Args:
-        kv: type of the cache, one of `kv_types.LLAMA_KV`.
+        kv: type of the cache, one of `geometry.LLAMA_KV`.
         weights: "packed" into copies, "mapped" from the file, or "experts": those mapped, the rest packed.
         chunk: tokens evaluated at once; longer passes are run in parts.
         draft_rows: rows of a pass whose logits are computed at once; more are computed in parts.
@@ -96,7 +93,6 @@ class LlamaCppBackend:
         adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.geometry = bundle.manifest.geometry
-        _check_kv(kv, self.geometry.head_dim)
         self.vocabulary = LlamaModel(
             bundle.gguf, weights=weights, expert_count=expert_count, offload=offload, progress=progress
         )
@@ -245,11 +241,3 @@ def _within(able: Capabilities, recurrent: bool, sequences: int) -> Capabilities
     if recurrent:
         return dataclasses.replace(able, tree=False, copies=False)
     return dataclasses.replace(able, tree=able.tree and sequences > 1)
-
-
-def _check_kv(kv: str, head_dim: int) -> None:
-    if kv not in LLAMA_KV:
-        raise UsageError(f"llama.cpp has no KV cache of type {kv}.", f"Choose one of {', '.join(LLAMA_KV)}.")
-    if LLAMA_KV[kv].blocks and head_dim % _BLOCK:
-        message = f"A KV cache of type {kv} needs a head size that is a multiple of {_BLOCK}, not {head_dim}."
-        raise UsageError(message, "Choose float16.")

@@ -13,19 +13,15 @@ from typing import Any
 
 from edgeinfer.bundle.gguf.library import llama_library, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
 from edgeinfer.runtime.backends.llamacpp.memory import looks_up, packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed
 from edgeinfer.runtime.weights.weight_pages import LookedUp
 
-# How weights are kept: copies in the order the kernels like best, or read in place from the mapped file; of mixtures,
-# the experts in place and the rest as copies.
-WEIGHTS = ("packed", "mapped", "experts")
 # Pages of the file that loading may leave behind before they are let go.
 _LOADED_BYTES = 32 * 1024**2
 _EMBEDDING = "token_embd.weight"
-_COPY = 'Keep the weights "packed" in memory.'
 _Progress = Callable[[str, int, int], None]
 
 
@@ -33,7 +29,8 @@ class LlamaModel:
     """A model file in memory, with its vocabulary, until `close`.
 
     Args:
-        weights: one of WEIGHTS.
+        weights: "packed" into copies in the order the kernels like best, "mapped" from the file, or "experts": those of
+            mixtures mapped, the rest packed.
         expert_count: experts of a token in place of the number that the file says; None is the file's.
     """
 
@@ -46,10 +43,6 @@ class LlamaModel:
         offload: Offload | None = None,
         progress: _Progress | None = None,
     ) -> None:
-        if weights not in WEIGHTS:
-            raise UsageError(f"Weights cannot be {weights!r}.", f"Choose one of {', '.join(WEIGHTS)}.")
-        if weights != "packed" and not gguf.mappable:
-            raise UsageError(f"The tensors of {gguf.path} are not aligned so that they can be mapped.", _COPY)
         self.lib = llama_library()
         self.gguf = gguf
         self._paths = [split.path for split in gguf.splits]

@@ -14,10 +14,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import concat_graph
-from edgeinfer.bundle.geometry import FLOAT32, Geometry, find_kv_type
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import MODEL
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
@@ -112,10 +112,7 @@ class ConcatBackend:
     name = "onnx-optimum"
     kernel = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1, kv: str = FLOAT32) -> None:
-        if find_kv_type(kv).name != FLOAT32:
-            message = f"{bundle.path} was exported through optimum, so its KV cache cannot be {kv}."
-            raise UsageError(message, "Load it with a float32 KV cache.")
+    def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1) -> None:
         self.geometry = bundle.manifest.geometry
         self.capabilities = bundle.manifest.capabilities
         layers = self.geometry.num_layers

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import static_graph as io
 from edgeinfer.bundle.arithmetic import rope_tables
-from edgeinfer.bundle.geometry import FLOAT32, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph
@@ -145,16 +144,11 @@ class StaticBackend:
         exact: bool = True,
         rows: int | None = None,
         chunk: int | None = None,
-        kv: str = FLOAT32,
     ) -> None:
         static, decoder = bundle.manifest.static, bundle.manifest.decoder
         if static is None or decoder is None:
             message = f"{bundle.path} has no static graphs."
             raise BundleError(message, "Leave the backend out, or export the model with --static.")
-        if find_kv_type(kv).name != FLOAT32:
-            raise UsageError(
-                f"A static bundle cannot use a KV cache of type {kv}.", "Load it with " + Setting("kv", "float32") + "."
-            )
         if capacity > static.context:
             message = (
                 f"{capacity} tokens do not fit the static graphs of {bundle.path}, which have a context of "

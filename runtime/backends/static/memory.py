@@ -15,7 +15,6 @@ from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
@@ -147,14 +146,12 @@ class StaticMemory:
     @property
     def _spec(self) -> DecoderSpec:
         decoder = self.bundle.manifest.decoder
-        if decoder is None:
-            raise BundleError(f"{self.bundle.path} has no model description.", "Export it again.")
+        assert decoder is not None, "static bundles describe their decoder"
         return decoder
 
     def _graphs(self, configuration: Configuration) -> GraphSet:
         static = self.bundle.manifest.static
-        if static is None:
-            raise BundleError(f"{self.bundle.path} has no static graphs.", "Export the model with --static.")
+        assert static is not None, "the factory looks for static graphs"
         return choose_graphs(
             static,
             exact=self.exact,

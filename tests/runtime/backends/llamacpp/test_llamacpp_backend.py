@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
@@ -341,17 +341,6 @@ def test_what_a_pass_may_not_ask_for(make_backend: Make) -> None:
     with pytest.raises(BackendError, match="trim"):
         backend.cache.trim(CAPACITY + 1)
     assert backend.cache.length == CAPACITY
-
-
-def test_options_that_cannot_be(gguf_bundle: Callable[..., Bundle]) -> None:
-    bundle = gguf_bundle()
-    with pytest.raises(UsageError, match="has no KV cache of type int8"):
-        LlamaCppBackend(bundle, 8, kv="int8")
-    with pytest.raises(UsageError, match="Weights cannot be 'folded'"):
-        LlamaCppBackend(bundle, 8, weights="folded")
-    narrow = gguf_bundle(Shape(head_dim=16))
-    with pytest.raises(UsageError, match="head size that is a multiple of 32, not 16"):
-        LlamaCppBackend(narrow, 8, kv="q8_0")
 
 
 def test_a_file_that_llama_cannot_load(gguf_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
