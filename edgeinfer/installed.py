@@ -24,17 +24,17 @@ class LocalModel:
     """A model on this machine.
 
     Attributes:
-        name: what loads it, the short name that `edgeinfer run -m` takes, or its path where others have that name.
-        title: what people call it, such as Qwen3 0.6B.
+        name: name to load it by: a short name, or its path where others have that name.
+        title: name for people, such as Qwen3 0.6B.
         path: the bundle's directory or the GGUF file.
-        bytes: of its files.
+        bytes: size of its files.
         memory: the smallest budget it runs in, in bytes; None where it cannot be planned here.
-        format: of its files.
-        origin: comes with edgeinfer, was converted here, lies in the hub's cache, or in the user's folder of models.
-        hub_id: ORG/NAME that it came from; None where it came from elsewhere.
-        source_bytes: of the checkpoint that it was converted from, where that is still in the hub's cache.
-        last_used: when it was last loaded; None where that is not known.
-        error: why it cannot run here; None where nothing is known against it.
+        format: format of its files.
+        origin: built in, converted here, in the hub's cache, or in the user's folder of models.
+        hub_id: ORG/NAME of its source on the hub; None where it came from elsewhere.
+        source_bytes: size of the checkpoint it was converted from, if that is still in the hub's cache.
+        last_used: when it was last loaded; None where it is unknown.
+        error: why it cannot run here; None where no reason is known.
     """
 
     name: str
@@ -51,9 +51,9 @@ class LocalModel:
 
 
 def list_models() -> list[LocalModel]:
-    """The models on this machine, the built-in one first, then by name.
+    """List the models on this machine, the built-in one first, then by name.
 
-    The user's own files elsewhere are not looked for.
+    The user's own files elsewhere are not searched.
     """
     uses = hub.last_uses()
     found = [_describe(place, uses) for place in hub.places()]
@@ -68,19 +68,19 @@ def pull(
     progress: Callable[[str, int, int], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> LocalModel:
-    """Fetches a model, or brings it up to date; a checkpoint is converted, once, into the user's folder of models.
+    """Fetch or update a model; a checkpoint is converted, once, into the user's folder of models.
 
     Args:
         name: of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, or a checkpoint's directory.
-        bits: of the conversion: 2, 3, 4, 8 or 32; None is 4, or what goes into this machine's memory.
+        bits: bits per weight of the conversion: 2, 3, 4, 8 or 32; None is 4, or what fits into this machine's memory.
         revision: branch, tag or commit; None is the main branch.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
-        cancelled: asked several times a second whether to stop.
+        cancelled: called several times a second; stops where it returns True.
 
     Raises:
         ModelError: there is no such model, or it cannot be converted.
-        HubError: offline, unknown, private or gated repository, one that holds no model, or it was cancelled.
-        StorageError: the disk has too little room; nothing was written then.
+        HubError: offline, unknown, private or gated repository, one without a model, or it was cancelled.
+        StorageError: the disk has too little room; nothing was written.
     """
     path = hub.update(name, bits=bits, revision=revision, progress=progress, cancelled=cancelled)
     uses = hub.last_uses()
@@ -92,19 +92,19 @@ def pull(
 
 
 def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int:
-    """Removes a model from the user's folder of models or the hub's cache.
+    """Remove a model from the user's folder of models or the hub's cache.
 
-    Of a converted model the checkpoint that it came from goes too, where the hub's cache has it.
+    The checkpoint of a converted model is removed too, if it is in the hub's cache.
 
     Args:
         name: as `list_models` names it, or a catalog name.
-        confirm: asked once the model was found; if it returns False, nothing is removed.
+        confirm: called once the model was found; if it returns False, nothing is removed.
 
     Returns:
         Bytes that were freed.
 
     Raises:
-        ModelError: there is no such model, or it is none that edgeinfer put there.
+        ModelError: there is no such model, or edgeinfer did not put it there.
         StorageError: its files cannot be removed.
     """
     wanted = _hub_names(name)
@@ -155,7 +155,7 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
 
 
 def _hub_names(name: str) -> set[str]:
-    """What a name stands for, in small letters: itself, and the hub's name of a short one."""
+    """The lower-case names that a name may mean: itself, and the hub's name of a short one."""
     short = hub.catalog_model(name)
     return {name.casefold()} if short is None else {name.casefold(), short.repo.casefold()}
 
@@ -172,11 +172,11 @@ class ModelFacts:
     """A model as its files describe it.
 
     Attributes:
-        bytes: of all its files.
-        context: tokens it can hold at most.
+        bytes: size of all its files.
+        context: maximum tokens of its context.
         sampling: generation options that its makers recommend.
-        vocabulary: tokens that it knows.
-        width: numbers of a hidden state.
+        vocabulary: number of its tokens.
+        width: size of a hidden state.
         chats: whether it has a chat template.
     """
 
@@ -194,7 +194,7 @@ class ModelFacts:
 
 
 def describe(model: str | Path | None = None) -> ModelFacts:
-    """The facts of a model on this machine; nothing is fetched.
+    """Describe a model on this machine; nothing is fetched.
 
     Args:
         model: as `edgeinfer.load` takes it.
@@ -229,15 +229,15 @@ def verify(
     accept: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Outcome]:
-    """Reads every file of a model and compares it with its digest; a plain GGUF file, with what it was at first use.
+    """Read every file of a model and compare it with its digest; a plain GGUF file, with its contents at first use.
 
     Args:
         model: as `edgeinfer.load` takes it.
-        accept: takes a plain GGUF file as the right one from now on.
+        accept: trust the current contents of a plain GGUF file from now on.
         progress: called with a file's name, how many are done and how many there are.
 
     Returns:
-        By the file's name, "now" where it matches, "first" where it is taken as the right one.
+        By file name, "now" where it matches, "first" where it is trusted from now on.
 
     Raises:
         BundleError: a file is damaged or missing.

@@ -1,6 +1,7 @@
-"""What a caller gets back: text with its timings, memory, speculation and model facts.
+"""Results of replies: text with its timings, memory, speculation and facts of the model.
 
-Field names are those of `edgeinfer run --json` (DESIGN section 6)."""
+Field names are those of `edgeinfer run --json`.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +64,10 @@ class MemoryUse:
     """Memory of the whole process in bytes.
 
     Attributes:
-        pss_bytes: resident at the end, each page divided by how many processes share it; None where nothing tells.
+        pss_bytes: resident at the end, each page divided by the processes that share it; None where it is unknown.
         terms: the plan's.
         used: held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
-        given_up: what the plan gave up to fit, then what had to be spared while the reply ran, in order.
+        given_up: what the plan gave up to fit, then what was given up while the reply ran, in order.
     """
 
     budget_bytes: int | None
@@ -101,21 +102,21 @@ class SpeculationUse:
     """What drafting did; all zero when decoding was plain.
 
     Attributes:
-        mode: as it was asked for.
+        mode: the option.
         verification: how drafts were verified.
-        lossless: whether the text is distributed as the target's own.
-        exact: whether it is the very text of plain decoding, bit for bit of the logits; None where that is not known.
+        lossless: whether the text has the distribution of the target model.
+        exact: whether it is the text of plain decoding, bit for bit of the logits; None where that is unknown.
         rounds: passes of the target that verified a draft or none, after the prompt's.
         drafted, accepted: tokens.
         recovered: tokens that replaced the first rejected one of a draft.
         bonus: tokens that followed a fully accepted draft, or an empty one.
-        rechecked: choices that were within rounding of a tie and taken again by a plain pass.
+        rechecked: choices that were within rounding of a tie and repeated by a plain pass.
         accepted_per_position: accepted tokens by place in the draft, the first at index 0.
         acceptance_rate: accepted / drafted; 0 without drafts.
         mean_accepted_length: tokens committed per pass of the target; 1 is plain decoding.
-        draft_ms, verify_ms, overhead_ms: where the time of the rounds went; the last is choosing and bookkeeping.
-        choices: rounds by what the governor chose: names of the drafters in the draft joined by "+", or "none".
-        per_drafter: what each did.
+        draft_ms, verify_ms, overhead_ms: the time of the rounds; the last is choosing and bookkeeping.
+        choices: rounds by the drafters chosen for them, joined by "+", or "none".
+        per_drafter: statistics of each.
         plain_ms: a plain step, its median in this process; None before the first was timed.
         speedup_vs_plain: plain_ms over the reply's mean milliseconds per token.
     """
@@ -147,14 +148,14 @@ class ExpertUse:
     """How the tokens of a model with experts used them.
 
     Attributes:
-        experts: of a layer.
-        top_k: that a token uses at most.
-        tokens: that were counted: those of prompt and reply whose keys and values were computed.
-        token_sparsity: 1 less the mean share of a layer's experts that a token uses.
-        chunk_sparsity: the same of the union over 2, 4 and 8 consecutive tokens; lengths that no text had are left out.
-        expert_bytes: of all experts' weights; 0 where that is not known, as below.
-        resident_bytes: of those that were in memory at the end, where only some of them stay.
-        hit_rate: share of the experts that passes used which were in memory already; None where all stay.
+        experts: experts of a layer.
+        top_k: how many a token uses at most.
+        tokens: counted tokens: those of prompt and reply whose keys and values were computed.
+        token_sparsity: 1 minus the mean share of a layer's experts that a token uses.
+        chunk_sparsity: likewise for the union over 2, 4 and 8 consecutive tokens; lengths without a text are left out.
+        expert_bytes: size of all experts' weights; 0 where it is unknown, as below.
+        resident_bytes: size of those in memory at the end, where only some of them stay.
+        hit_rate: share of the used experts that were in memory already; None where all stay.
     """
 
     experts: int
@@ -169,14 +170,14 @@ class ExpertUse:
 
 @dataclass(frozen=True)
 class Overflow:
-    """What the cache had lost of a text when its reply was finished, because both had outgrown the context.
+    """Tokens that context shift had removed from the cache when the reply was finished.
 
     Attributes:
-        policy: what makes room, one of config.OVERFLOWS.
-        events: how often it made room since the text began; of turns before this one too, as the reply rests on them.
-        dropped: tokens of the text that the cache holds nothing of.
-        merged: tokens whose keys and values are held as a mean with others'. Where heads differ, both are means.
-        lossless: whether the reply is the one that a larger context would have given, as it is without an event.
+        policy: the option `overflow`.
+        events: how often it made room since the start of the text, earlier turns included.
+        dropped: tokens without rows in the cache, a mean over heads.
+        merged: tokens whose keys and values were averaged with others', a mean over heads.
+        lossless: whether the reply is the one that a larger context would have given: true without an event.
     """
 
     policy: str = "stop"
@@ -191,11 +192,11 @@ class ModelInfo:
     """Which model answered.
 
     Attributes:
-        kernel: what multiplied: an instruction set of the native kernel, else the operator or library.
-        device: that ran it, as `edgeinfer devices` names them.
-        device_note: why it is not the one that was asked for; empty where it is.
+        kernel: what multiplied matrices: an instruction set of the native kernel, else the operator or library.
+        device: the device that ran it, as `edgeinfer devices` names them.
+        device_note: why it is not the requested device; empty where it is.
         verified: when its files were compared with their digests: "now", "before" where large ones have not changed
-            since, "first" where a file without a digest was taken as the right one, "pending" before the first token.
+            since, "first" where a file without a digest was trusted, "pending" before the first token.
     """
 
     name: str
@@ -216,15 +217,16 @@ class DeviceFacts:
     Attributes:
         name: as `--device` takes it.
         provider: onnxruntime's name of it, or "llama.cpp".
-        package, beside: of pip that brings the provider; whether it is installed beside onnxruntime, else in its place.
+        package: the pip package with the provider.
+        beside: the package is installed in addition to onnxruntime, not instead of it.
         installed, hardware: whether the provider is there; whether it sees hardware, None where it is not installed.
-        bundles: "all"; "static", those exported with --static; or "gguf", GGUF files alone.
-        traits: what its kernels can do with other bundles than static ones, by name.
+        bundles: "all"; "static", those exported with --static; or "gguf", only GGUF files.
+        traits: capabilities of its kernels with bundles that are not static, by name.
         memory: where its arrays live; "cpu" is ordinary memory.
-        check: "ok" where small models gave on it what they give on the CPU, else why not; empty where it was not tried.
-        tried: where edgeinfer was run on it before it was released.
-        kernels: instruction sets that the native kernel can use there, the best first; empty without the kernel.
-        description: of the hardware, where the provider has one.
+        check: "ok" where small models gave the results of the CPU, else why not; empty where it was not tried.
+        tried: where edgeinfer was tested on it before its release.
+        kernels: instruction sets that the native kernel can use there, best first; empty without the kernel.
+        description: the provider's description of the hardware, if any.
     """
 
     name: str
@@ -244,7 +246,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class LoadCosts:
-    """What loading a model took: milliseconds in all, and the tokenizer's part of them and of the anonymous memory."""
+    """The time of loading a model, and the tokenizer's part of it and of the anonymous memory."""
 
     total_ms: float
     tokenizer_ms: float
@@ -253,12 +255,12 @@ class LoadCosts:
 
 @dataclass(frozen=True)
 class PassWork:
-    """The least that one or several passes have to do; attention counts where the tokens before the pass are known.
+    """The minimum work of one or several passes; attention counts where the tokens before the pass are known.
 
     Attributes:
-        weight_bytes: stored bytes of the weights, each read once per pass; of the embedding only single rows are.
-        multiply_adds: of the weights with the rows that go through them, and of attention.
-        cache_bytes: stored bytes of the keys and values that the rows see, each read once per pass.
+        weight_bytes: stored bytes of the weights, each read once per pass; only single rows of the embedding.
+        multiply_adds: those of weights and of attention.
+        cache_bytes: stored bytes of the keys and values that the rows attend to, each read once per pass.
     """
 
     weight_bytes: int
@@ -272,13 +274,13 @@ class PassWork:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a machine can do at best.
+    """The peak rates of a machine.
 
     Attributes:
         kernel: the instruction set that multiplies.
-        threads: that worked together.
-        read_bytes_per_s: bytes of memory, beyond all caches, that they read in a second.
-        multiply_adds_per_s: of int8 values; None where the instruction set has no instruction for them.
+        threads: how many threads were used.
+        read_bytes_per_s: memory read rate, beyond all caches.
+        multiply_adds_per_s: rate for int8 values; None where the instruction set has no instruction for them.
     """
 
     kernel: str
@@ -287,19 +289,19 @@ class DeviceLimits:
     multiply_adds_per_s: float | None
 
     def floor_ms(self, work: PassWork) -> tuple[float, float | None]:
-        """Milliseconds that reading alone and multiplying alone take; a pass takes no less than the longer."""
+        """Milliseconds of only reading and of only multiplying; a pass takes at least the longer."""
         rate, read = self.multiply_adds_per_s, work.weight_bytes + work.cache_bytes
         return read / self.read_bytes_per_s * 1e3, work.multiply_adds / rate * 1e3 if rate else None
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a token was by the model itself: before bias, penalties, constraints, temperature and truncation.
+    """The probability of a token by the model itself: before bias, penalties, constraints, temperature and truncation.
 
     Attributes:
-        bytes: that it adds to the text, maybe a part of a character.
+        bytes: its part of the text, maybe a part of a character.
         logprob: natural logarithm of its probability.
-        alternatives: the likeliest tokens at its place, best first, itself among them where it is one.
+        alternatives: the likeliest tokens at its place, best first, maybe including itself.
     """
 
     token_id: int
@@ -313,7 +315,7 @@ class Chunk:
     """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty.
 
     Attributes:
-        logprobs: of tokens whose text begins to show here, where they were asked for; none of a stop string's.
+        logprobs: of tokens whose text starts here, if requested; none of a stop string.
     """
 
     text: str
@@ -327,15 +329,15 @@ class Result:
     """One finished reply.
 
     Attributes:
-        experts: of models that have any.
-        compute: what computing less did; None where the whole model made every token.
-        search: what searching did; None where nothing was searched.
-        remote: what the server did that decided the text; None where this machine's model did.
-        stop_string: of those that were asked for, the one that ended the reply; None where none did.
-        contexts: that were evaluated apart from the prompt; None where there were none.
-        logprobs: of the text's tokens, where they were asked for.
-        sampling: version of how a seed makes text: the same seed gives the same text by the same version.
-        schema_class: that `json_schema` was; None where it was none.
+        experts: how experts were used; None for models without any.
+        compute: how less compute was used; None where the whole model made every token.
+        search: statistics of a search; None where there was none.
+        remote: statistics of the server that decided the text; None where this machine's model did.
+        stop_string: the stop string that ended the reply; None where none did.
+        contexts: the contexts before the prompt; None where there were none.
+        logprobs: of the text's tokens, if requested.
+        sampling: version of sampling: the same seed gives the same text with the same version.
+        schema_class: the class given as `json_schema`; None where it was none.
     """
 
     text: str
@@ -359,11 +361,11 @@ class Result:
 
     @property
     def parsed(self) -> Any:
-        """What the reply says where it was asked for as JSON (`json_schema`): dictionaries, lists, texts and numbers,
-        or an instance where a class was given.
+        """The value of a reply in JSON (`json_schema`): dictionaries, lists, texts and numbers, or an instance where a
+        class was given.
 
         Raises:
-            UsageError: the reply ended before its JSON did, is none, or is refused by the class.
+            UsageError: the reply is no JSON, ended before its JSON did, or is refused by the class.
         """
         return read_reply(self.text, self.finish_reason, self.schema_class)
 

@@ -1,4 +1,4 @@
-"""One round of a reply whose drafts come from elsewhere, and whose text this model decides."""
+"""One round of verifying drafts of another device."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ from edgeinfer.runtime.decoding.strategy import Step
 
 
 class VerificationStream(TokenStream):
-    """The tokens of a round: those of the draft with which plain decoding agrees, one more, and further ones.
+    """The tokens of a round: the accepted tokens of the draft, one more, and further ones.
 
-    Where other replies share the pass, it may evaluate the beginning of the draft alone. Its result's text is that of
-    the round alone.
+    If other replies share the pass, it may evaluate only the start of the draft. The result's text is that of the
+    round.
 
     Args:
-        further: tokens that the model makes by itself after those that come of the draft.
-        acceptance: the share of drafted tokens that is expected to be right.
-        parts, request, turns: as `TokenStream` takes them.
-
-    Raises:
-        UsageError: `acceptance` is no share.
+        further: tokens that the model makes by itself after those of the draft.
+        acceptance: expected share of accepted tokens, from 0 to 1.
 
     Attributes:
         verified: drafted tokens that the pass evaluated.
-        compared: drafted tokens up to the first that is wrong, of which the pass tells whether they are right.
-        right: those of them that are the text's.
+        compared: drafted tokens up to and including the first wrong one.
+        right: accepted tokens among them.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class VerificationStream(TokenStream):
     def _prepare(self) -> None:
         super()._prepare()
         for token in self._request.reply:
-            # Logits are needed for log-probabilities alone, which a round has none of.
+            # Logits are needed only for log-probabilities, which a round has none of.
             self._sampler.accept(token, np.zeros(0, np.float32))
         self._made = list(self._request.reply)
         room = self._parts.engine.allowance(len(self._prompt) + len(self._made), None)
@@ -67,14 +63,13 @@ class VerificationStream(TokenStream):
 
     @property
     def ending(self) -> FinishReason | None:
-        """Why the whole reply is over by this round: a stop token, or no room for another; None where it goes on."""
+        """Why the reply ends with this round: a stop token, or no room for another; None where it continues."""
         if not self.tokens:
             return None if self._given_up else "length"
         return "stop" if self.tokens[-1] in self._stop_ids else None
 
     def give_up(self) -> None:
-        """Ends the round within its current pass, with what was decided, as the client wants no more. Safe from any
-        thread."""
+        """End the round within its current pass with the tokens decided so far. Safe from any thread."""
         self._given_up = True
         self.cancel()
 
@@ -110,7 +105,7 @@ class VerificationStream(TokenStream):
         try:
             tokens = self._verify(engine, [*self._prompt, *self._made], self._request.draft[: self._left - 1])
         except PreemptedError:
-            # Its pages are others' now; the text is evaluated again as soon as there are some.
+            # Its pages were given to others; the text is evaluated again as soon as pages are free.
             engine.restart()
             return self._step()
         self._add_prefill()
@@ -123,15 +118,11 @@ class VerificationStream(TokenStream):
         return Step(tokens[0], (time.perf_counter() - started) * 1e3, last=len(tokens) == 1)
 
     def _verify(self, engine: Engine, text: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Evaluates a draft behind a text in one pass, and gives the tokens that plain decoding makes there: those of
-        the draft that agree, and one further, which is the first that does not or comes behind the last; the sampler
-        accepts them.
+        """Evaluate a draft after a text in one pass and return the tokens of plain decoding: the accepted ones and the
+        one after them, 1 to `1 + len(draft)`; none where the round was cancelled.
 
-        Where a pass of several rows rounds otherwise than passes of one row, and where the draft could reach the border
-        behind which a text is rotated otherwise, the draft is not looked at.
-
-        Returns:
-            One to `1 + len(draft)` tokens; none where the round was cancelled.
+        The draft is ignored where a pass of several rows rounds differently from passes of one row, and where it could
+        reach the position from which the text is rotated differently.
         """
         rotates = isinstance(engine.backend, RotatingBackend) and engine.backend.rotation_border is not None
         if rotates or not engine.backend.capabilities.paged:
@@ -142,14 +133,14 @@ class VerificationStream(TokenStream):
         cache.hold(cache.length)
         gains = tuple(self._acceptance**depth for depth in range(1 + len(draft)))
         try:
-            # Of a pass that other replies share, it has as much of the draft as is worth most there.
+            # In a shared pass, only the part of the draft that pays is evaluated.
             logits = engine.feed([text[-1], *draft], np.arange(1 + len(draft)), gains)  # (1 + D, V)
         except PassCancelledError:
             return []
         self.verified = len(logits) - 1
         self._look_around()
         tokens: list[int] = []
-        # Where the draft was cut, the token behind what was evaluated is known as well.
+        # Where the draft was cut, the token after the evaluated part is known as well.
         for row, expected in zip(logits, (*draft, None), strict=False):
             token = self._sampler.sample(row, len(text) + len(tokens))
             self._sampler.accept(token, row)
