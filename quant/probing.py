@@ -73,11 +73,7 @@ def probe_tokens(spec: DecoderSpec, parameters: int) -> int:
 
 
 def probe_decoder(
-    spec: DecoderSpec,
-    tensors: Tensors,
-    texts: Sequence[Ints],
-    look: Look,
-    progress: Progress | None = None,
+    spec: DecoderSpec, tensors: Tensors, texts: Sequence[Ints], look: Look, progress: Progress | None = None
 ) -> dict[str, Probe]:
     """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`).
 

@@ -309,13 +309,7 @@ def _xielu_plan(name: str, sources: list[str]) -> TensorPlan:
     return TensorPlan(name, (positive, dataclasses.replace(negative, offset=_XIELU_BETA)))
 
 
-def common_spec(
-    config: HFConfig,
-    tied: bool,
-    *,
-    norm_eps: str = "rms_norm_eps",
-    **parts: Any,
-) -> DecoderSpec:
+def common_spec(config: HFConfig, tied: bool, *, norm_eps: str = "rms_norm_eps", **parts: Any) -> DecoderSpec:
     """Reads the config fields that all families share."""
     heads = config.integer("num_attention_heads")
     if "head_dim" not in parts:

@@ -181,14 +181,7 @@ def _read_gpt_oss(config: HFConfig, tied: bool) -> DecoderSpec:
     bias = config.get("attention_bias") is None or config.flag("attention_bias")
     windows = config.windows_of(config.slides(_PATTERN))
     return common_spec(
-        config,
-        tied,
-        qkv_bias=bias,
-        output_bias=bias,
-        sinks=True,
-        windows=windows,
-        activation="swiglu_oai",
-        moe=moe,
+        config, tied, qkv_bias=bias, output_bias=bias, sinks=True, windows=windows, activation="swiglu_oai", moe=moe
     )
 
 

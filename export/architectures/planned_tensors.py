@@ -155,10 +155,7 @@ class PlannedTensors:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        plans: Iterable[TensorPlan],
-        borrowed: Mapping[str, PlannedRows] | None = None,
+        self, checkpoint: Checkpoint, plans: Iterable[TensorPlan], borrowed: Mapping[str, PlannedRows] | None = None
     ) -> None:
         self._rows = {plan.name: PlannedRows(checkpoint, plan) for plan in plans} | dict(borrowed or {})
 

@@ -228,10 +228,7 @@ def mixture_plans(
         plans.append(TensorPlan(expert_tensor(layer, expert, inner), into))
         plans.append(TensorPlan(expert_tensor(layer, expert, "down"), (out,)))
     if moe.expert_bias:
-        for part, name, size in (
-            (inner, names.stacked_gate_up, moe.expert_size),
-            ("down", names.stacked_down, hidden),
-        ):
+        for part, name, size in ((inner, names.stacked_gate_up, moe.expert_size), ("down", names.stacked_down, hidden)):
             sources = [_rows(f"{root}{name}_bias", (size,), names, part, e, experts) for e in range(experts)]
             plans.append(TensorPlan(expert_biases(layer, part), tuple(each for some in sources for each in some)))
     if moe.shared_size:

@@ -91,12 +91,7 @@ def _describe_first(source: ModuleSource, layer: str) -> DescribedModule:
     plans = own_plans(source, family, spec, ("embed", "head", "final_norm", "layers.0.attn_norm"), size)
     plans += joined_plans(source, (size, 2 * size))
     module = DraftModule(
-        width=size,
-        drafter="eagle",
-        shares=("embed", "head"),
-        first_normed=False,
-        last_normed=False,
-        state_normed=True,
+        width=size, drafter="eagle", shares=("embed", "head"), first_normed=False, last_normed=False, state_normed=True
     )
     return DescribedModule(spec, module, tuple(plans), borrowed={"module.state_norm": "final_norm"})
 

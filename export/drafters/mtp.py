@@ -95,12 +95,7 @@ def describe_mtp(source: ModuleSource, family: Architecture) -> DescribedModule 
         plans.append(norm if family.refine is None else family.refine(own.config, spec, norm))
     _require(source, plans)
     module = DraftModule(
-        width=size,
-        drafter="mtp",
-        shares=("embed", "head"),
-        parts_normed=True,
-        state_normed=True,
-        feeds_normed=True,
+        width=size, drafter="mtp", shares=("embed", "head"), parts_normed=True, state_normed=True, feeds_normed=True
     )
     return DescribedModule(spec, module, tuple(plans), borrowed={"module.state_norm": "final_norm"})
 

@@ -174,11 +174,7 @@ class ModuleTarget:
 
 
 def write_module(
-    work: Path,
-    target: ModuleTarget,
-    opened: OpenedModule,
-    config: ExportConfig,
-    progress: Progress | None = None,
+    work: Path, target: ModuleTarget, opened: OpenedModule, config: ExportConfig, progress: Progress | None = None
 ) -> None:
     """Writes the bundle of a module into the folder of its target's."""
     described, checkpoint = opened.described, opened.checkpoint

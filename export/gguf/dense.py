@@ -270,11 +270,7 @@ DENSE = {
         parts=(*_LAYER_NORMS, "parallel", "gated", "head_bias"),
     ),
     "cohere": GgufArchitecture(
-        "command-r",
-        neighbours=True,
-        qkv_bias=False,
-        parts=("norm", "parallel", "interleaved"),
-        multipliers=COHERE,
+        "command-r", neighbours=True, qkv_bias=False, parts=("norm", "parallel", "interleaved"), multipliers=COHERE
     ),
     "cohere2": GgufArchitecture(
         "cohere2",
@@ -289,14 +285,7 @@ DENSE = {
 
 
 _SIGMOID = GgufMixture(
-    None,
-    leading=True,
-    router="sigmoid",
-    gating=True,
-    scale=True,
-    groups=True,
-    shared="count",
-    parts=("choice_bias",),
+    None, leading=True, router="sigmoid", gating=True, scale=True, groups=True, shared="count", parts=("choice_bias",)
 )
 
 
@@ -355,14 +344,7 @@ SHARED_MIXTURES = {
         tensors={"mlp_norm": ("post_attention_norm.weight",)},
         mixture=_SIGMOID,
     ),
-    "dots1": GgufArchitecture(
-        "dots1",
-        free_heads=True,
-        grouped=False,
-        own_head=True,
-        qkv_bias=False,
-        mixture=_SIGMOID,
-    ),
+    "dots1": GgufArchitecture("dots1", free_heads=True, grouped=False, own_head=True, qkv_bias=False, mixture=_SIGMOID),
     "ernie4_5_moe": GgufArchitecture(
         "ernie4_5-moe",
         neighbours=True,

@@ -16,10 +16,7 @@ from edgeinfer.export.source.hf_config import HFConfig
 # those that share caches, sparse layers at the beginning and how sparse, and where logits are capped.
 _CAP = 30.0
 _STREAMS, _RANK, _VECTOR, _OWN_CACHES, _SPARSE_LAYERS, _SPARSITY = 4, 64, 256, 20, 10, 0.95
-_TENSORS = {
-    "attn_post_norm": ("post_attention_norm.weight",),
-    "mlp_post_norm": ("post_ffw_norm.weight",),
-}
+_TENSORS = {"attn_post_norm": ("post_attention_norm.weight",), "mlp_post_norm": ("post_ffw_norm.weight",)}
 _EXPERTS = {
     "mlp.expert_scale": ("ffn_down_exps.scale",),
     "mlp.router_input_norm": ("ffn_gate_inp.scale",),

@@ -122,13 +122,7 @@ _DEEPSEEK = GgufArchitecture(
     parts=("latent", "interleaved", "attention_scale"),
     compressed=True,
     mixture=GgufMixture(
-        None,
-        leading=True,
-        gating=True,
-        scale=True,
-        groups=True,
-        shared="count",
-        parts=("choice_bias",),
+        None, leading=True, gating=True, scale=True, groups=True, shared="count", parts=("choice_bias",)
     ),
     rewrite=_rewrite,
     keys=_deepseek_keys,

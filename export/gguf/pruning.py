@@ -73,11 +73,7 @@ def renumbered(tensor: str, pruned: Sequence[int]) -> str:
 
 
 def choose_layers(
-    spec: DecoderSpec,
-    reader: ModelReader,
-    texts: Sequence[Ints],
-    count: int,
-    progress: Progress | None = None,
+    spec: DecoderSpec, reader: ModelReader, texts: Sequence[Ints], count: int, progress: Progress | None = None
 ) -> tuple[int, ...]:
     """The layers to leave out, ascending: one after the other the one whose absence moves predictions least.
 

@@ -24,14 +24,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered
-from edgeinfer.export.options import (
-    COPY,
-    PACKED_KIND,
-    FileType,
-    find_file_type,
-    find_tensor_type,
-    needs_importance,
-)
+from edgeinfer.export.options import COPY, PACKED_KIND, FileType, find_file_type, find_tensor_type, needs_importance
 from edgeinfer.results import Progress
 
 Floats = npt.NDArray[np.float32]

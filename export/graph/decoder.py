@@ -29,11 +29,7 @@ OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: P
 
 
 def build_decoder_graph(
-    spec: DecoderSpec,
-    tensors: Mapping[str, TensorEntry],
-    weights: str,
-    layout: Layout,
-    taps: tuple[int, ...] = (),
+    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout, taps: tuple[int, ...] = ()
 ) -> onnx.ModelProto:
     """Builds the graph of a decoder."""
     operators = OPERATORS[layout](spec, tensors)

@@ -7,10 +7,7 @@ from typing import Any
 GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
 LOCAL: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e3}
 PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-ROPES = {
-    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
-    "sliding_attention": LOCAL,
-}
+ROPES = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "sliding_attention": LOCAL}
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,

@@ -63,10 +63,7 @@ def test_longrope_derives_its_attention_factor() -> None:
     assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
 
 
-@each_row(
-    "values",
-    [{"rope_scaling": {"rope_type": "axial"}}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
-)
+@each_row("values", [{"rope_scaling": {"rope_type": "axial"}}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}])
 def test_unknown_rotary_types_name_the_other_route(values: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedArchitectureError, match="--exporter optimum"):
         config(**values).rope(16)

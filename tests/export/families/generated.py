@@ -61,10 +61,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": _YES_OR_NO,
 }
 # Of these one follows from another, or another part of the family's code takes it for granted.
-_LEFT_OUT = {
-    "Gemma3n": ("intermediate_size",),
-    "Gemma4": ("attention_bias",),
-}
+_LEFT_OUT = {"Gemma3n": ("intermediate_size",), "Gemma4": ("attention_bias",)}
 _EXPERTS = {"num_experts": "num_experts_per_tok", "num_local_experts": "num_experts_per_tok"}
 _EXPERTS |= {"n_routed_experts": "num_experts_per_tok", "moe_num_experts": "moe_k"}
 _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types")

@@ -186,14 +186,7 @@ FAMILIES: tuple[Family, ...] = (
         "SmolLM3", "SmolLM3", {"no_rope_layers": [1, 1, 0]}, _TIED, {"use_sliding_window": True, "sliding_window": 5}
     ),
     _family("Ministral", "Ministral", _WINDOWS | {"head_dim": 32}, {"head_dim": 16}),
-    _family(
-        "Ministral 3",
-        "Ministral3",
-        {
-            "head_dim": 32,
-            "rope_parameters": _YARN | _GROWING,
-        },
-    ),
+    _family("Ministral 3", "Ministral3", {"head_dim": 32, "rope_parameters": _YARN | _GROWING}),
     _family("Granite", "Granite", _GRANITE, _TIED | _BIASES),
     _family(
         "Granite SWA",
