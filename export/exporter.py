@@ -62,7 +62,6 @@ def export_checkpoint(
 
 
 def export_native(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
-    """Exports through the builders of edgeinfer.export.architectures; as `export_checkpoint` otherwise."""
     hf_config = read_config(source)
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
@@ -115,7 +114,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
 def _table(
     described: Described, quant: QuantPlan, requested: Layout, *, native: bool
 ) -> tuple[tuple[TensorEntry, ...], Layout]:
-    """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written."""
+    """The tensor table and its layout; portable also where nothing is quantized and that graph can be written."""
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
     native = native or any(o.quantized for o in outlines) or described.spec.native_only
     layout = requested if native else PORTABLE

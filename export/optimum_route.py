@@ -52,11 +52,7 @@ Ints = NDArray[np.int64]
 
 
 def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int) -> None:
-    """Replaces MatMul and Gemm with a constant matrix by MatMulNBits, in place.
-
-    Args:
-        policy: bits of each matrix; the one that gives `vocab_size` outputs is the head.
-    """
+    """Replaces MatMul and Gemm with a constant matrix by MatMulNBits; one with `vocab_size` outputs is the head."""
     graph = model.graph
     rewriter = _Rewriter(policy, vocab_size, {t.name: t for t in graph.initializer}, _transposed(graph.node))
     nodes = [new for node in graph.node for new in rewriter.rewrite(node)]
@@ -72,7 +68,7 @@ def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int)
 
 
 def _transposed(nodes: Iterable[onnx.NodeProto]) -> dict[str, str]:
-    """Transposed matrices by name, and what they are the transpose of: how a tied head reads the embedding."""
+    """Sources of transposed matrices by name: a tied head reads the embedding that way."""
     return {
         node.output[0]: node.input[0]
         for node in nodes
@@ -96,7 +92,6 @@ class _Rewriter:
     done: dict[str, list[str]] = field(default_factory=dict)
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """What stands in for a node."""
         if node.op_type == "MatMul":
             turned = False
         elif node.op_type == "Gemm" and self._plain(node):
@@ -129,7 +124,7 @@ class _Rewriter:
         return [matmul] + ([helper.make_node("Add", [product, *bias], [node.output[0]])] if bias else [])
 
     def _stored(self, name: str, turned: bool, scheme: QuantScheme) -> list[str]:
-        """Names of a matrix's quantized values, scales and zero points; quantizes it when it is first met."""
+        """Names of a matrix's quantized values, scales and zero points; quantizes it at first."""
         key = f"{name}.rows" if turned else f"{name}.columns"
         if key not in self.done:
             values: NDArray[np.float32] = numpy_helper.to_array(self.constants[name])
@@ -148,10 +143,7 @@ class _Rewriter:
 
 
 def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
-    """Exports through optimum-onnx; as `edgeinfer.export.export_checkpoint` otherwise.
-
-    The checkpoint is read from disk only, and none of its code is run.
-    """
+    """Exports through optimum-onnx, from disk only and without running code of the checkpoint."""
     main_export = _main_export()
     report = progress or (lambda *_: None)
     hf_config = read_config(source)
@@ -198,7 +190,7 @@ def _main_export() -> Callable[..., None]:
 
 
 def _model_config(source: Path) -> Any:
-    """The configuration as transformers reads it, which gives the sizes of all families the same names."""
+    """The configuration in transformers, which gives the sizes of all families the same names."""
     from optimum.exporters.tasks import TasksManager
     from transformers import AutoConfig
 
@@ -239,7 +231,6 @@ def _export(main_export: Callable[..., None], source: Path, folder: Path) -> Pat
 
 
 def _write(raw: Path, work: Path, policy: QuantPolicy, vocab_size: int) -> None:
-    """Writes the graph and its weights, as small as the policy says."""
     model = onnx.load(raw)
     quantize_graph(model, policy, vocab_size)
     onnx.save_model(
@@ -249,7 +240,7 @@ def _write(raw: Path, work: Path, policy: QuantPolicy, vocab_size: int) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what tells of the libraries' insides: a warning for every Python branch that tracing meets, and logs."""
+    """Silences warnings and logs about the libraries' internals."""
     from optimum.utils import logging as optimum_logging
     from transformers.utils import logging as transformers_logging
 
@@ -290,12 +281,12 @@ def _geometry(model: onnx.ModelProto, config: Any) -> Geometry:
 
 
 def _dims(value: onnx.ValueInfoProto) -> list[int]:
-    """Dimensions of an input or output, 0 where they change from pass to pass."""
+    """Dimensions of an input or output, 0 where they vary."""
     return [d.dim_value for d in value.type.tensor_type.shape.dim]
 
 
 def _max_positions(config: Any) -> int:
-    """The longest context; at most what a sliding window shows, because Optimum's caches drop what has left it."""
+    """The longest context; at most a sliding window, because Optimum's caches drop what has left it."""
     longest = next((v for v in (getattr(config, n, None) for n in _LENGTHS) if isinstance(v, int) and v > 0), None)
     if longest is None:
         message = "config.json does not say how long a context the model supports."
@@ -309,7 +300,7 @@ def _parameters(model: onnx.ModelProto) -> int:
 
 
 def _check_continues(path: Path, geometry: Geometry) -> None:
-    """Tracing can freeze a branch or a length into the graph: a text in two passes must give what one pass gives."""
+    """Checks that a text in two passes gives the same as in one: tracing can freeze a branch or a length."""
     size = min(6, geometry.max_positions)
     tokens = np.arange(1, size + 1) % geometry.vocab_size  # (S,)
     shape = (1, geometry.num_kv_heads, 0, geometry.head_dim)

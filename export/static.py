@@ -41,11 +41,10 @@ _OPSET = 21
 class StaticOperators:
     """Adds nodes to a graph whose hidden states are (1, S, D).
 
-    Of three dimensions, as ONNX Runtime makes Gemm of a MatMul of two with a sum behind it, which takes floats alone:
-    the matrix would be multiplied out in every pass.
+    With three dimensions, as ONNX Runtime makes a float-only Gemm of a two-dimensional MatMul and sum, and would
+    dequantize the matrix in every pass.
 
     Args:
-        tensors: the tensor table by canonical name; complete for the spec.
         rows: S.
     """
 
@@ -53,7 +52,7 @@ class StaticOperators:
         self._graph, self._spec, self._tensors, self._rows = graph, spec, tensors, rows
 
     def embed(self) -> str:
-        """Looks up the input tokens' rows of the embedding, and multiplies them out."""
+        """Looks up the input tokens' rows of the embedding and dequantizes them."""
         entry, graph = self._tensors["embed"], self._graph
         if entry.bits == 32:
             found = graph.op("Gather", [graph.weight("embed", entry.data), io.INPUT_IDS], "embed.rows", axis=0)
@@ -81,7 +80,7 @@ class StaticOperators:
         return self._reshape(points, "embed.zeros.rows", [self._rows, blocks, 1])
 
     def _looked_up(self, name: str, blob: Blob, bits: int, shape: list[int]) -> str:
-        """The input tokens' rows of packed values, as floats; arithmetic on floats is what every provider has."""
+        """Packed rows of the input tokens as floats; every provider has arithmetic on floats."""
         graph = self._graph
         width = blob.nbytes // blob.shape[0]
         packed = graph.weight(name, blob, (blob.shape[0], width))
@@ -107,7 +106,7 @@ class StaticOperators:
         return graph.op("Mul", [divided, graph.weight(name, self._tensors[name].data)], f"{name}.out")
 
     def linear(self, value: str, name: str, result: str) -> str:
-        """Multiplies by a matrix and adds its bias where the model has one, by rows then: (S, N)."""
+        """Multiplies by a matrix and adds its bias, if any, row by row: (S, N)."""
         graph, entry = self._graph, self._tensors[name]
         bias = self._tensors.get(f"{name}_bias")
         product = result if bias is None else f"{name}.product"
@@ -122,7 +121,6 @@ class StaticOperators:
         return graph.op("Add", [rows, graph.weight(bias.name, bias.data)], result)
 
     def _matrix(self, entry: TensorEntry) -> str:
-        """A matrix as MatMul takes it, (K, N)."""
         graph, (n, k) = self._graph, entry.shape
         if entry.bits == 32:
             return graph.weight(entry.name, entry.data)
@@ -137,7 +135,6 @@ class StaticOperators:
         return graph.op("DequantizeLinear", inputs, f"{entry.name}.matrix", axis=0, block_size=entry.block_size)
 
     def gated(self, value: str, prefix: str) -> str:
-        """The first half of a gated MLP: silu(gate) * up."""
         graph, size = self._graph, self._spec.intermediate_size
         joined = self.linear(value, f"{prefix}.gate_up", f"{prefix}.gate_up.result")
         gate, up = f"{prefix}.gate", f"{prefix}.up"
@@ -147,7 +144,6 @@ class StaticOperators:
         return graph.op("Mul", [activated, up], f"{prefix}.product")
 
     def _first(self, value: str, result: str, count: int) -> str:
-        """The first columns."""
         bounds = [self._graph.constant([number]) for number in (0, count, -1)]
         return self._graph.op("Slice", [value, *bounds], result)
 
@@ -156,7 +152,6 @@ class StaticOperators:
 
 
 def build_static_graph(spec: DecoderSpec, tensors: Mapping[str, TensorEntry], shape: StaticGraph) -> onnx.ModelProto:
-    """Builds one graph of a decoder without experts."""
     graph = GraphBuilder(WEIGHTS, opset=_OPSET)
     return _StaticDecoder(spec, graph, StaticOperators(graph, spec, tensors, shape.rows), shape).build()
 
@@ -240,7 +235,7 @@ class _StaticDecoder:
         return self._graph.op("Transpose", [value], result, perm=[0, 2, 1, 3])
 
     def _rotate(self, value: str, result: str) -> str:
-        """Rotates the first dimensions of every head, halves paired; as edgeinfer.bundle.arithmetic.rotate does."""
+        """Rotates the first dimensions of every head in halves, as edgeinfer.bundle.arithmetic.rotate does."""
         graph, half = self._graph, self._spec.rope.dim // 2
         rest = self._spec.head_dim - 2 * half
         parts = [f"{result}.{part}" for part in ("a", "b", "rest")[: 3 if rest else 2]]
@@ -260,7 +255,7 @@ class _StaticDecoder:
         return graph.op("Concat", [first, second, *parts[2:]], result, axis=3)
 
     def _placed(self, past: str, new: str) -> str:
-        """The cache with the new rows where they belong."""
+        """The cache with the new rows in place."""
         return self._graph.op("ScatterND", [past, io.NEW_PLACES, new], f"{new}.placed")
 
     def _mlp(self, layer: int, hidden: str) -> str:
@@ -278,7 +273,6 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def export_static(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
-    """Exports graphs of fixed shapes; as `edgeinfer.export.export_checkpoint` otherwise."""
     assert config.static is not None, "what is asked for here"
     hf_config = read_config(source)
     family = find_architecture(hf_config)
@@ -325,7 +319,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
 
 
 def _keep_layers(described: Described, graphs: StaticGraphs) -> Described:
-    """The decoder of the kept layers, renumbered, for the context that the graphs have."""
+    """The decoder of the kept layers, renumbered, with the graphs' context."""
     spec = described.spec
     place = {layer: index for index, layer in enumerate(graphs.layers)}
     windows = tuple(spec.windows[layer] for layer in graphs.layers) if spec.windows else ()
@@ -342,8 +336,9 @@ def _keep_layers(described: Described, graphs: StaticGraphs) -> Described:
 
 
 def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
-    """The same plan with wider matrices where the static layout has none so narrow: rows of (K, N) end with bytes, and
-    K is a multiple of the block, as OpenVINO asks."""
+    """The plan with wider matrices where the static layout has none so narrow: rows of (K, N) end with bytes, and K is
+    a multiple of the block, as OpenVINO requires.
+    """
     schemes: dict[str, QuantScheme | None] = dict(quant.schemes)
     # An embedding is stored by rows; a tied one by columns besides.
     by_columns = {plan.name: plan.shape for plan in described.plans if plan.name != "embed" or described.spec.tied}
@@ -359,7 +354,7 @@ def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
 
 
 def _table(described: Described, quant: QuantPlan) -> tuple[TensorEntry, ...]:
-    """The tensor table. A tied head that is quantized is stored by columns besides the embedding's rows."""
+    """The tensor table. A quantized tied head is stored by columns in addition to the embedding's rows."""
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
     if described.spec.tied:
         embedding = next(o for o in outlines if o.name == "embed")

@@ -1,7 +1,6 @@
 """Chooses one option for each of many things so that their total cost is least within a budget of bytes.
 
-A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution beside it for when time
-runs out.
+A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution for when time runs out.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _FULL = 0.998
 
 @dataclass(frozen=True)
 class PricedOption:
-    """An option of a choice: its bytes and its cost, 0 or more."""
+    """An option of a choice: its bytes, and its cost of 0 or more."""
 
     nbytes: int
     cost: float
@@ -34,19 +33,18 @@ class PricedOption:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several options must be taken, as often as there are things that share the decision."""
+    """A choice between options, taken once for several things that share it."""
 
     options: tuple[PricedOption, ...]
 
     @property
     def least(self) -> int:
-        """Bytes of its smallest option."""
         return min(option.nbytes for option in self.options)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What was chosen: indices of options, one per choice, and their sums."""
+    """Indices of the chosen options, one per choice, and their sums."""
 
     chosen: tuple[int, ...]
     nbytes: int
@@ -73,10 +71,10 @@ def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
 def allocate_exactly(
     choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
 ) -> tuple[Allocation, int]:
-    """`allocate` where things laid out take more than their sum: padding between them.
+    """`allocate` for things that take more than their sum when laid out, by the padding between them.
 
     Args:
-        measure: bytes of the chosen options, by index, as they will lie.
+        measure: bytes of the chosen options, by index, when laid out.
 
     Returns:
         The allocation and its measured bytes, at most `budget`.
@@ -119,7 +117,7 @@ def _too_small(least: int, budget: int) -> BudgetError:
 
 
 def _undominated(choice: Choice) -> list[int]:
-    """Indices of the options that no smaller or equal one undercuts, by rising size and falling cost."""
+    """Indices of options that no smaller or equal one undercuts, by rising size and falling cost."""
     kept: list[int] = []
     for index in sorted(range(len(choice.options)), key=_Sized(choice.options)):
         if not kept or choice.options[index].cost < choice.options[kept[-1]].cost:
@@ -135,7 +133,7 @@ def _summed(choices: Sequence[Choice], chosen: Sequence[int]) -> Allocation:
 def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, share: float) -> Allocation | None:
     """The solution of the integer programme for a share of the budget; None where the solver found none in time.
 
-    It may exceed that by the solver's tolerance, a millionth.
+    It may exceed the share by the solver's tolerance, a millionth.
     """
     from scipy import sparse  # only here: most conversions need no scipy
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -161,10 +159,8 @@ def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, sh
 
 
 def _lagrangian(choices: Sequence[Choice], kept: list[list[int]], budget: int) -> tuple[Allocation, float]:
-    """The solution by a price per byte, the lowest that fits; what is left goes where it helps most per byte.
-
-    Returns:
-        The solution, and a cost that none can go below.
+    """The solution by the lowest price per byte that fits, with the rest spent where it helps most; and a lower bound
+    of the cost.
     """
     low, high = 0.0, 1.0
     free = _priced(choices, kept, low)
@@ -210,7 +206,7 @@ def _priced(choices: Sequence[Choice], kept: list[list[int]], price: float) -> A
 
 
 def _filled(choices: Sequence[Choice], kept: list[list[int]], start: Allocation, budget: int) -> Allocation:
-    """Spends what is left of the budget, the best gain per byte first."""
+    """Spends the rest of the budget, the best gain per byte first."""
     chosen, left = list(start.chosen), budget - start.nbytes
     gains = []
     for place, indices in enumerate(kept):

@@ -32,7 +32,7 @@ _SMALLEST_SCALE = np.float32(2.0**-64)
 def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
     """The quantizer of matrices of K columns by the search of clipped ranges.
 
-    A block's error counts by the part of the Hessian that belongs to it where there is one, else by mean squares.
+    A block's error is weighted by its part of the Hessian, or by mean squares.
     """
     if statistics is None:
         raise UsageError("AWQ needs statistics of a layer's inputs.", "Gather them, or choose the method rtn.")
@@ -52,7 +52,6 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Sol
 
 
 def _solve(weight: Floats, grid: Grid, moments: Floats) -> Codes:  # (n, K), (blocks, size, size)
-    """Codes of a few rows."""
     n, blocks = len(weight), len(moments)
     rows = padded(weight, grid.size).reshape(n, blocks, grid.size).transpose(1, 2, 0)
     columns = np.ascontiguousarray(rows, np.float32)  # (blocks, size, n)
@@ -75,7 +74,7 @@ def _solve(weight: Floats, grid: Grid, moments: Floats) -> Codes:  # (n, K), (bl
 
 
 def _ranges(columns: Floats, grid: Grid) -> list[tuple[Floats, Floats]]:  # (blocks, size, n)
-    """Pairs of scale and zero point, (blocks, n) each: the range of each block cut by the same share at both ends."""
+    """Pairs of scale and zero point, (blocks, n) each: the block's range cut by the same share at both ends."""
     low = np.minimum(columns.min(axis=1), np.float32(0))
     high = np.maximum(columns.max(axis=1), np.float32(0))
     pairs = []
@@ -103,10 +102,10 @@ def _rounded(columns: Floats, scale: Floats, zero: Floats, grid: Grid) -> Floats
 
 
 def scale_search(weights: Sequence[Floats], statistics: InputStatistics, scheme: QuantScheme) -> Floats:  # (K,)
-    """Scales s of the input channels of some matrices (N, K) that share their inputs.
+    """Scales s of the input channels of matrices (N, K) that share their inputs.
 
     The error of x W^T is least when W * s is quantized and x / s goes in, among s = (root mean square of x) ^ a with a
-    from 0 to 1, of geometric mean one. Zero power gives ones, so the error is never worse than without scales.
+    from 0 to 1, of geometric mean one. Power zero gives ones, so the error is never worse than without scales.
     """
     if not weights:
         raise UsageError("There are no matrices to find scales for.", "Pass those that read the same inputs.")

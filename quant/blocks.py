@@ -39,12 +39,10 @@ class Grid:
 
     @classmethod
     def of(cls, scheme: QuantScheme) -> Grid:
-        """The grid of a scheme that bundles can hold."""
         return cls(scheme.bits, scheme.block_size, scheme.symmetric, scheme.vectors)
 
     @property
     def top(self) -> int:
-        """The largest code."""
         return (1 << self.bits) - 1
 
     @property
@@ -64,11 +62,11 @@ class Codes:
 
 @dataclass(frozen=True)
 class Solver:
-    """A quantizer set up for one matrix: what it needs of the statistics is computed, rows may come in any portions.
+    """A quantizer set up for one matrix, with everything computed that depends on the statistics.
 
     Attributes:
-        rows: how many it takes at once, which bounds its memory.
-        solve: rows (n, K) to their codes; each row's do not depend on the others.
+        rows: rows at a time, which limits its memory.
+        solve: rows (n, K) to their codes, each row independently.
     """
 
     rows: int
@@ -76,7 +74,6 @@ class Solver:
 
 
 def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)
-    """Quantizes a matrix in portions of rows."""
     n, blocks = len(weight), blocks_per_row(weight.shape[1], scheme.block_size)
     data = np.empty((n, blocks, scheme.block_size * scheme.bits // 8), np.uint8)
     scales = np.empty((n, blocks), np.float32)
@@ -93,7 +90,7 @@ def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatr
 
 
 def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) -> (N, K)
-    """The float matrix that the solver's codes stand for, whatever the width."""
+    """The float matrix of the solver's codes, at any width."""
     n, k = weight.shape
     out = np.empty((n, k), np.float32)
     for start in range(0, n, solver.rows):
@@ -109,13 +106,12 @@ def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) ->
 
 
 def dequantized(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:  # (N, K)
-    """The float matrix that a quantized one stands for."""
     zeros, marks = matrix.zero_points is not None, {"e2m1": scheme.e2m1, "vectors": scheme.vectors}
     return dense_rows(matrix, QuantizedShape(len(matrix.data), k, scheme.bits, scheme.block_size, zeros, **marks))
 
 
 def padded(rows: Floats, size: int) -> Floats:  # (..., K) -> (..., blocks * size)
-    """Rows with zeros at the end, so that the last block is whole."""
+    """Rows with zeros at the end, so that the last block is complete."""
     missing = -rows.shape[-1] % size
     if not missing:
         return rows
@@ -123,7 +119,6 @@ def padded(rows: Floats, size: int) -> Floats:  # (..., K) -> (..., blocks * siz
 
 
 def check_finite(weight: Floats) -> None:
-    """Refuses weights that no scale can stand for."""
     if not np.isfinite(weight).all():
         bad = int(np.count_nonzero(~np.isfinite(weight)))
         raise CheckpointError(

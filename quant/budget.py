@@ -35,7 +35,7 @@ _BLOCK_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheme, None for float32, and what it is predicted to cost in nats of KL divergence per token."""
+    """A scheme, None for float32, and its predicted cost in nats of KL divergence per token."""
 
     scheme: QuantScheme | None
     cost: float
@@ -46,9 +46,8 @@ class Limits:
     """The schemes that a plan within a budget may choose.
 
     Attributes:
-        head_bits: of embedding and head; None leaves them to the programme too.
+        head_bits: of embedding and head; None leaves them to the programme.
         block_size: of all matrices, where it fits; None leaves it to the programme.
-        symmetric: no zero points anywhere.
         bits_for: bits by ordered patterns of names, of which the last match wins.
     """
 
@@ -61,10 +60,10 @@ class Limits:
 def candidate_schemes(
     shapes: Mapping[str, tuple[int, ...]], limits: Limits | None = None, layout: Layout = NATIVE
 ) -> dict[str, list[QuantScheme | None]]:
-    """Every scheme that each matrix that can be quantized may get.
+    """Every scheme of each matrix that can be quantized.
 
     Args:
-        layout: they are stored in. Matrices that share a scheme there get blocks that divide the columns of each.
+        layout: of the bundle. Matrices that share a scheme there get blocks that divide the columns of each.
     """
     limits = limits or Limits()
     names = [name for name, shape in shapes.items() if is_quantizable(name, shape)]
@@ -100,11 +99,10 @@ def plan_within(
     layout: Layout,
     method: str = "rtn",
 ) -> QuantPlan:
-    """The plan whose weights file takes at most `budget` bytes, padding included, and costs least.
+    """The plan of least cost whose weights file takes at most `budget` bytes, padding included.
 
     Args:
-        candidates: what each matrix may be.
-        names: of every tensor with bytes of its own, in the order of the file; those without candidates stay float32.
+        names: of every tensor with bytes of its own, in the order of the file; those without candidates are float32.
     """
     names = list(names)
     options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
@@ -147,7 +145,7 @@ def _grouped(candidates: Mapping[str, Sequence[Candidate]], layout: Layout) -> l
 
 
 def _aligned(group: str, members: dict[str, Sequence[Candidate]]) -> dict[str, Sequence[Candidate]]:
-    """Candidates that all have, in the order of the first."""
+    """Candidates that all tensors have, in the order of the first."""
     costs = {name: {c.scheme: c for c in found} for name, found in members.items()}
     common = [s for s in next(iter(costs.values())) if all(s in by_scheme for by_scheme in costs.values())]
     if not common:
@@ -165,7 +163,7 @@ def _best(
 ) -> Allocation:
     """The better of two solutions: one counts each tensor's padding in full, the other none.
 
-    What padding a tensor brings depends on its neighbours; small models and many experts are full of it.
+    A tensor's padding depends on its neighbours; small models and many experts have much of it.
     """
     found: list[Allocation] = []
     errors: list[BudgetError] = []
@@ -194,7 +192,7 @@ def _choice(members: Mapping[str, Sequence[Candidate]], size: Callable[[Outline]
 
 
 def _padded_bytes(outline: Outline, layout: Layout) -> int:
-    """Bytes of a tensor where it begins a file, up to where another of its kind may begin."""
+    """Bytes of a tensor at the beginning of a file, up to where another may begin."""
     end = file_bytes(lay_out([outline], layout))
     align = PAGE_BYTES if end >= PAGE_BYTES else LINE_BYTES
     return end + -end % align

@@ -38,21 +38,20 @@ class ModelReader(Protocol):
 
 
 class Visitor(Protocol):
-    """Sees the matrices of a model on the way, and may replace them."""
+    """Sees the matrices of a model during a run, and may replace them."""
 
     def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        """Called before a layer where `CalibrationOptions.preview` is set; the reader may give other weights then.
+        """Called before a layer where `CalibrationOptions.preview` is set; the reader may change weights after it.
 
         Args:
-            statistics: of what enters each of its matrices when all of the layer is float; without experts that no
-                token reached.
+            statistics: of each of its matrices' inputs in a float layer, except of experts that no token reached.
         """
 
     def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
-        """What the quantized model looks up instead of rows of the embedding."""
+        """The quantized model's rows of the embedding."""
 
     def matrix(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:  # (R, C) -> (R, C)
-        """What the quantized model multiplies by instead; statistics are None where no token reached an expert."""
+        """The quantized model's matrix; statistics are None where no token reached an expert."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,12 @@ class CalibrationOptions:
     """How a model is run.
 
     Attributes:
-        streams: "float" runs the model as it is; "quantized" with what the visitor returns in all layers before, so
-            that each layer is quantized for the inputs it will have; "paired" runs both, which relates those inputs to
-            what they would have been (`InputStatistics.cross`).
+        streams: "float" runs the model itself; "quantized" with the visitor's replacements in earlier layers, so that
+            each layer is quantized for its future inputs; "paired" runs both, which relates these inputs to the
+            original ones (`InputStatistics.cross`).
         hessian: gather second moments between inputs, not only of each.
         preview: run each layer once more before, as floats, for `Visitor.layer`.
-        weigh_experts: what enters an expert counts by what its result is multiplied by, as its errors do.
+        weigh_experts: inputs of an expert are weighted by the factor of its result, as its errors are.
     """
 
     streams: str = "quantized"
@@ -79,31 +78,31 @@ class CalibrationOptions:
 
 
 def default_tokens(weights: int) -> int:
-    """Tokens to run where none are asked for: 16384 for models of up to 64 Mi weights, 8192 above.
+    """Default number of tokens: 16384 for models of up to 64 Mi weights, 8192 above.
 
-    They count for more than anything else: with 4096, 8192 and 16384 a model of 15M weights loses 0.0012, 0.0011 and
+    Tokens matter more than anything else: with 4096, 8192 and 16384 a model of 15M weights loses 0.0012, 0.0011 and
     0.0006 nats at 4 bits, and 0.017, 0.013 and 0.010 at 2 bits (docs/log).
     """
     return 16384 if weights <= _LARGE_MODEL else 8192
 
 
 def default_streams(weights: int) -> str:
-    """How matrices are run that are quantized for a Hessian: "paired" for models of up to 64 Mi weights.
+    """Streams for quantizing with a Hessian: "paired" for models of up to 64 Mi weights.
 
-    With 16384 tokens that lowers the loss of the 15M model by 22% at 2 bits and 34% at 4; it makes quantizing a 0.5B
-    model half as slow again.
+    With 16384 tokens that lowers the loss of the 15M model by 22% at 2 bits and 34% at 4; quantizing a 0.5B model takes
+    half as long again.
     """
     return "paired" if weights <= _LARGE_MODEL else "quantized"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run over texts found.
+    """Results of a run over texts.
 
     Attributes:
-        tokens: that were run.
-        head: statistics of what enters the LM head.
-        experts: how much each layer's experts were used, ascending by layer; empty without a mixture of experts.
+        tokens: number of tokens.
+        head: statistics of the LM head's inputs.
+        experts: use of each layer's experts, ascending by layer; empty without a mixture of experts.
     """
 
     tokens: int
@@ -168,8 +167,6 @@ def _embed(reader: ModelReader, visitor: Visitor, tokens: Ints, quantized: tuple
 
 
 def _recorder(seen: dict[str, InputStatistics]) -> Visit:
-    """A visit that only keeps the statistics."""
-
     def visit(name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
         if statistics is not None:
             seen[name] = statistics

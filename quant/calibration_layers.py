@@ -48,20 +48,17 @@ Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 class LayerWalk:
     """Runs the layers of a decoder, one after the other, over texts.
 
-    Raises:
-        UnsupportedArchitectureError: the decoder has a part that is not computed here.
-
     Attributes:
-        weigh_experts: what enters an expert is shown multiplied by what its result will be.
+        weigh_experts: inputs of an expert are shown multiplied by the factor of its result.
 
     Args:
-        tensors: gives a weight; asked for once per layer and weight.
+        tensors: reads a weight; called once per layer and weight.
         lengths: tokens of each text. Texts do not see each other.
-        visit: called for every matrix of a layer, in the order they are multiplied by; returns what stands for it in
-            the streams that are quantized.
-        quantized: for each stream, whether it computes with what `visit` returns. Statistics are of the last stream;
+        visit: called for every matrix of a layer, in the order of computation; returns its replacement in quantized
+            streams.
+        quantized: for each stream, whether it computes with the results of `visit`. Statistics are of the last stream;
             with two streams they relate it to the first.
-        hessian: whether statistics hold second moments between inputs, not only of each.
+        hessian: gather second moments between inputs, not only of each.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class LayerWalk:
         self._tables = [rope_tables(rope, longest, longest) for rope in spec.ropes]
 
     def run(self, layer: int, states: Signal) -> Signal:
-        """The hidden states after a layer, of those before it, which are overwritten."""
+        """The hidden states after a layer, from those before it, which are overwritten."""
         parts, feeds = self.spec.parts_of(layer), layer not in self.spec.no_mlp
         entering = self._entering(f"layers.{layer}.attn", states) if parts else states
         given = [
@@ -109,23 +106,23 @@ class LayerWalk:
         return states
 
     def _entering(self, part: str, states: Signal) -> Signal:
-        """What attention or MLP reads of the states."""
+        """Input of attention or MLP."""
         return self.norm(f"{part}_norm", states) if self.spec.pre_norm else states
 
     def _add(self, part: str, changes: Signal, states: Signal) -> None:
-        """Adds what attention or MLP gives to the states."""
+        """Adds the result of attention or MLP to the states."""
         if self.spec.post_norm:
             changes = self.norm(f"{part}_post_norm", changes)
         for state, change in zip(states, changes, strict=True):
             state += change
 
     def norm(self, name: str, states: Signal) -> Signal:
-        """The states normed by a weight of this name."""
+        """The states after the norm of this name."""
         weight, bias = self.tensors(name), self.tensors(f"{name}_bias") if self.spec.norm_bias else None
         return tuple(normed(x, weight, bias, kind=self.spec.norm, eps=self.spec.norm_eps) for x in states)
 
     def statistics(self, inputs: Signal) -> InputStatistics | None:
-        """Statistics of what enters a matrix; None where nothing does."""
+        """Statistics of a matrix's inputs; None without inputs."""
         if not len(inputs[-1]):
             return None
         *float_inputs, x = inputs
@@ -134,13 +131,12 @@ class LayerWalk:
         return gathered.result()
 
     def weights(self, name: str, inputs: Signal) -> Signal:
-        """Shows a matrix and what enters it; returns it as each stream multiplies by it, (R, C) each."""
+        """Shows a matrix and its inputs; returns it as each stream multiplies by it, (R, C) each."""
         weight = self.tensors(name)
         replacement = self.visit(name, weight, self.statistics(inputs))
         return tuple(replacement if quantized else weight for quantized in self.quantized)
 
     def linear(self, name: str, inputs: Signal, bias: bool) -> Signal:
-        """The products of a matrix with what enters it."""
         weights = self.weights(name, inputs)
         added = self.tensors(f"{name}_bias") if bias else None
         return tuple(multiply(x, w, added) for x, w in zip(inputs, weights, strict=True))
@@ -162,7 +158,6 @@ class LayerWalk:
         return self.linear(f"{prefix}.out", mixed, spec.output_bias)
 
     def _recur(self, layer: int, mixer: Mixer, entering: Signal) -> Signal:
-        """What a recurrence makes of each text."""
         spec, prefix = self.spec, f"layers.{layer}.mixer"
         sizes = {"conv": spec.conv, "mamba2": spec.mamba2}.get(mixer)
         biased = sizes is not None and sizes.bias
@@ -211,7 +206,7 @@ class LayerWalk:
         return mixed
 
     def _latent_attention(self, layer: int, latent: LatentSpec, entering: Signal) -> Signal:
-        """As it runs: queries meet what is kept of a token, and heads turn the sum of it into their values."""
+        """As at run time: queries meet the cached vector, and heads turn its sum into their values."""
         spec, prefix = self.spec, f"layers.{layer}.attn"
         if latent.query_rank:
             weight, small = self.tensors(f"{prefix}.q_a_norm"), self.linear(f"{prefix}.q_a", entering, spec.qkv_bias)
@@ -230,8 +225,6 @@ class LayerWalk:
         return self.linear(f"{prefix}.out", tuple(x.reshape(len(x), -1) for x in heads), spec.output_bias)
 
     def _by_heads(self, name: str, inputs: Signal) -> Signal:  # (N H, K) each -> (N, H, R) each
-        """The products of what heads have with the matrices of each."""
-
         def product(x: Floats, weight: Floats) -> Floats:
             heads, inputs = self.spec.num_heads, x.shape[1]
             by_head = x.reshape(-1, heads, inputs).swapaxes(0, 1) @ weight.reshape(heads, -1, inputs).swapaxes(1, 2)
@@ -266,7 +259,7 @@ class LayerWalk:
         return mixed
 
     def _turned(self, layer: int, heads: Floats, norm: Floats | None, are_queries: bool) -> Floats:
-        """Queries or keys (S, H, h) after their norm and rotation, as far as the layer has them."""
+        """Queries or keys (S, H, h) after their norm and rotation, if any."""
         spec, index = self.spec, self.spec.rope_index(layer)
         if not spec.norm_after_rope:
             heads = self._head_norm(heads, norm)
@@ -307,11 +300,11 @@ class LayerWalk:
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """How much the tokens of the texts used the experts of a layer.
+    """Use of a layer's experts by the tokens of the texts.
 
     Attributes:
         counts: tokens that chose each expert.
-        weights: the mean, over all tokens, of what its result was multiplied by; 0 for tokens that did not choose it.
+        weights: mean factor of its result over all tokens; 0 for tokens that did not choose it.
     """
 
     layer: int
@@ -356,7 +349,6 @@ _Biases = tuple[Floats | None, Floats | None]
 
 
 def _biases(walk: LayerWalk, layer: int, moe: MoESpec, inner: str) -> list[_Biases]:
-    """Of every expert."""
     if not moe.expert_bias:
         return [(None, None)] * moe.experts
     into, out = (np.split(walk.tensors(expert_biases(layer, part)), moe.experts) for part in (inner, "down"))
@@ -364,7 +356,7 @@ def _biases(walk: LayerWalk, layer: int, moe: MoESpec, inner: str) -> list[_Bias
 
 
 def _shares(scores: Floats, moe: MoESpec, eps: float, given: dict[str, Any]) -> Floats:  # (N, E) -> (N, E)
-    """What each expert's result is multiplied by; 0 where a token does not use it."""
+    """Factors of each expert's result; 0 where a token does not use it."""
     chosen, weights = route(scores, moe, eps=eps, **given)
     shares = np.zeros_like(scores)
     np.put_along_axis(shares, chosen, weights, axis=1)
@@ -400,7 +392,7 @@ _CHUNK_TOKENS = 1024
 
 
 def multiply(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:  # (N, C), (R, C) -> (N, R)
-    """The product with a matrix, and a bias (R,) added."""
+    """The product with a matrix, plus a bias (R,)."""
     product: Floats = x @ weight.T
     if bias is not None:
         product += bias

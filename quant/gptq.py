@@ -32,11 +32,11 @@ _TINY = np.float32(1e-30)
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """How hard to try.
+    """Options of GPTQ.
 
     Attributes:
-        damping: added to each diagonal element of H, as a share of it: what a calibration text of finite length does
-            not tell. Relative to each element, so that a few inputs of huge energy do not drown the rest.
+        damping: added to each diagonal element of H, as a share of it, for what a calibration text of finite length
+            does not show. Relative to each element, so that a few inputs of huge energy do not drown the rest.
         sweeps: of the refinement at most.
         tolerance: relative gain of a sweep below which the refinement ends.
     """
@@ -51,9 +51,9 @@ class GptqOptions:
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: GptqOptions | None = None) -> Solver:
-    """The quantizer of matrices of K columns whose inputs have these statistics, which must hold a Hessian.
+    """The quantizer of matrices of K columns with these statistics of inputs, which must have a Hessian.
 
-    Memory: three matrices (K, K) of float32 beside the statistics, and about eight of (K, 512).
+    Memory: three matrices (K, K) of float32 besides the statistics, and about eight of (K, 512).
     """
     if statistics is None or statistics.hessian is None:
         raise UsageError("GPTQ needs the Hessian of a layer's inputs.", "Gather it, or choose the method rtn.")
@@ -61,7 +61,7 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: Gptq
 
 
 class _Gptq:
-    """What is computed once from a Hessian, for all rows."""
+    """Everything that is computed once from a Hessian, for all rows."""
 
     def __init__(self, grid: Grid, k: int, statistics: InputStatistics, hessian: Floats, options: GptqOptions) -> None:
         self._grid, self._k = grid, k
@@ -76,7 +76,7 @@ class _Gptq:
 
     @property
     def solver(self) -> Solver:
-        """Made when asked for: kept, it would keep its owner, whose matrices are large, until a garbage collection."""
+        """Made on demand: if kept, it would keep its owner, whose matrices are large, until a garbage collection."""
         return Solver(_ROWS, self._solve)
 
     def _solve(self, weight: Floats) -> Codes:  # (n, K)
@@ -100,12 +100,11 @@ class _Gptq:
         return codes
 
     def _errors(self, target: Floats, state: State) -> NDArray[np.float64]:  # (n,)
-        """The squared output error of each row."""
         errors = state.errors(target)
         return row_errors(errors, self._hessian @ errors)
 
     def _round(self, target: Floats, state: State) -> None:  # (K', n)
-        """Replaces the state's codes by those of GPTQ, with the scales and zero points it has."""
+        """Replaces the state's codes by GPTQ's, with its present scales and zero points."""
         order, upper, size = self._order, self._upper, self._grid.size
         errors = np.empty_like(target)
         top = np.float32(self._grid.top)
@@ -156,7 +155,6 @@ def damped(hessian: Floats, damping: float, size: int) -> Floats:  # (K, K) -> (
 
 
 def padded_square(matrix: Floats, size: int) -> Floats:  # (K, K) -> (K', K')
-    """A copy with zeros around it up to whole blocks."""
     missing = -len(matrix) % size
     return np.pad(np.asarray(matrix, np.float32), (0, missing))
 

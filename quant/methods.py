@@ -41,7 +41,6 @@ class Method:
         scheme: QuantScheme,
         statistics: InputStatistics | None = None,
     ) -> QuantizedMatrix:
-        """Quantizes a matrix; the statistics must have what the method needs."""
         return packed(self.set_up(Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
 
     def set_up(self, grid: Grid, k: int, statistics: InputStatistics | None) -> Solver:
@@ -62,7 +61,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_for(name: str, statistics: InputStatistics | None) -> Method:
-    """The method that runs where one is asked for: `rtn` where what it needs of the inputs is not known."""
+    """The method that runs: `rtn` where the inputs that the requested one needs are unknown."""
     method = METHODS.get(name)
     if method is None:
         raise UsageError(f"No quantizer is called {name!r}.", f"Choose one of {', '.join(METHODS)}.")
@@ -72,7 +71,7 @@ def method_for(name: str, statistics: InputStatistics | None) -> Method:
 
 
 def solver_for(method: str, grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
-    """The method that `method_for` names, set up for matrices of K columns with these inputs."""
+    """The method of `method_for`, set up for matrices of K columns with these inputs."""
     if statistics is not None:
         statistics.check(k)
     return method_for(method, statistics).set_up(grid, k, _known(statistics))
@@ -84,7 +83,7 @@ def quantize(
     statistics: InputStatistics | None = None,
     method: str = "rtn",
 ) -> QuantizedMatrix:
-    """Quantizes a matrix in the portable layout; `method_for` says which method that is."""
+    """Quantizes a matrix in the portable layout by the method of `method_for`."""
     return packed(solver_for(method, Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
 
 
@@ -94,7 +93,7 @@ def approximate(
     statistics: InputStatistics | None = None,
     method: str = "rtn",
 ) -> Floats:  # (N, K)
-    """The values of a matrix that is quantized at any width, also ones that no backend runs; for comparisons."""
+    """The values of a quantized matrix at any width, also widths that no backend runs; for comparisons."""
     return restored(solver_for(method, grid, weight.shape[1], statistics), weight, grid)
 
 

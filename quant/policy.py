@@ -45,7 +45,7 @@ class QuantScheme:
         block_size: values that share a scale: 32, 64 or 128.
         symmetric: the zero point is the middle of the range and is not stored.
         vectors: bytes of 2 bits are codes of vectors (edgeinfer.bundle.packing), without zero points.
-        e2m1: values are codes of E2M1 instead, as a checkpoint has them; no quantizer makes such.
+        e2m1: values are codes of E2M1, copied from a checkpoint; no quantizer makes them.
     """
 
     bits: int
@@ -65,9 +65,9 @@ class QuantScheme:
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor may be quantized: a matrix, and not one that chooses experts or weighs them.
+    """Whether a tensor may be quantized: a matrix that neither chooses nor weighs experts.
 
-    Experts whose sizes are no multiples of 32 may not: ONNX Runtime's operator for them pads no blocks.
+    Experts need sizes that are multiples of 32: ONNX Runtime's operator for them pads no blocks.
     """
     if len(shape) != 2 or name.endswith(_ALWAYS_FLOAT):
         return False
@@ -76,14 +76,14 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_protected(name: str) -> bool:
-    """Whether a matrix is wider than others: every token reads the shared expert of a mixture."""
+    """Whether a matrix gets more bits than others: every token reads the shared expert of a mixture."""
     return ".mlp.shared." in name
 
 
 def make_scheme(
     shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool, vectors: bool = False
 ) -> QuantScheme | None:
-    """The scheme of a matrix (N, K) for bits and the largest block asked for; None at 32 bits.
+    """The scheme of a matrix (N, K) for bits and a largest block; None at 32 bits.
 
     Large 8-bit matrices never have zero points.
 
@@ -108,18 +108,18 @@ def effective_block(k: int, requested: int) -> int:
 
 
 def default_group_size(weights: int) -> int:
-    """Values that share a scale where nothing is asked for: 32 for models of up to 64 Mi weights, 128 above.
+    """Default number of values that share a scale: 32 for models of up to 64 Mi weights, 128 above.
 
     A scale costs 32 bits in the file and, packed, 64 in memory. At the 0.5B shape groups of 32 take 125 MB more than
-    groups of 128 and a fifth of the speed; small models have little to lose but their accuracy (docs/log).
+    groups of 128 and a fifth of the speed; small models have little to lose except accuracy (docs/log).
     """
     return 32 if weights <= _LARGE_MODEL else 128
 
 
 def default_head_bits(bits: int, vocabulary_weights: int) -> int:
-    """Bits of embedding and head where none are asked for.
+    """Default bits of embedding and head.
 
-    At 8 and 32 bits the same as the linear layers; below, 8 for vocabularies of up to 16 Mi weights, else 4.
+    The linear layers' at 8 and 32 bits; below, 8 for vocabularies of up to 16 Mi weights, else 4.
     """
     if bits >= 8:
         return bits
@@ -128,15 +128,15 @@ def default_head_bits(bits: int, vocabulary_weights: int) -> int:
 
 @dataclass(frozen=True)
 class QuantPolicy:
-    """Bits of the linear layers and of the two vocabulary matrices; vectors always stay float32.
+    """Bits of the linear layers and of the two vocabulary matrices; vectors are always float32.
 
     Attributes:
         bits: of linear layers; 32 keeps float32.
         head_bits: of embedding and LM head.
         block_size: largest block.
         symmetric: no stored zero points. Large 8-bit matrices never have any.
-        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 to 4, float32 instead of 8.
-            Those that a router chooses among never do; shared experts have at least 8 bits in any case.
+        keep_small: linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8.
+            Routed experts never do; shared experts have at least 8 bits in any case.
         vectors: 2 bits are codes of vectors, which the native layout alone can hold.
     """
 
@@ -148,7 +148,6 @@ class QuantPolicy:
     vectors: bool = False
 
     def scheme(self, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
-        """The scheme of a tensor by its canonical name; None keeps it float32."""
         if not is_quantizable(name, shape):
             return None
         signs = {"symmetric": self.symmetric, "vectors": self.vectors}
@@ -168,7 +167,7 @@ Value = TypeVar("Value")
 
 
 def match_patterns(patterns: Sequence[tuple[str, Value]], names: Iterable[str]) -> dict[str, Value]:
-    """The value of the last pattern that matches each name; names that none matches are left out."""
+    """The value of the last pattern that matches each name; unmatched names are left out."""
     names = list(names)
     found: dict[str, Value] = {}
     for pattern, value in patterns:
@@ -183,13 +182,13 @@ def match_patterns(patterns: Sequence[tuple[str, Value]], names: Iterable[str]) 
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """The scheme of each matrix, by its canonical name, and the method that finds the values.
+    """The scheme of each matrix by its canonical name, and the method that finds the values.
 
     Attributes:
         schemes: of every matrix; None keeps it float32. Vectors are not listed and stay float32.
         method: of edgeinfer.quant.methods, by name.
-        predicted: what quantizing a matrix is predicted to cost, in nats of KL divergence per token, where known.
-        budget_bytes: what the weights may take; None where bits were given.
+        predicted: cost of quantizing a matrix, in nats of KL divergence per token, where known.
+        budget_bytes: limit of the weights; None where bits were given.
         kept: matrices whose values a checkpoint has in their schemes already.
     """
 
@@ -219,11 +218,10 @@ class QuantPlan:
         return cls(schemes, method, kept=frozenset(own))
 
     def scheme(self, name: str) -> QuantScheme | None:
-        """The scheme of a tensor; None keeps it float32, as all that are no matrices."""
+        """The scheme of a tensor; None keeps it float32, as everything that is no matrix."""
         return self.schemes.get(name)
 
     def record(self, calibration_sha256: str | None = None, calibration_tokens: int = 0) -> PlanRecord:
-        """The plan as a manifest holds it."""
         tensors = tuple(self._entry(name, scheme) for name, scheme in self.schemes.items())
         return PlanRecord(self.method, tensors, calibration_sha256, calibration_tokens, self.budget_bytes)
 

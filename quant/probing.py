@@ -51,12 +51,12 @@ class Probe:
 
 
 def expert_group(name: str) -> str:
-    """The name of what is rounded together: experts of one layer and projection share theirs."""
+    """The name of matrices that are rounded together: a layer's experts of one projection, or the matrix alone."""
     return _EXPERT.sub(".experts.*.", name)
 
 
 def rounded(weight: Floats) -> Floats:  # (N, K) -> (N, K)
-    """A matrix rounded as probes round it: the nearest of seven values of each block."""
+    """A matrix rounded for a probe: to the nearest of seven values of each block."""
     n, k = weight.shape
     blocks = np.pad(weight, ((0, 0), (0, -k % _BLOCK))).reshape(n, -1, _BLOCK)
     step = np.maximum(np.abs(blocks).max(axis=2, keepdims=True) / np.float32(_LEVELS), np.float32(1e-30))
@@ -65,7 +65,7 @@ def rounded(weight: Floats) -> Floats:  # (N, K) -> (N, K)
 
 
 def probe_tokens(spec: DecoderSpec, parameters: int) -> int:
-    """Tokens that probing a model takes a minute or two for."""
+    """Number of tokens for which probing a model takes a minute or two."""
     probes = 4 * spec.num_layers + 2
     body = max(parameters - spec.vocab_size * spec.hidden_size, 0)
     each = 2 * probes * (body / 2 + spec.vocab_size * spec.hidden_size)
@@ -99,7 +99,7 @@ def probe_decoder(
 
 
 class _ProbeWalk(LayerWalk):
-    """Runs layers for the unrounded stream and for those of probes."""
+    """Runs layers for the unrounded stream and for the probes."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int], look: Look) -> None:
         self._cached: dict[str, Floats] = {}
@@ -137,7 +137,7 @@ class _ProbeWalk(LayerWalk):
         return dict(zip(streams, self.run(layer, tuple(streams.values())), strict=True))
 
     def weights(self, name: str, inputs: Signal) -> Signal:
-        """The matrix for all streams but that of its own probe, for which it is rounded."""
+        """The matrix for all streams except that of its own probe, for which it is rounded."""
         weight = self.tensors(name)
         group = expert_group(name)
         if not self._opening:
@@ -169,7 +169,6 @@ def _groups(spec: DecoderSpec, layer: int) -> Iterator[str]:
 
 
 def _energy(x: Floats, error: Floats) -> float:  # (T, K), (N, K)
-    """Sum over tokens of |E x|^2."""
     product = x @ error.T
     return float(np.einsum("tn,tn->", product, product, dtype=np.float64))
 

@@ -44,14 +44,12 @@ class State:
 
     @classmethod
     def of(cls, codes: Codes, grid: Grid) -> State:
-        """The state that stands for some codes."""
         zeros = codes.zeros.T.astype(np.float32)
         steps = codes.values.T.astype(np.float32)
         steps.reshape(-1, grid.size, steps.shape[1])[...] -= zeros[:, None]
         return cls(np.ascontiguousarray(steps), np.ascontiguousarray(codes.scales.T), zeros)
 
     def codes(self) -> Codes:
-        """The codes it stands for."""
         blocks, n = self.scales.shape
         values = self.steps.reshape(blocks, -1, n) + self.zeros[:, None]
         return Codes(
@@ -61,20 +59,19 @@ class State:
         )
 
     def errors(self, target: Floats) -> Floats:  # (K', n)
-        """The difference from a target."""
         blocks, n = self.scales.shape
         values = self.steps.reshape(blocks, -1, n) * self.scales[:, None]
         return target - values.reshape(-1, n)
 
 
 def row_errors(errors: Floats, gradient: Floats) -> NDArray[np.float64]:  # (K', n), (K', n) -> (n,)
-    """The squared output error of each row; the gradient is the Hessian times the errors."""
+    """Squared output error of each row; the gradient is the Hessian times the errors."""
     return np.asarray(np.einsum("kn,kn->n", errors, gradient, dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class _Curvature:
-    """The blocks on the diagonal of a Hessian and what they are needed as."""
+    """The diagonal blocks of a Hessian, and values derived from them."""
 
     blocks: Floats  # (blocks, size, size)
     added: Floats  # (blocks, size), what smoothing added to the diagonals
@@ -100,8 +97,8 @@ class Refiner:
     """Refines codes of any rows under one Hessian.
 
     Args:
-        hessian: (K', K'), positive definite; zero beside the diagonal in padding.
-        grid: what values a block may take.
+        hessian: (K', K'), positive definite; zero outside the diagonal in padding.
+        grid: allowed values of a block.
         sweeps: at most.
         tolerance: relative gain below which sweeps end, once none is smoothed.
     """
@@ -148,7 +145,7 @@ class Refiner:
     def _visit(
         self, block: int, error: Floats, gradient: Floats, state: State, curvature: _Curvature, reach: int
     ) -> None:
-        """Improves one block, given its errors and gradient (size, n); the errors follow."""
+        """Improves one block, given its errors and gradient (size, n), and updates the errors."""
         size, n = error.shape
         rows = slice(block * size, (block + 1) * size)
         steps, zero = state.steps[rows], state.zeros[block]
@@ -173,7 +170,6 @@ class Refiner:
         np.subtract(target, steps * scale, out=error)
 
     def _candidates(self, scale: Floats, zero: Floats, reach: int) -> tuple[Floats, Floats]:  # (n,) -> (C, n)
-        """Scales and zero points to try around the present ones."""
         step = _STEP.get(self._grid.bits, _FINE_STEP)
         factors = 1 + step * np.arange(-reach, reach + 1, dtype=np.float32)
         scales = bfloat16.round_nearest(factors[:, None] * scale)
@@ -191,7 +187,7 @@ class Refiner:
         feedback: Floats,  # (size, size)
         pivots: Floats,  # (size,)
     ) -> tuple[Floats, Floats]:  # (C * n,), (size, C * n)
-        """Codes less zero points, rounded one by one with feedback, and the error they leave."""
+        """Codes less zero points, rounded one by one with feedback, and their errors."""
         copies = len(scale) // wanted.shape[1]
         steps = np.empty((len(wanted), len(scale)), np.float32)
         errors = np.empty_like(steps)
@@ -232,7 +228,7 @@ class Refiner:
 
 
 def _fitted(steps: Floats, scale: Floats, gradient: Floats, hessian: Floats) -> Floats:  # (size, n), (n,) -> (n,)
-    """The scale that suits the codes best, or the present one where rounding to bfloat16 takes the gain."""
+    """The scale that suits the codes best, or the present one where rounding to bfloat16 loses the gain."""
     norm = np.einsum("kn,kn->n", steps, hessian @ steps)
     exact = np.einsum("kn,kn->n", steps, gradient) / np.maximum(norm, _TINY)
     fitted = bfloat16.round_nearest(scale + exact)

@@ -38,14 +38,14 @@ _Floats = NDArray[np.float32]
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
-    """The quantizer of matrices of K columns; scratch memory is a few MB whatever their size."""
+    """The quantizer of matrices of K columns, with a few MB of scratch memory."""
     rows = max(1, _CHUNK_VALUES // (blocks_per_row(k, grid.size) * grid.size))
     importance = None if statistics is None else column_weights(statistics.mean_square, grid.size)
     return Solver(rows, lambda weight: _solve(weight, grid, importance))
 
 
 def column_weights(mean_square: _Floats, size: int) -> _Floats:  # (K,) -> (blocks, size)
-    """What each column's squared error counts: means of one in every block, never zero but in the padding."""
+    """Weights of each column's squared error: means of one in every block, never zero except in the padding."""
     blocks = padded(mean_square, size).reshape(-1, size)
     counted = padded(np.ones_like(mean_square), size).reshape(-1, size)
     # The largest comes first out of the sums, which would overflow or vanish with it.
@@ -56,7 +56,6 @@ def column_weights(mean_square: _Floats, size: int) -> _Floats:  # (K,) -> (bloc
 
 
 def _solve(weight: _Floats, grid: Grid, importance: _Floats | None) -> Codes:  # (n, K), (blocks, size)
-    """Codes of a few rows."""
     # One column per block: arithmetic on a block's scale then runs along contiguous rows.
     columns = np.ascontiguousarray(padded(weight, grid.size).reshape(-1, grid.size).T, np.float32)  # (size, C)
     counts = None if importance is None else np.tile(importance.T, len(weight))  # (size, C)
@@ -72,7 +71,6 @@ def _search(
     grid: Grid,
     counts: _Floats | None,  # (size, C)
 ) -> tuple[NDArray[np.uint8], _Floats, _Floats]:  # (size, C), (C,), (C,)
-    """The best values, scales and zero points of each column."""
     best_scale = np.zeros(columns.shape[1], np.float32)
     best_zero = np.full(columns.shape[1], grid.middle, np.float32)
     best_gain = np.full(columns.shape[1], -1, np.float32)
@@ -109,7 +107,7 @@ def _round(columns: _Floats, step: _Floats, zero: _Floats, grid: Grid, out: _Flo
 
 
 def _candidates(columns: _Floats, grid: Grid) -> list[tuple[_Floats, _Floats]]:  # (size, C)
-    """Pairs of step and zero point, (C,) each, that a search tries."""
+    """Pairs of step and zero point to try, (C,) each."""
     levels = np.float32(grid.top)
     middle = np.float32(grid.middle)
     # Zero is always representable: weights are centred on it, and padding must stay exact.

@@ -62,7 +62,6 @@ def measure_costs(
 
 
 def _sizes(names: Mapping[str, object]) -> dict[str, int]:
-    """Matrices of each group."""
     sizes: dict[str, int] = {}
     for name in names:
         group = expert_group(name)
@@ -88,7 +87,7 @@ def _error_ratios(
     x: Floats | None,  # (T, K)
     schemes: Sequence[QuantScheme | None],
 ) -> list[float]:
-    """Squared output error of each scheme in units of the probe's."""
+    """Squared output error of each scheme relative to the probe's."""
     seen = x is not None and len(x) > 0
     statistics = None
     if seen:
@@ -109,10 +108,10 @@ def _error_ratios(
 
 
 def choose_texts(texts: Sequence[Ints] | None, tokens: int, vocabulary: int) -> list[Ints]:
-    """Chooses the texts of probes: parts spread over the given ones, or random tokens where there are none.
+    """The texts of probes: parts spread over the given ones, or random tokens where there are none.
 
     On three small models random tokens lead to plans whose divergence is 0 to 30% above those of real text, and well
-    below what errors of weights alone lead to.
+    below those of errors of weights alone.
     """
     if texts is None:
         rng = np.random.default_rng(0)

@@ -22,11 +22,9 @@ class InputStatistics:
     """Moments of the inputs x (K) of a linear layer, over tokens.
 
     Attributes:
-        count: tokens seen; 0 where none came by, and all moments are then zero.
-        mean_square: of each input.
-        mean: of each input.
-        hessian: mean of x x^T, where it was gathered; half the Hessian of a row's squared output error.
-        cross: mean of x_float x^T, where inputs x of the quantized model were seen beside those of the float one.
+        count: tokens; with 0 all moments are zero.
+        hessian: mean of x x^T, if gathered; half the Hessian of a row's squared output error.
+        cross: mean of x_float x^T, with the inputs x_float of the float model for inputs x of the quantized one.
     """
 
     count: int
@@ -53,7 +51,6 @@ class StatisticsAccumulator:
     """Adds up moments in float64, portion by portion.
 
     Args:
-        k: inputs of the layer.
         hessian: gather the mean of x x^T: 8 K^2 bytes while running.
         cross: gather the mean of x_float x^T: as much again.
     """
@@ -66,7 +63,7 @@ class StatisticsAccumulator:
         self._cross = np.zeros((k, k)) if cross else None
 
     def add(self, x: Floats, x_float: Floats | None = None) -> None:  # (T, K), (T, K)
-        """Counts inputs in; `x_float` are those of the float model, equal to x where left out."""
+        """Counts inputs; `x_float` are those of the float model, by default x."""
         x = np.asarray(x, np.float32)
         other = x if x_float is None else np.asarray(x_float, np.float32)
         if not (np.isfinite(x).all() and np.isfinite(other).all()):

@@ -1,7 +1,7 @@
 """Quantization to codes of vectors: four weights at once by the codebook of `edgeinfer.bundle.packing`.
 
 Where nothing but mean squares of the inputs is known, each block's scale is searched and each vector gets the code
-whose values are nearest, an input's error counting by its mean square. With the Hessian H of the inputs errors are fed
+whose values are nearest, an input's error counting by its mean square. With the Hessian H of the inputs, errors are fed
 forward as in `gptq`, by whole vectors (GPTVQ, arXiv 2402.15319): with H = V V^T in the order of the vectors and V upper
 triangular, a vector's metric is the product of V's part on the diagonal with its transpose. Then scales and codes are
 set in turn to the best ones given all others.
@@ -27,12 +27,12 @@ Bytes = NDArray[np.uint8]
 Number = TypeVar("Number", np.float32, np.intp)
 # Rows at once with a Hessian, as of `gptq`; weights at once without, of which each has a row of 16 distances.
 _ROWS, _CHUNK_VALUES = 512, 1 << 16
-# Scales tried, in units of a block's root mean square: the codebook was found at about 0.31.
+# Scales to try, in units of a block's root mean square: the codebook was found at about 0.31.
 _SCALES = np.linspace(0.22, 0.42, 11, dtype=np.float32)
 _SWEEPS = 4
 _TINY = np.float32(1e-30)
-# Of a block of zeros: see `rtn`.
-_OF_ZEROS = np.float32(2.0**-64)
+# Scale of a block of zeros: see `rtn`.
+_ZERO_SCALE = np.float32(2.0**-64)
 _BOOK = MAGNITUDES.astype(np.float32)  # (16, 4)
 _SIGN_BITS = np.arange(VECTOR, 2 * VECTOR)
 _SIGNS = 1 - 2 * (np.arange(16)[:, None] >> np.arange(VECTOR) & 1).astype(np.float32)  # (16, 4)
@@ -43,7 +43,7 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None, *, hessian: b
     """The quantizer of matrices of K columns, a multiple of the block.
 
     Args:
-        hessian: errors are fed forward, for which the statistics must hold a Hessian.
+        hessian: errors are feedback forward, for which the statistics must have a Hessian.
     """
     plain = _Nearest(grid.size, k, statistics)
     if hessian and statistics is not None and statistics.hessian is not None:
@@ -52,13 +52,13 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None, *, hessian: b
 
 
 class _Nearest:
-    """Codes of the nearest values, each column's error counting by its input's mean square."""
+    """Codes of the nearest values, each column's error weighted by its input's mean square."""
 
     def __init__(self, size: int, k: int, statistics: InputStatistics | None) -> None:
         self.size, self.k = size, k
         squares = np.ones(k, np.float32) if statistics is None else statistics.mean_square
-        self._counts = _by_vectors(column_weights(squares, size)[None])  # (1, blocks, size / 4, 4)
-        self._norms = self._counts @ np.square(_BOOK).T  # (1, blocks, size / 4, 16)
+        self._weights = _by_vectors(column_weights(squares, size)[None])  # (1, blocks, size / 4, 4)
+        self._norms = self._weights @ np.square(_BOOK).T  # (1, blocks, size / 4, 16)
 
     def solve(self, weight: Floats) -> Codes:  # (n, K)
         """Codes and scales of rows, in portions."""
@@ -72,32 +72,33 @@ class _Nearest:
 
     def _search(self, weight: Floats) -> tuple[Bytes, Floats]:
         x = _by_vectors(np.asarray(weight, np.float32).reshape(len(weight), -1, self.size))
-        counted = np.abs(x) * self._counts
-        along = counted @ _BOOK.T  # (n, blocks, size / 4, 16)
-        share = (counted * np.abs(x)).sum((2, 3)) / self._counts.sum((2, 3))
+        weighted = np.abs(x) * self._weights
+        dots = weighted @ _BOOK.T  # (n, blocks, size / 4, 16)
+        share = (weighted * np.abs(x)).sum((2, 3)) / self._weights.sum((2, 3))
         root = np.sqrt(share)
         best, best_gain = np.zeros_like(root), np.full_like(root, -1)
         for factor in _SCALES:
-            _, scale, gain = self._fit(along, factor * root)
+            _, scale, gain = self._fit(dots, factor * root)
             better = gain > best_gain
             np.copyto(best, scale, where=better)
             np.copyto(best_gain, gain, where=better)
-        np.copyto(best, _OF_ZEROS, where=best == 0)
-        chosen, _, _ = self._fit(along, best)
+        np.copyto(best, _ZERO_SCALE, where=best == 0)
+        chosen, _, _ = self._fit(dots, best)
         return (chosen | _sign_bits(x)).astype(np.uint8), best
 
-    def _fit(self, along: Floats, scale: Floats) -> tuple[NDArray[np.intp], Floats, Floats]:
-        """Magnitudes that are nearest with a scale (n, blocks), the scale that suits them best, and what it gains."""
-        chosen = (scale[..., None, None] * self._norms - 2 * along).argmin(-1)  # (n, blocks, size / 4)
-        dot = np.take_along_axis(along, chosen[..., None], -1).sum((2, 3))
-        norms = np.broadcast_to(self._norms, along.shape)
-        norm = np.maximum(np.take_along_axis(norms, chosen[..., None], -1).sum((2, 3)), _TINY)
-        fitted = bfloat16.round_nearest(dot / norm)
-        return chosen, fitted, fitted * (2 * dot - fitted * norm)
+    def _fit(self, dots: Floats, scale: Floats) -> tuple[NDArray[np.intp], Floats, Floats]:
+        """Magnitudes that are nearest with a scale (n, blocks), the scale that suits them best, and the error's
+        gain."""
+        chosen = (scale[..., None, None] * self._norms - 2 * dots).argmin(-1)  # (n, blocks, size / 4)
+        chosen_dot = np.take_along_axis(dots, chosen[..., None], -1).sum((2, 3))
+        norms = np.broadcast_to(self._norms, dots.shape)
+        chosen_norm = np.maximum(np.take_along_axis(norms, chosen[..., None], -1).sum((2, 3)), _TINY)
+        fitted = bfloat16.round_nearest(chosen_dot / chosen_norm)
+        return chosen, fitted, fitted * (2 * chosen_dot - fitted * chosen_norm)
 
 
 class _FedForward:
-    """What is computed once from a Hessian, for all rows."""
+    """Everything that is computed once from a Hessian, for all rows."""
 
     def __init__(self, plain: _Nearest, statistics: InputStatistics, hessian: Floats) -> None:
         self._plain, size = plain, plain.size
@@ -134,23 +135,23 @@ class _FedForward:
         return row_errors(errors, self._hessian @ errors)
 
     def _round(self, target: Floats, state: _State) -> None:  # (K, n)
-        """Replaces the codes by those that see the errors of the vectors before."""
+        """Replaces the codes by those that take the errors of the vectors before into account."""
         errors = np.empty_like(target)  # in the order of vectors
         norms = _norms(self._metric)
         for start in range(0, len(self._order), LAZY // VECTOR):
             stop = min(start + LAZY // VECTOR, len(self._order))
             first, last = start * VECTOR, stop * VECTOR
-            fed = self._upper[:first, first:last].T @ errors[:first]
+            feedback = self._upper[:first, first:last].T @ errors[:first]
             for i in range(start, stop):
-                mine = slice(i * VECTOR, (i + 1) * VECTOR)
-                sums = fed[mine.start - first : mine.stop - first]
-                sums = sums + self._upper[first : mine.start, mine].T @ errors[first : mine.start]
+                own = slice(i * VECTOR, (i + 1) * VECTOR)
+                sums = feedback[own.start - first : own.stop - first]
+                sums = sums + self._upper[first : own.start, own].T @ errors[first : own.start]
                 columns = self._order[i]
-                wanted = target[columns] + self._inverse[i].T @ sums
+                corrected = target[columns] + self._inverse[i].T @ sums
                 scale = state.scales[columns[0] // state.size]
-                code = _nearest(wanted, scale, self._metric[i], norms[i])
+                code = _nearest(corrected, scale, self._metric[i], norms[i])
                 state.codes[state.place(columns[0])] = code
-                errors[mine] = target[columns] - _SIGNED[code].T * scale
+                errors[own] = target[columns] - _SIGNED[code].T * scale
 
     def _sweep_all(self, target: Floats, state: _State) -> None:
         """Sets scales and codes, one after the other, to the best ones given all others."""
@@ -176,7 +177,7 @@ class _FedForward:
         state: _State,
         norms: Floats,  # (vectors, 16 * 16)
     ) -> None:
-        """Improves one block; errors and gradient follow."""
+        """Improves one block, and updates errors and gradient."""
         size, quarter = state.size, state.size // VECTOR
         rows, here = slice(block * size, (block + 1) * size), block * size - start
         inside = slice(here, here + size)
@@ -195,8 +196,8 @@ class _FedForward:
             vector = block * quarter + i
             columns = np.arange(i, size, quarter)
             old = _SIGNED[state.codes[vector]].T * scale
-            wanted = old + self._steps[vector] @ near[here + columns]
-            code = _nearest(wanted, scale, self._blocks[vector], norms[vector])
+            target = old + self._steps[vector] @ near[here + columns]
+            code = _nearest(target, scale, self._blocks[vector], norms[vector])
             moved = _SIGNED[code].T * scale - old
             if not moved.any():
                 continue
@@ -212,26 +213,25 @@ class _State:
         self.codes, self.scales, self.size = codes, scales, size
 
     def copy(self) -> _State:
-        """One that stays as it is."""
         return _State(self.codes.copy(), self.scales.copy(), self.size)
 
     def place(self, column: int) -> int:
-        """The number of the vector that begins at a column."""
+        """Number of the vector that begins at a column."""
         return column // self.size * (self.size // VECTOR) + column % self.size
 
     def steps(self, block: int) -> Floats:  # (size, n)
-        """What the codes of a block stand for, without its scale."""
+        """Values of a block's codes, without its scale."""
         quarter = self.size // VECTOR
         values = _SIGNED[self.codes[block * quarter : (block + 1) * quarter]]  # (size / 4, n, 4)
         return np.ascontiguousarray(values.transpose(2, 0, 1)).reshape(self.size, -1)
 
     def values(self) -> Floats:  # (K, n)
-        """What all codes stand for."""
+        """Values of all codes."""
         return np.concatenate([self.steps(block) * scale for block, scale in enumerate(self.scales)])
 
 
 def coded(codes: Bytes, scales: Floats, size: int) -> Codes:  # (n, blocks, size / 4), (n, blocks)
-    """Codes as quantizers give them: in fields of 2 bits, with zero points that are not read."""
+    """Codes in fields of 2 bits, with zero points that are not read."""
     fields = split_codes(codes).reshape(len(codes), -1)
     return Codes(fields, np.ascontiguousarray(scales), np.zeros(scales.shape, np.uint8))
 
@@ -242,14 +242,14 @@ def _by_vectors(blocks: NDArray[Number]) -> NDArray[Number]:  # (n, blocks, size
 
 
 def _parts(matrix: Floats, columns: NDArray[np.intp]) -> Floats:  # (K, K), (vectors, 4) -> (vectors, 4, 4)
-    """The part of a square matrix that each vector has with itself."""
+    """The diagonal block of a square matrix for each vector."""
     return matrix[columns[:, :, None], columns[:, None, :]]
 
 
 def _norms(metrics: Floats) -> Floats:  # (vectors, 4, 4) -> (vectors, 16, 16)
     """The square of each signed entry of the codebook by each metric: by signs, then by magnitudes."""
-    along = (_SIGNED @ metrics) * _SIGNED  # (vectors, 16 * 16, 4)
-    squares: Floats = along.sum(-1).reshape(-1, 16, 16)
+    products = (_SIGNED @ metrics) * _SIGNED  # (vectors, 16 * 16, 4)
+    squares: Floats = products.sum(-1).reshape(-1, 16, 16)
     return squares
 
 
@@ -259,12 +259,12 @@ def _sign_bits(x: Floats) -> NDArray[np.intp]:  # (..., 4) -> (...)
     return bits
 
 
-def _nearest(wanted: Floats, scale: Floats, metric: Floats, norms: Floats) -> Bytes:  # (4, n), (n,), (4, 4), (16, 16)
-    """The code (n,) with the signs of what is wanted that is nearest to it by a metric."""
-    below = wanted < 0
+def _nearest(target: Floats, scale: Floats, metric: Floats, norms: Floats) -> Bytes:  # (4, n), (n,), (4, 4), (16, 16)
+    """The code (n,) nearest to the targets by a metric, with the signs of the targets."""
+    below = target < 0
     signs = (below << np.arange(VECTOR)[:, None]).sum(0)
-    along = metric @ wanted
-    np.negative(along, out=along, where=below)
-    chosen = (scale[:, None] * norms[signs] - 2 * (along.T @ _BOOK.T)).argmin(1)
+    dots = metric @ target
+    np.negative(dots, out=dots, where=below)
+    chosen = (scale[:, None] * norms[signs] - 2 * (dots.T @ _BOOK.T)).argmin(1)
     codes: Bytes = (signs << VECTOR | chosen).astype(np.uint8)
     return codes

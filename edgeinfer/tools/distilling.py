@@ -76,7 +76,7 @@ def measure_drafter(
     progress: Progress | None = None,
     **options: Any,
 ) -> DraftFigures:
-    """Lets a drafter draft for a target beside plain decoding of the same replies, in turns.
+    """Compares drafting for a target with plain decoding of the same replies, in turns.
 
     Args:
         target, drafter: as `edgeinfer.load` takes them; without a drafter, what the target's bundle brings drafts.

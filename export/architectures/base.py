@@ -35,21 +35,14 @@ _STREAMS = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of a family's checkpoint tensors; the packed ones list one name for each part of the checkpoint's.
+    """Names of a family's checkpoint tensors; packed ones list one name for each part of the checkpoint's.
 
     Attributes:
-        qkv: modules whose rows, in this order, are queries, keys and values.
-        gate_up: modules whose rows, in this order, are gate and up.
-        attn_post_norm, mlp_post_norm: of what attention and MLP give, where they are normed.
-        gate: of what heads give; see DecoderSpec.output_gate.
-        q, q_a, q_a_norm, q_b, kv_a, kv_norm, kv_b: of latent attention: of queries, or of their small vector, its norm
-            and what is made of it; and of keys and values likewise.
-        mixer: of a layer with a recurrence in the place of attention, or beside it.
-        up: of an MLP without a gate.
-        layer_scale: what a layer's output is multiplied by.
-        per_layer_table, per_layer_projection, per_layer_norm: of per-layer embeddings, in all; and of each layer:
-        per_layer_gate, per_layer_out, per_layer_post_norm.
-        streams: what precedes the names of the matrices by which streams are entered and left.
+        qkv, gate_up: modules in the order of their rows.
+        gate: of the heads' results; see DecoderSpec.output_gate.
+        q_a, q_a_norm, q_b: of latent attention: a projection to a small vector, its norm, and the projection back.
+        mixer: of a recurrence, instead of attention or next to it.
+        streams: prefix of the matrices by which streams are entered and left.
 
     A norm's bias is named after its weight.
     """
@@ -108,10 +101,9 @@ class Architecture:
         classes: transformers' model classes.
         model_types: transformers' family names, used where config.json names no class.
         read: turns a config into a spec; the flag says whether embedding and head are tied.
-        roots: what takes the place of "model." in names, and what precedes the head's: the first pair by which the
-            embedding is found.
+        roots: replacements of "model." in names, and prefixes of the head; the first pair that finds the embedding.
         ignorable: patterns of checkpoint tensors that carry no weights.
-        refine: what else a config asks of a tensor, such as a factor.
+        refine: changes a tensor by what else the config says, such as a factor.
         predicts: where checkpoints may have a module for multi-token prediction: MTP, NEXT_LAYER, or "" for nowhere.
     """
 
@@ -126,19 +118,16 @@ class Architecture:
     predicts: str = ""
 
     def module_root(self, layers: int) -> str:
-        """What precedes the names of a module for multi-token prediction, in a model of so many layers."""
+        """Prefix of the names of a module for multi-token prediction."""
         return self.naming.layer.format(layer=layers) if self.predicts == NEXT_LAYER else f"{MTP}."
 
     def unread(self, layers: int) -> tuple[str, ...]:
-        """Patterns of checkpoint tensors that are no part of a decoder of so many layers.
-
-        A tied checkpoint may store the head's copy of the embedding.
-        """
+        """Patterns of checkpoint tensors that are not read; a tied checkpoint may store a copy as its head."""
         module = (f"{self.module_root(layers)}*",) if self.predicts else ()
         return (*self.ignorable, self.naming.head, *module)
 
     def placed(self, stored: Collection[str]) -> Architecture:
-        """The same with the names that a checkpoint's tensors have."""
+        """This family with the names that a checkpoint's tensors have."""
         for body, head in (*self.roots, *_BASE_ROOTS):
             names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in _PLACED}
             names |= {name: head + getattr(self.naming, name) for name in ("head", "head_bias")}
@@ -249,7 +238,7 @@ class Architecture:
 def _linear_plans(
     name: str, root: str, modules: tuple[str, ...], rows: tuple[int, ...], inputs: int, bias: bool
 ) -> list[TensorPlan]:
-    """A matrix, and its bias where it has one; a family that packs its projections has one module for all of them."""
+    """A matrix and its bias, if any; a family that packs its projections has one module for all of them."""
     parts = rows if len(modules) == len(rows) else (sum(rows),)
     pairs = list(zip(modules, parts, strict=True))
     plans = [plan(name, *((f"{root}{m}.weight", (n, inputs)) for m, n in pairs))]
@@ -259,7 +248,7 @@ def _linear_plans(
 
 
 def _of_heads(spec: DecoderSpec, latent: LatentSpec, prefix: str, name: str) -> list[TensorPlan]:
-    """What a matrix says of each head: the plain channels of its keys, which turn queries, and its values."""
+    """Two matrices for each head: the unrotated channels of its keys, which multiply queries, and its values."""
     heads, plain, given = spec.num_heads, latent.plain_size, latent.value_size
     keys = Source(name, (heads * plain, latent.rank), pieces=(plain + given, 0, plain), heads=heads)
     values = Source(name, (heads * given, latent.rank), pieces=(plain + given, plain, given))
@@ -267,7 +256,7 @@ def _of_heads(spec: DecoderSpec, latent: LatentSpec, prefix: str, name: str) -> 
 
 
 def _model_plans(spec: DecoderSpec, names: Naming) -> list[TensorPlan]:
-    """What all layers have together, beside the embedding."""
+    """Tensors that all layers share, except the embedding."""
     plans, layers = [], range(spec.num_layers)
     if spec.per_layer is not None:
         size, vocab = spec.per_layer.size, spec.per_layer.vocab_size
@@ -283,7 +272,6 @@ def _model_plans(spec: DecoderSpec, names: Naming) -> list[TensorPlan]:
 
 
 def _per_layer_plans(spec: DecoderSpec, size: int, names: Naming, prefix: str, root: str) -> list[TensorPlan]:
-    """What a layer has for its per-layer embedding."""
     return [
         plan(f"{prefix}.per_layer.gate", (root + names.per_layer_gate, (size, spec.hidden_size))),
         plan(f"{prefix}.per_layer.out", (root + names.per_layer_out, (spec.hidden_size, size))),
@@ -292,7 +280,7 @@ def _per_layer_plans(spec: DecoderSpec, size: int, names: Naming, prefix: str, r
 
 
 def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:
-    """A norm of the hidden states, or of `size`, and its bias where norms have one."""
+    """A norm of the hidden states, or of `size`, and its bias, if any."""
     shape = (size or spec.hidden_size,)
     plans = [plan(name, (source, shape))]
     if spec.norm_bias:
@@ -335,7 +323,7 @@ def common_spec(config: HFConfig, tied: bool, *, norm_eps: str = "rms_norm_eps",
 
 
 def _model_streams(spec: DecoderSpec, root: str) -> Iterator[TensorPlan]:
-    """The matrices by which embeddings enter the streams and hidden states leave them, where there are streams."""
+    """The matrices by which embeddings enter the streams and hidden states leave them, if there are streams."""
     if spec.streams is None:
         return
     shape = (spec.hidden_size, spec.hidden_size)
@@ -345,7 +333,7 @@ def _model_streams(spec: DecoderSpec, root: str) -> Iterator[TensorPlan]:
 
 
 def _layer_streams(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
-    """What predicts and corrects the streams in a layer, and what augments its residual."""
+    """The tensors that predict and correct the streams in a layer and augment its residual, if there are streams."""
     if spec.streams is None:
         return
     hidden, count, rank = spec.hidden_size, spec.streams.count, spec.streams.laurel_rank

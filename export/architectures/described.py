@@ -33,30 +33,25 @@ _MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Described:
-    """A checkpoint as the decoder that it is.
-
-    Attributes:
-        plans: of all its tensors.
-    """
+    """A checkpoint as a decoder, with the plans of its tensors."""
 
     spec: DecoderSpec
     plans: tuple[TensorPlan, ...]
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
         return sum(plan.parameters for plan in self.plans)
 
 
 def describe(spec: DecoderSpec, hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> Described:
-    """Plans the tensors of a decoder that `read_spec` read, and checks that these, and no others, are there."""
+    """Plans the tensors of a decoder that `read_spec` read; exactly these must be there."""
     plans = family.tensors(hf_config, spec, checkpoint.names)
     _check_tensors(checkpoint, family.unread(spec.num_layers), plans)
     return Described(spec, plans)
 
 
 def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
-    """Reads the decoder of config.json, which is tied where it has no head, or one that is the embedding's copy."""
+    """Reads the decoder of config.json, which is tied where it has no head or one equal to the embedding."""
     layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
     if layers > count:
         # Before anything is made for each of what may be any number of layers.
@@ -77,7 +72,7 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
 
 
 def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
-    """Refuses a decoder with a part that a bundle's graphs would leave out."""
+    """Refuses a decoder with a part that a bundle's graphs lack."""
     if spec.native_only and layout == PORTABLE:
         parts = {
             "recurrent layers": bool(spec.mixers),
@@ -98,11 +93,11 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
 
 
 def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str] = ()) -> None:
-    """Refuses a decoder with any part that came later than what Llama, Qwen and their mixtures have.
+    """Refuses a decoder with parts that Llama, Qwen and their mixtures lack.
 
     Args:
-        what: is written, at the beginning of the message: "Static bundles".
-        known: fields that may have such a part nevertheless.
+        what: beginning of the message: "Static bundles".
+        known: fields of parts that are allowed.
     """
     _refuse(spec, lambda name: name not in known, hint, what)
     odd = [f"activation={spec.activation}"] if spec.activation != "silu" and "activation" not in known else []
@@ -140,7 +135,7 @@ def _check_tensors(checkpoint: Checkpoint, ignorable: tuple[str, ...], plans: tu
 
 
 def stored_tensors(source: Source) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Names, shapes and types of the checkpoint's tensors that a source is read from."""
+    """Names, shapes and types of the checkpoint's tensors that a source reads."""
     if not source.packing:
         yield source.name, source.stored_shape, FLOATS
     else:
@@ -148,7 +143,7 @@ def stored_tensors(source: Source) -> Iterator[tuple[str, tuple[int, ...], tuple
 
 
 def pad_heads(described: Described) -> Described:
-    """Pads heads to a width that the kernel supports, and the tensors concerned with them."""
+    """Pads heads, and the tensors with rows or columns of heads, to a width that the kernel supports."""
     spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
     full = spec.full_heads is None or spec.full_heads.head_dim % _MULTIPLE == 0
@@ -182,7 +177,6 @@ def _pad_plan(plan: TensorPlan, spec: DecoderSpec, wide: int) -> TensorPlan:
 
 
 def pad_values(values: NDArray[np.float32], padding: HeadPadding) -> NDArray[np.float32]:
-    """Pads a whole checkpoint tensor as its source says."""
     before, after = values.shape[: padding.axis], values.shape[padding.axis + 1 :]
     wide = np.zeros((*before, padding.heads, padding.wide, *after), np.float32)
     narrow = values.reshape(*before, padding.heads, padding.width, *after)

@@ -105,7 +105,7 @@ _GEMMA3N_HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _for_each_layer(config: HFConfig, name: str, usual: list[float]) -> list[float]:
-    """A field that has a number for every layer, or one for all."""
+    """Values of a field with one number per layer, or one for all."""
     given = config.get(name)
     if given is None:
         return usual
@@ -118,7 +118,7 @@ def _for_each_layer(config: HFConfig, name: str, usual: list[float]) -> list[flo
 
 
 def _ropes_gemma3n(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
-    """The rotation of the layers that see everything, and that of the others."""
+    """The rotation of layers that attend to everything, and that of the others."""
     size = config.head_dim()
     if config.get("rope_parameters") is not None:
         return config.rope(size, "full_attention"), config.rope(size, "sliding_attention")
@@ -183,8 +183,9 @@ _GEMMA4_HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
-    """The layers whose keys and values each reads: the last `num_kv_shared_layers` those of the last layer of their
-    kind before them."""
+    """The layer whose keys and values each layer reads: its own, or for the last `num_kv_shared_layers` the last
+    before them of the same kind.
+    """
     layers = len(slides)
     if not config.get("num_kv_shared_layers"):
         return ()
@@ -197,7 +198,6 @@ def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
 
 
 def _per_layer(config: HFConfig) -> PerLayerSpec | None:
-    """Per-layer embeddings, where the model has any."""
     if config.get("hidden_size_per_layer_input") == 0:
         return None
     size = config.integer("hidden_size_per_layer_input", 256)
@@ -205,7 +205,7 @@ def _per_layer(config: HFConfig) -> PerLayerSpec | None:
 
 
 def shared_fields(config: HFConfig, slides: list[bool]) -> dict[str, Any]:
-    """What Gemma 3n and Gemma 4 have alike."""
+    """Fields that Gemma 3n and Gemma 4 share."""
     capped = config.get("final_logit_softcapping") is not None
     return {
         "activation": config.activation("hidden_activation"),
@@ -222,7 +222,7 @@ def shared_fields(config: HFConfig, slides: list[bool]) -> dict[str, Any]:
 
 
 def _refine_per_layer(spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """A vector is the mean of both its parts, times a root of two; the table's rows grow by the root of their width."""
+    """Scales the per-layer table by the root of its width, and the mean of both parts by the root of two."""
     half = math.sqrt(0.5)
     if spec.per_layer is None:
         return plan
@@ -234,8 +234,7 @@ def _refine_per_layer(spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
 
 
 def _full_heads(config: HFConfig, slides: list[bool]) -> HeadsSpec:
-    """The heads of the layers that see everything, as transformers wrote them before and after it had
-    `per_layer_config`."""
+    """Heads of the layers that attend to everything, from before or after `per_layer_config` in transformers."""
     given, shared = config.get("per_layer_config"), config.flag("attention_k_eq_v")
     usual = config.integer("num_key_value_heads", config.integer("num_attention_heads"))
     if given is None:
@@ -251,7 +250,7 @@ def _full_heads(config: HFConfig, slides: list[bool]) -> HeadsSpec:
 
 
 def _ropes_gemma4(config: HFConfig, slides: list[bool], full_head_dim: int) -> dict[str, Any]:
-    """The rotation of the layers that see everything, and that of the others."""
+    """The rotation of layers that attend to everything, and that of the others."""
     given, size = config.get("rope_parameters") is not None, config.head_dim()
     proportional = RopeSpec("proportional", 1e6, full_head_dim, turned=full_head_dim // 8)
     full = config.rope(full_head_dim, "full_attention") if given else proportional
@@ -262,7 +261,7 @@ def _ropes_gemma4(config: HFConfig, slides: list[bool], full_head_dim: int) -> d
 
 
 def _experts(config: HFConfig) -> MoESpec:
-    """Experts that stand beside the MLP of every layer."""
+    """Experts in addition to the MLP of every layer."""
     return MoESpec(
         experts=config.integer("num_experts"),
         top_k=config.integer("top_k_experts"),
@@ -294,7 +293,7 @@ def _read_gemma4(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def refine_gemma4(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """Embeddings grow by the root of their width, and per-layer embeddings are made of what the checkpoint has."""
+    """Scales embeddings by the root of their width, and per-layer embeddings."""
     root = math.sqrt(spec.hidden_size)
     if plan.name == "embed":
         return plan.changed(scale=root)

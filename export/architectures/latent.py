@@ -47,7 +47,7 @@ def latent_spec(
 
 
 def _whole(config: HFConfig) -> HFConfig:
-    """A config that does not say which share of a head is rotated, which may be of all of it or of its rotated part."""
+    """Reads a config that does not say whether the share of rotated channels refers to whole heads."""
     values = {name: value for name, value in config.values.items() if name != _SHARE}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(given := values.get(name), dict):
@@ -56,7 +56,7 @@ def _whole(config: HFConfig) -> HFConfig:
 
 
 def _stretched(config: HFConfig) -> float:
-    """What a stretched rotation multiplies queries and keys by, of all channels (`mscale_all_dim`)."""
+    """Factor of queries and keys of a stretched rotation (`mscale_all_dim`)."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(given, dict) or not given.get("mscale_all_dim"):
         return 1.0
@@ -71,7 +71,7 @@ def _interleaved(config: HFConfig) -> bool:
 
 
 def _by_softmax(config: HFConfig) -> MoESpec:
-    """Shares of a softmax, which DeepSeek-V2 does not divide by their sum."""
+    """Softmax shares, which DeepSeek-V2 does not divide by their sum."""
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy") or config.flag("norm_topk_prob"):
         said = f"topk_method={method!r}, norm_topk_prob={config.get('norm_topk_prob')!r}"
@@ -134,7 +134,7 @@ MISTRAL4 = Architecture(
 
 
 def _read_youtu(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Youtu-LLM: DeepSeek-V3's attention beside ordinary MLPs."""
+    """Youtu-LLM: DeepSeek-V3's attention with ordinary MLPs."""
     return latent_spec(config, tied, interleaved=_interleaved(config))
 
 

@@ -23,7 +23,7 @@ def _refuse_head_norms(config: HFConfig, field: str) -> None:
 
 
 def _read_phi(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Phi-1, 1.5 and 2: attention and MLP side by side, biases everywhere, partial rotation."""
+    """Phi-1, 1.5 and 2: attention and MLP in parallel, biases everywhere, partial rotation."""
     _refuse_head_norms(config, "qk_layernorm")
     return common_spec(
         config,
@@ -41,7 +41,7 @@ def _read_phi(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def _read_stablelm(config: HFConfig, tied: bool) -> DecoderSpec:
-    """StableLM: partial rotation, gated MLPs, in some models side by side with attention."""
+    """StableLM: partial rotation, gated MLPs, in some models in parallel with attention."""
     _refuse_head_norms(config, "qk_layernorm")
     return common_spec(
         config,
@@ -72,7 +72,7 @@ def _read_starcoder2(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def _read_nemotron(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Nemotron and Minitron: layer norms stored without their one, squared ReLU without a gate, partial rotation."""
+    """Nemotron and Minitron: layer norms stored minus one, squared ReLU without a gate, partial rotation."""
     bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
     return common_spec(
         config,
@@ -96,7 +96,7 @@ def _neighbours(config: HFConfig) -> RopeSpec:
 
 
 def _read_cohere(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Command R: attention and MLP side by side over one norm without a bias; neighbours are rotated as pairs."""
+    """Command R: attention and MLP in parallel after one norm without a bias; neighbouring channels are rotated."""
     _refuse_head_norms(config, "use_qk_norm")
     bias = config.flag("attention_bias")
     parts: dict[str, Any] = {
@@ -109,7 +109,7 @@ def _read_cohere(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def read_cohere2(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Command R7B: windows, and no rotation in the layers that see everything."""
+    """Command R7B: windows, and no rotation in layers that attend to everything."""
     slides = config.slides(_COHERE2_PATTERN)
     spec, layers = _read_cohere(config, tied), tuple(0 if slide else -1 for slide in slides)
     return dataclasses.replace(spec, windows=config.windows_of(slides), rope_layers=layers)

@@ -18,7 +18,7 @@ _HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
-    """By `layer_types`, or where older configurations list the layers of attention, by those."""
+    """Mixers by `layer_types`, or in older configurations by the list of attention layers."""
     layers, types = config.integer("num_hidden_layers"), config.get("layer_types")
     if types is None:
         attends = config.get("full_attn_idxs")
@@ -76,7 +76,7 @@ LFM2 = Architecture(classes=("Lfm2ForCausalLM",), model_types=("lfm2",), read=_r
 
 
 def _read_lfm2_moe(config: HFConfig, tied: bool) -> DecoderSpec:
-    """LFM2-MoE: all but the first layers have experts, whose shares are the logistic function of their scores."""
+    """LFM2-MoE: all but the first layers have experts, with shares by the logistic function."""
     layers, first = config.integer("num_hidden_layers"), config.get("num_dense_layers")
     dense = config.integer("num_dense_layers", 2) if first != 0 else 0
     biased = config.get("use_expert_bias") is None or config.flag("use_expert_bias")
@@ -112,7 +112,7 @@ LFM2_MOE = Architecture(
 
 
 def _lfm3_types(layers: int) -> list[str]:
-    """What the layers are where config.json does not say."""
+    """Kinds of layers where config.json does not say."""
     kinds = ("sliding_attention", "conv", "full_attention", "conv")
     return ["conv" if not layer else kinds[layer % 4] for layer in range(layers)]
 

@@ -49,7 +49,6 @@ _SMOLLM3_INTERVAL = 4
 
 
 def _neighbours(config: HFConfig) -> RopeSpec:
-    """The rotation of neighbours as pairs."""
     return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
 
 
@@ -113,7 +112,7 @@ _LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
 
 
 def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """The multipliers of embedding, logits and what blocks give, in the weights."""
+    """Multiplies embedding, logits and blocks' results into the weights."""
     embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
     if plan.name == "embed":
         return plan.changed(scale=embedding)
@@ -272,7 +271,7 @@ _WINDOW = 128  # likewise
 
 
 def _rotations(config: HFConfig, spec: DecoderSpec) -> dict[str, Any]:
-    """A rotation for each base among `layer_rope_theta`, where layers with a base of 0 do not rotate."""
+    """A rotation for each base in `layer_rope_theta`; layers with a base of 0 do not rotate."""
     given = config.get("layer_rope_theta")
     if given is None:
         return {}

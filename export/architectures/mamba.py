@@ -29,12 +29,12 @@ ANY_STEP = 1e30
 
 
 def _on(config: HFConfig, name: str) -> bool:
-    """A flag that is set unless the config says otherwise."""
+    """A flag that is set by default."""
     return config.get(name) is None or config.flag(name)
 
 
 def _steps(config: HFConfig) -> dict[str, Any]:
-    """What time steps are clipped to, by `time_step_limit`."""
+    """Limits of time steps, from `time_step_limit`."""
     limit = config.get("time_step_limit")
     if limit is None:
         return {}
@@ -79,7 +79,6 @@ def _expanded(config: HFConfig) -> int:
 
 
 def _mixers(kinds: Any, layers: int, known: dict[str, Mixer] = _MIXERS) -> tuple[Mixer, ...]:
-    """What mixes each layer, by a list of names."""
     right = isinstance(kinds, list) and all(isinstance(each, str) and each in known for each in kinds)
     if not right or len(kinds) != layers:
         message = f"config.json: the layers {kinds!r} are not {layers} of {', '.join(known)}."
@@ -102,10 +101,10 @@ def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int, **s
 
 
 def _nemotron_steps(config: HFConfig) -> dict[str, Any]:
-    """The limits of Nemotron-H's time steps, as the code computes that the checkpoint names.
+    """The limits of Nemotron-H's time steps, as the checkpoint's own code computes them.
 
-    Transformers' own class lets no step be smaller than `time_step_min`. The code that published checkpoints bring goes
-    by `time_step_limit`, and with that floor their text is worse (huggingface/transformers#48989).
+    Transformers' class lets no step be smaller than `time_step_min`. The code in published checkpoints uses
+    `time_step_limit`, and with that floor their text is worse (huggingface/transformers#48989).
     """
     if config.get("auto_map") is not None or config.get("hybrid_override_pattern") is not None:
         return _steps(config)
@@ -113,7 +112,7 @@ def _nemotron_steps(config: HFConfig) -> dict[str, Any]:
 
 
 def _read_mamba2(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Mamba-2: nothing but recurrences, and no bound on positions; sizes of attention are those of the recurrence."""
+    """Mamba-2: only recurrences, and no limit of positions; sizes of attention are those of the recurrence."""
     _require_silu(config, "hidden_act")
     layers, heads, size = config.integer("num_hidden_layers"), config.integer("num_heads"), config.integer("head_dim")
     if int(config.number("expand", 2.0) * config.integer("hidden_size")) != heads * size:
@@ -150,7 +149,7 @@ MAMBA2 = Architecture(
 
 
 def _read_bamba(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Bamba: attention in some layers, half of whose heads' channels are rotated."""
+    """Bamba: attention in some layers, with half of each head's channels rotated."""
     layers, indices = config.integer("num_hidden_layers"), config.get("attn_layer_indices") or []
     if not isinstance(indices, list) or not all(each in range(layers) for each in indices):
         raise CheckpointError(f"config.json: attn_layer_indices={indices!r} is not a list of layers.", _HINT)
@@ -180,7 +179,7 @@ BAMBA = Architecture(classes=("BambaForCausalLM",), model_types=("bamba",), read
 
 
 def _read_falcon_h1(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Falcon-H1: attention and a recurrence side by side in every layer, and multipliers that go into the weights."""
+    """Falcon-H1: attention and a recurrence in parallel in every layer, and multipliers that go into the weights."""
     layers = config.integer("num_hidden_layers")
     inner = _expanded(config) if config.get("mamba_d_ssm") is None else config.integer("mamba_d_ssm")
     if config.flag("projectors_bias") != config.flag("mamba_proj_bias"):
@@ -200,7 +199,6 @@ def _read_falcon_h1(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def _factors(config: HFConfig, name: str, count: int) -> Sequence[float]:
-    """Multipliers of a list; all 1 where there is none."""
     given = config.get(name) or [1.0] * count
     if not isinstance(given, list) or len(given) != count or not all(isinstance(m, int | float) for m in given):
         raise CheckpointError(f"config.json: {name}={given!r} must be {count} numbers.", _HINT)
@@ -208,7 +206,7 @@ def _factors(config: HFConfig, name: str, count: int) -> Sequence[float]:
 
 
 def _refine_falcon_h1(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """Puts into weights what the model multiplies inputs or results by, and into biases the latter."""
+    """Puts multipliers of inputs and results into weights, and those of results into biases."""
     name = plan.name.partition(".mlp.")[2] or plan.name.rpartition(".")[2]
     part = name.removesuffix("_bias")
     embedding, biases = config.number("embedding_multiplier", 1.0), name != part
@@ -234,7 +232,7 @@ def _refine_falcon_h1(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> 
 
 
 def _sections(spec: DecoderSpec, plan: TensorPlan, scales: Sequence[float]) -> TensorPlan:
-    """The first product of a recurrence, whose gate, x, B, C and time steps are each multiplied."""
+    """The first product of a recurrence, with factors for gate, x, B, C and time steps."""
     scan, [whole] = spec.mamba2, plan.sources
     assert scan is not None, "who has such a product has a recurrence"
     shared = scan.groups * scan.state_size
@@ -264,7 +262,7 @@ _NEMOTRON_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def _nemotron_experts(config: HFConfig, dense_layers: tuple[int, ...]) -> MoESpec:
-    """DeepSeek-V3's routing of experts without gates, beside a shared one."""
+    """DeepSeek-V3's routing of experts without gates, plus a shared expert."""
     if config.get("moe_latent_size") is not None:
         raise UnsupportedArchitectureError("Experts of a smaller latent state are not supported.", OPTIMUM_HINT)
     return MoESpec(
@@ -284,7 +282,7 @@ def _nemotron_experts(config: HFConfig, dense_layers: tuple[int, ...]) -> MoESpe
 
 
 def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Nemotron-H: each layer is a recurrence, attention without rotation, an MLP of squared ReLU, or such experts."""
+    """Nemotron-H: each layer is a recurrence, attention without rotation, an MLP of squared ReLU, or experts."""
     _require_silu(config, "mamba_hidden_act")
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     kinds = config.get("layer_types") if kinds is None else kinds
@@ -342,7 +340,7 @@ NEMOTRON_H = Architecture(
 
 
 def _read_granite_hybrid(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Granite 4: recurrences and attention, each before an MLP, or before experts beside a shared one."""
+    """Granite 4: recurrences and attention, each before an MLP, or before experts and a shared one."""
     layers, kinds = config.integer("num_hidden_layers"), config.get("layer_types")
     mixers = _mixers(["mamba"] * layers if kinds is None else kinds, layers)
     wide, moe = config.integer("shared_intermediate_size"), None

@@ -201,7 +201,7 @@ _AVERAGE = "average"
 
 
 def _says(config: HFConfig, name: str, *known: str) -> str:
-    """One of the known values of a field, of which the first is what a silent configuration means."""
+    """A field with known values, of which the first is the default."""
     value = known[0] if config.get(name) is None else config.get(name)
     if value not in known:
         raise UnsupportedArchitectureError(f"config.json: {name}={value!r} is not supported.", OPTIMUM_HINT)
@@ -209,7 +209,7 @@ def _says(config: HFConfig, name: str, *known: str) -> str:
 
 
 def _halved(config: HFConfig) -> bool:
-    """Whether a layer gives the mean of what its experts and its shared expert give."""
+    """Whether a layer gives the mean of the results of its experts and its shared expert."""
     shared = config.get("num_shared_experts")
     return bool(shared) and _says(config, "shared_expert_combination_strategy", _AVERAGE, "sum") == _AVERAGE
 

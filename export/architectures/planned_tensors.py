@@ -24,10 +24,7 @@ _RUN_VALUES = 1 << 20
 
 
 class PlannedRows:
-    """Rows of a planned tensor, read from the checkpoint as they are asked for.
-
-    What they are multiplied by may change, as scales move from one tensor into another.
-    """
+    """Rows of a planned tensor, read from the checkpoint on demand, times factors that may change."""
 
     def __init__(self, checkpoint: Checkpoint, plan: TensorPlan) -> None:
         self.shape = plan.shape
@@ -82,7 +79,7 @@ class PlannedRows:
         return values
 
     def kept(self, scheme: QuantScheme) -> Rows:
-        """Gives rows of a packed tensor as they are, by the scheme that its plan says (`TensorPlan.kept`)."""
+        """Reads rows of a packed tensor unchanged, in the scheme of `TensorPlan.kept`."""
 
         def rows(start: int, stop: int) -> QuantizedMatrix:
             parts, offset = [], 0
@@ -108,7 +105,6 @@ class PlannedRows:
         return self._packed[source]
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
-        """Rows start..stop-1 as the checkpoint has them."""
         if not source.pieces:
             return self._rows_of(source, start, stop)
         places = _places(source, start, stop)
@@ -116,7 +112,7 @@ class PlannedRows:
         return rows
 
     def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
-        """Rows start..stop-1 of the tensor that the source is, or takes pieces of."""
+        """Rows start..stop-1 of the tensor of a source, before pieces are taken."""
         within = source.index if source.stacked else None
         if source.packing:
             return self._opened(source).floats(start, stop)
@@ -139,7 +135,7 @@ class PlannedRows:
 
 
 def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
-    """Which rows of the checkpoint's tensor are a source's rows start..stop-1."""
+    """Rows of the checkpoint's tensor that are a source's rows start..stop-1."""
     rows = np.arange(start, stop)
     if not source.pieces:
         return rows
@@ -151,7 +147,7 @@ class PlannedTensors:
     """All planned tensors by canonical name; see `quant.calibration.ModelReader`.
 
     Args:
-        borrowed: those that another checkpoint has.
+        borrowed: tensors of another checkpoint.
     """
 
     def __init__(
@@ -163,11 +159,10 @@ class PlannedTensors:
         return name in self._rows
 
     def of(self, name: str) -> PlannedRows:
-        """Rows of one, to be read in runs."""
+        """Rows on demand."""
         return self._rows[name]
 
     def tensor(self, name: str) -> Floats:
-        """A whole tensor."""
         rows = self._rows[name]
         return rows(0, rows.shape[0])
 

@@ -101,7 +101,7 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
 
 
 def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
-    """Most layers have a delta rule, the others attention with normed queries and keys and a gate of its channels."""
+    """Most layers have a delta rule, the others attention with normed queries and keys and a gate per channel."""
     if config.flag("attention_bias"):
         raise CheckpointError("config.json: attention_bias of a hybrid Qwen is not supported.", _HINT)
     mixers, delta = _mixers(config), None
@@ -147,12 +147,12 @@ def _read_3_5_moe(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def _taken(source: Source, period: int, first: int, share: int) -> Source:
-    """Of each `period` rows of a tensor the `share` ones from `first` on."""
+    """In each `period` rows of a tensor, `share` rows from `first` on."""
     return dataclasses.replace(source, pieces=(period, first, share))
 
 
 def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """Norms are stored without their one, and each query head has its gate behind it."""
+    """Norms are stored minus one, and each query head has its gate after it."""
     size = spec.head_dim
     if plan.name.endswith("attn.qkv"):
         query, *others = plan.sources
@@ -163,7 +163,7 @@ def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan
 
 
 def _refine_next(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """Each key head of a delta rule has its query, key, values and gates one behind the other."""
+    """Each key head of a delta rule is followed by its query, key, values and gates."""
     delta = spec.delta
     if delta is None or not plan.name.endswith(("mixer.in", "mixer.gates")):
         return _refine(config, spec, plan)

@@ -60,7 +60,7 @@ YoutuVLForConditionalGeneration
 
 
 def refusal(config: HFConfig) -> UnsupportedArchitectureError:
-    """The error of a checkpoint that no builder is for."""
+    """The error of a checkpoint without a builder."""
     if config.model_type in ASSISTANTS:
         return UnsupportedArchitectureError(_ASSISTANT, _ALONE)
     named = config.architecture or config.model_type

@@ -1,4 +1,4 @@
-"""Mixtures of experts beside a shared expert: GLM-4.5, dots.llm1, ERNIE 4.5, Hunyuan, AFMoE; FlexOLMo, without one."""
+"""Mixtures of experts with a shared expert: GLM-4.5, dots.llm1, ERNIE 4.5, Hunyuan, AFMoE; FlexOLMo, without one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_sigmoid(config: HFConfig) -> MoESpec:
 
 
 def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
-    """By `mlp_layer_types`; where it is missing as many as `first_k_dense_replace` says, or else the first so many."""
+    """Layers without experts: by `mlp_layer_types`, else the first `first_k_dense_replace`, else the first so many."""
     layers, types = config.integer("num_hidden_layers"), config.get("mlp_layer_types")
     if types is None:
         given = config.get("first_k_dense_replace")
@@ -164,7 +164,7 @@ _AFMOE_PATTERN = 4
 
 
 def _read_afmoe(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Arcee's Trinity: norms before and after, a gate on what heads give, no rotation in layers that see everything."""
+    """Arcee's Trinity: norms before and after, a gate of the heads' results, no rotation in layers without a window."""
     scores = config.get("score_func")
     if scores not in (None, "sigmoid"):
         raise UnsupportedArchitectureError(f"config.json: score_func={scores!r} is not supported.", OPTIMUM_HINT)

@@ -28,7 +28,6 @@ class HeadPadding:
     Attributes:
         axis: 0 for rows, 1 for columns.
         width, wide: of a head, before and after.
-        scale: multiplies the values.
     """
 
     axis: int
@@ -40,21 +39,18 @@ class HeadPadding:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
+    """A checkpoint tensor, or one of several stacked in it, and how it changes on its way into the bundle.
 
     Attributes:
         shape: of the one that is taken.
-        index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
-            where it stacks none.
-        joined: of a matrix, the axis along which they follow one another instead.
-        split: rows of ours that a row of the checkpoint's matrix holds one behind the other.
-        turned: the checkpoint's matrix has columns for rows.
-        packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
-        scale: multiplies the values.
-        offset: is added to them before that (norms stored as what is more than one).
-        softplus: log(1 + exp(x)) of them is taken before all else.
-        pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
-        heads: of a matrix, those of which each has columns for rows in the bundle; 0 where none has.
+        index, stacked: its place and the number of tensors stacked along an additional first axis; 0 where none are.
+        joined: axis of a matrix along which several follow one another instead.
+        split: our rows in a row of the checkpoint's matrix.
+        turned: the checkpoint's matrix is transposed.
+        packing: how the checkpoint's numbers are packed (edgeinfer.export.source.packed); "" for floats.
+        softplus, offset, scale: values become (log(1 + exp(x)) or x, plus the offset) times the scale.
+        pieces: period, first and number of the rows that are taken of each period; empty for all.
+        heads: of a matrix that the bundle has transposed head by head; 0 for none.
     """
 
     name: str
@@ -74,7 +70,7 @@ class Source:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the checkpoint's tensor, row for row and column for column, times a factor at most."""
+        """Whether it is the whole checkpoint tensor in its order, times a factor at most."""
         plain = Source(self.name, self.shape, turned=self.turned, scale=self.scale)
         return self == plain
 
@@ -111,17 +107,16 @@ class TensorPlan:
     sources: tuple[Source, ...]
 
     def changed(self, *, scale: float = 1.0, offset: float = 0.0) -> TensorPlan:
-        """The same with other values: what is stored plus the offset, times the scale."""
+        """This tensor with an offset added to the stored values, then times the scale."""
         changed = (dataclasses.replace(source, scale=scale, offset=offset) for source in self.sources)
         return TensorPlan(self.name, tuple(changed))
 
     def packed(self, packing: str) -> TensorPlan:
-        """The same of packed tensors."""
+        """This tensor of packed sources."""
         return TensorPlan(self.name, tuple(dataclasses.replace(source, packing=packing) for source in self.sources))
 
     @property
     def shape(self) -> Shape:
-        """Shape of the whole."""
         first = self.sources[0].padded_shape
         return (sum(s.padded_shape[0] for s in self.sources), *first[1:])
 
@@ -131,7 +126,7 @@ class TensorPlan:
         return sum(math.prod(s.shape) for s in self.sources)
 
     def kept(self, bits: int) -> QuantScheme | None:
-        """The scheme that holds the checkpoint's packed values as they are, where so many bits are asked for."""
+        """The scheme that holds the checkpoint's packed values unchanged at this number of bits, if any."""
         packing, *others = {source.packing for source in self.sources}
         if others or not packing:
             return None
@@ -139,7 +134,6 @@ class TensorPlan:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether this is the LM head or an embedding."""
         return self.name == "head" or is_looked_up(self.name)
 
 
@@ -149,8 +143,9 @@ def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
 
 
 def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
-    """The linear modules whose rows follow one another in a planned matrix; none where adapters of them would not fit
-    it: of experts and embeddings, and where columns are moved, or rows and columns filled up."""
+    """The linear modules whose rows make up a planned matrix; none where LoRA adapters would not fit: experts,
+    embeddings, and matrices with moved or padded rows or columns.
+    """
     if len(plan.shape) != 2 or is_looked_up(plan.name) or find_expert(plan.name) is not None:
         return ()
     whole = (dataclasses.replace(source, pieces=()).is_whole for source in plan.sources)
@@ -159,7 +154,7 @@ def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
     return tuple(Module(s.name.removesuffix(_WEIGHT), s.shape[0], s.scale, s.pieces) for s in plan.sources)
 
 
-# Of experts beside an MLP.
+# Norms of experts in addition to an MLP.
 _BESIDE_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
 
 
@@ -171,18 +166,15 @@ class MixtureNaming:
     floats or as blocks of MXFP4 with scales; all are accepted.
 
     Attributes:
-        choice_bias_stacked: how many the tensor stacks along a first axis of its own; 0 where it is a vector.
+        choice_bias_stacked: number of vectors that the tensor stacks along a first axis; 0 where it is a vector.
         router_norm: of a "relu" router.
-        gate_up: tensors whose rows, in this order, are gate and up of expert `{expert}`; one where there is no gate.
-            Empty where they are always stacked.
-        stacked_gate_up, stacked_down: names of the stacked tensors, where they are stacked; their biases end in
-            "_bias" besides.
-        turned: stacked floats have columns for rows.
-        by_turns: the rows of gate and up that are stacked take turns.
-        shared_gate_up: tensors whose rows, in this order, are gate and up of the shared expert.
-        router_input_norm, experts_norm, experts_post_norm, dense_post_norm: of experts beside an MLP: norms of what
-            the router reads, of what enters and leaves the experts, and of what leaves the MLP.
-        expert_scale: likewise, what each expert's results are multiplied by.
+        gate_up: tensors with the rows of gate and up of expert `{expert}`, in this order; empty where always stacked.
+        stacked_gate_up, stacked_down: names of stacked tensors; names of their biases end in "_bias".
+        turned: stacked floats are transposed.
+        by_turns: rows of gate and up alternate.
+        router_input_norm, experts_norm, experts_post_norm, dense_post_norm: of experts with an MLP: norms of the
+            router's input, before and after the experts, and after the MLP.
+        expert_scale: likewise, factors of each expert's results.
     """
 
     router: str = "mlp.gate.weight"
@@ -244,7 +236,7 @@ def mixture_plans(
 def _matrices(
     names: MixtureNaming, moe: MoESpec, hidden: int, root: str, stored: Collection[str], expert: int
 ) -> tuple[tuple[Source, ...], Source]:
-    """What the hidden states enter of an expert, and what they leave by."""
+    """The first and last matrix of an expert."""
     inner, experts = moe.expert_size, moe.experts
     up, down = root + names.stacked_gate_up, root + names.stacked_down
     packed = mxfp4_tensors(down)[0] in stored
@@ -260,7 +252,7 @@ def _matrices(
 def _rows(
     name: str, shape: Shape, names: MixtureNaming, part: str, expert: int, experts: int, **how: Any
 ) -> tuple[Source, ...]:
-    """One part of an expert, of those that a tensor stacks; `shape` is that of gate and of up where it is of both."""
+    """One part of an expert among those that a tensor stacks; `shape` is that of gate and of up where it has both."""
     if part == "gate_up" and names.by_turns:
         halves = ((2, half, 1) for half in (0, 1))
         return tuple(Source(name, shape, index=expert, stacked=experts, pieces=half, **how) for half in halves)
@@ -269,7 +261,7 @@ def _rows(
 
 
 def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
-    """Those of a layer that has a recurrence in the place of attention, or beside it; of others none."""
+    """The tensors of a layer's recurrence, if it has one."""
     prefix = f"layers.{layer}.mixer"
     if spec.mixer(layer) == "conv":
         yield from _conv_tensors(spec, prefix, root)

@@ -23,11 +23,11 @@ _ANOTHER = "It was made for another model: choose a drafter of this one, or leav
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A checkpoint with a draft module, and the target that it is for.
+    """A checkpoint with a draft module, and its target.
 
     Attributes:
-        target: the target's decoder, its heads as wide as its checkpoint has them.
-        embed_scale: what the values of the target's embedding are multiplied by where its bundle stores it.
+        target: the target's decoder, with heads as wide as in its checkpoint.
+        embed_scale: factor of the target's embedding in its bundle.
     """
 
     config: HFConfig
@@ -36,7 +36,7 @@ class ModuleSource:
     embed_scale: float = 1.0
 
     def require_same(self, name: str, own: int, targets: int) -> None:
-        """Refuses a module that is of another size than its target."""
+        """Refuses a module of another size than its target."""
         if own != targets:
             message = f"The drafter {self.checkpoint.folder} has a {name} of {own}, the model one of {targets}."
             raise CheckpointError(message, _ANOTHER)
@@ -49,8 +49,8 @@ class DescribedModule:
     Attributes:
         plans: of its own tensors.
         taps: as `Manifest.taps` of the target.
-        borrowed: tensors of the target that it has copies of, by their names in the module.
-        tokens: the target's token that each of its own is; None where it drafts all of them. (Vd,)
+        borrowed: the target's tensors that it has copies of, by their names in the module.
+        tokens: the target's token of each of its own; None where it drafts all of them. (Vd,)
     """
 
     spec: DecoderSpec
@@ -62,7 +62,7 @@ class DescribedModule:
 
 
 def module_spec(source: ModuleSource, family: Architecture, *, tied: bool) -> DecoderSpec:
-    """The decoder that a module's config.json describes, over its target's vocabulary and for as long texts."""
+    """The decoder of a module's config.json, with its target's vocabulary and positions."""
     config, target = source.config, source.target
     source.require_same("hidden size", config.integer("hidden_size"), target.hidden_size)
     source.require_same("vocabulary", config.integer("vocab_size"), target.vocab_size)
@@ -77,11 +77,7 @@ def module_spec(source: ModuleSource, family: Architecture, *, tied: bool) -> De
 def own_plans(
     source: ModuleSource, family: Architecture, spec: DecoderSpec, left_out: tuple[str, ...], width: int
 ) -> list[TensorPlan]:
-    """Plans of the tensors that a module has like any decoder.
-
-    Args:
-        left_out: those that it has not.
-    """
+    """Plans of the tensors that a module shares with decoders, without `left_out`."""
     plans = family.tensors(source.config, spec, source.checkpoint.names)
     kept = [each for each in plans if each.name not in left_out]
     return [_widened(each, width) if each.name == "layers.0.attn.qkv" else each for each in kept]
@@ -93,7 +89,7 @@ def _widened(planned: TensorPlan, width: int) -> TensorPlan:
 
 
 def joined_plans(source: ModuleSource, shape: tuple[int, int]) -> list[TensorPlan]:
-    """The product of what enters a module, by a matrix of this shape, and its bias where the checkpoint has one."""
+    """Plans of the product of a module's inputs, and of its bias, if any."""
     plans = [plan("fc", ("fc.weight", shape))]
     if "fc.bias" in source.checkpoint:
         plans.append(plan("fc_bias", ("fc.bias", shape[:1])))
@@ -101,7 +97,7 @@ def joined_plans(source: ModuleSource, shape: tuple[int, int]) -> list[TensorPla
 
 
 def drafted_by(source: ModuleSource, drafted: int) -> NDArray[np.int64] | None:  # (Vd,)
-    """The target's token that each of a module's is, by the maps d2t and t2d; None where they are the same."""
+    """The target's token of each of a module's, from the maps d2t and t2d; None where they are the same."""
     folder, names = source.checkpoint.folder, source.checkpoint
     if "d2t" not in names:
         source.require_same("vocabulary of drafts", drafted, source.target.vocab_size)

@@ -1,9 +1,9 @@
 """Published DFlash drafters (Chen et al. 2026, arXiv 2602.06036): a few layers that fill a block of masks at once.
 
 Their layout, from z-lab/dflash (dflash/model.py) and those who run them (vLLM, SGLang, llama.cpp): the layers of a
-Qwen3 without embedding and head, `norm`, `fc` over the states behind several layers of the target, `hidden_norm` behind
-it. config.json has `block_size` and, in `dflash_config`, `mask_token_id` and `target_layer_ids`; beside these may stand
-what multiplies the target's embedding and the logits. In layers with windows a place sees none of those behind it.
+Qwen3 without embedding and head, `norm`, `fc` over the states after several layers of the target, `hidden_norm` after
+it. config.json has `block_size` and, in `dflash_config`, `mask_token_id` and `target_layer_ids`, and may have
+factors of the target's embedding and of the logits. In layers with windows a place sees none of the later places.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ _NAMING = Naming(embed="embed_tokens.weight", final_norm="norm.weight", head="lm
 
 
 def is_dflash(config: HFConfig) -> bool:
-    """Whether a drafter's config.json is one of DFlash."""
     return isinstance(config.get(_OWN), dict)
 
 
 def spread_layers(layers: int, count: int) -> list[int]:
-    """The layers of a target whose states are read where config.json names none: z-lab/dflash, dflash/model.py."""
+    """Default layers of the target whose states are read: z-lab/dflash, dflash/model.py."""
     if count == 1:
         return [layers // 2]
     return [round(1 + place * (layers - 4) / (count - 1)) for place in range(count)]
 
 
 def describe_dflash(source: ModuleSource) -> DescribedModule:
-    """Reads a DFlash drafter."""
     if _own(source, "conv_kernel_size") is not None:
         message = f"The drafter {source.checkpoint.folder} is one of DFlash 2, which is not supported."
         raise CheckpointError(message, "Choose one of DFlash, whose config.json has no conv_kernel_size.")
@@ -66,7 +64,7 @@ def describe_dflash(source: ModuleSource) -> DescribedModule:
 
 
 def _unscaled(planned: TensorPlan, source: ModuleSource) -> TensorPlan:
-    """The final norm takes back what a head has grown by that is the target's stored embedding (Gemma, Granite)."""
+    """Divides the final norm by the factor of the target's embedding where that is the head (Gemma, Granite)."""
     if planned.name != "final_norm":
         return planned
     grown = source.embed_scale if source.target.tied else 1.0
@@ -84,7 +82,7 @@ def _number(source: ModuleSource, name: str, default: float) -> float:
 
 
 def _causal(source: ModuleSource) -> tuple[int, ...]:
-    """Layers in which a place sees none of those behind it: those with windows, unless config.json says otherwise."""
+    """Layers in which a place sees none after it: those with windows, unless config.json says otherwise."""
     slides, said = source.config.slides(), source.config.get("is_causal")
     if said is None:
         return tuple(layer for layer, slide in enumerate(slides) if slide)
@@ -95,14 +93,14 @@ def _causal(source: ModuleSource) -> tuple[int, ...]:
 
 
 def _own(source: ModuleSource, name: str) -> object:
-    """What config.json says under a name that it may have by itself or among those of DFlash."""
+    """A field of config.json, at the top or under `dflash_config`."""
     nested = source.config.get(_OWN)
     given = nested.get(name) if isinstance(nested, dict) else None
     return source.config.get(name) if given is None else given
 
 
 def _taps(source: ModuleSource, count: int) -> tuple[int, ...]:
-    """As `Manifest.taps`: the layer behind each whose state is read."""
+    """As `Manifest.taps`: the layer after each whose state is read."""
     layers, said = source.target.num_layers, _own(source, "target_layer_ids")
     if said is None:
         said = spread_layers(layers, count)

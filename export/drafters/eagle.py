@@ -2,8 +2,8 @@
 
 Their layouts, from SafeAILab/EAGLE (eagle/model/cnets.py, cnets1.py) and those who run them (vLLM, SGLang, llama.cpp).
 EAGLE-3: `fc` over the states that enter three layers of the target, one decoder layer (`midlayer` or `layers.0`) whose
-attention reads the normed embedding beside the normed state, `norm`, `lm_head` over a vocabulary of its own; `d2t` is
-what has to be added to each of its tokens, `t2d` which of the target's it can draft. EAGLE-1: `fc` over embedding and
+attention reads the normed embedding and the normed state, `norm`, `lm_head` over a vocabulary of its own; `d2t` is
+added to each of its tokens' ids, `t2d` says which of the target's it can draft. EAGLE-1: `fc` over embedding and
 the target's last state after its final norm, one layer without a first norm, the target's head.
 """
 
@@ -32,7 +32,6 @@ _FIRST_TAP, _LAST_TAP = 2, 3
 
 
 def describe_eagle(source: ModuleSource) -> DescribedModule:
-    """Reads an EAGLE head."""
     nested = source.config.get("transformer_layer_config")
     if isinstance(nested, dict):
         source = dataclasses.replace(source, config=HFConfig(source.config.values | nested))
@@ -97,7 +96,7 @@ def _describe_first(source: ModuleSource, layer: str) -> DescribedModule:
 
 
 def _taps(source: ModuleSource) -> tuple[int, ...]:
-    """The layers of the target whose entering states are read."""
+    """The layers of the target whose input states are read."""
     layers, said = source.target.num_layers, source.config.get("eagle_aux_hidden_state_layer_ids")
     nested = source.config.get("eagle_config")
     if said is None and isinstance(nested, dict):

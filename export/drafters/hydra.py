@@ -25,12 +25,10 @@ _NAMING = Naming(embed="embed_tokens.weight", final_norm="norm.weight", head="lm
 
 
 def is_hydra(config: HFConfig) -> bool:
-    """Whether a drafter's config.json is one of Hydra++."""
     return isinstance(config.get(_OWN), dict)
 
 
 def describe_hydra(source: ModuleSource) -> DescribedModule:
-    """Reads a Hydra++ module."""
     family = dataclasses.replace(LLAMA, naming=_NAMING)
     spec = module_spec(source, family, tied=False)
     heads, layers = _number(source, "num_heads", MOST_DRAFT_HEADS), _number(source, "num_layers", MOST_HEAD_LAYERS)

@@ -32,10 +32,10 @@ class _Layout:
     """Where a module lies in its model's checkpoint.
 
     Attributes:
-        count: the field of config.json that says how many layers it has.
-        own: what its only layer is, in the words of the target's config.json.
-        layer: precedes the names of the layer's tensors, behind the module's root.
-        joined: the product; embed_norm, hidden_norm: of what enters it; final_norm: of what the layer gives.
+        count: the field of config.json with the number of its layers.
+        own: kind of its only layer, in the words of the target's config.json.
+        layer: prefix of the layer's tensors, after the module's root.
+        joined: the product of the inputs, with norms embed_norm and hidden_norm; final_norm: of the layer's result.
     """
 
     count: str
@@ -70,7 +70,7 @@ _LAYOUTS = {
 
 
 def describe_mtp(source: ModuleSource, family: Architecture) -> DescribedModule | None:
-    """Reads the module in a target's own checkpoint; None where it has none."""
+    """The module in a target's own checkpoint; None where it has none."""
     layout = _LAYOUTS.get(family.predicts)
     root = family.module_root(source.target.num_layers)
     if layout is None or not any(name.startswith(root) for name in source.checkpoint.names):

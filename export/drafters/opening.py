@@ -49,19 +49,17 @@ _log = logging.getLogger("edgeinfer")
 
 @dataclass(frozen=True)
 class OpenedModule:
-    """A module and the checkpoint with its tensors."""
-
     described: DescribedModule
     checkpoint: Checkpoint
 
 
 @contextmanager
 def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -> Iterator[OpenedModule | None]:
-    """The module for a target, its checkpoint open; None where there is none.
+    """The module for a target, with its checkpoint open; None where there is none.
 
     Args:
-        own: the target's checkpoint. A module that it ships with is left out with a warning where it is incomplete or
-            would share a head that the method changes.
+        own: the target's checkpoint. Its module is left out with a warning where it is incomplete or would share a head
+            that the method changes.
     """
     if config.drafter is None:
         yield _shipped(config, family, own)
@@ -78,7 +76,6 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
 
 @contextmanager
 def open_drafter(folder: Path, target: DecoderSpec, embed_scale: float = 1.0) -> Iterator[OpenedModule]:
-    """A module in a checkpoint of its own."""
     config = read_config(folder)
     if config.model_type in ASSISTANTS:
         raise refusal(config)
@@ -102,7 +99,7 @@ def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> O
 
 
 def _changed_head(described: DescribedModule, config: ExportConfig) -> str | None:
-    """Why a module cannot share the target's head, where it would."""
+    """Why a module cannot share the target's head."""
     if "head" not in described.module.shares or not METHODS[config.method or "rtn"].folds:
         return None
     return f"The drafter reads the model's head, whose columns the method {config.method} scales."
@@ -124,11 +121,7 @@ def require_attachable(bundle: Bundle) -> None:
 def attach_drafter(
     bundle: Bundle, drafter: Path, out: Path, config: ExportConfig, progress: Progress | None = None
 ) -> Path:
-    """Writes a copy of a bundle with a draft module in it, in the place of any drafter that it had, and returns `out`.
-
-    Args:
-        config: the bits of the module.
-    """
+    """Writes a copy of a bundle with a draft module, of the bits of `config`, in place of any drafter it had."""
     require_attachable(bundle)
     manifest, spec = bundle.manifest, bundle.manifest.decoder
     assert spec is not None, "it was just required"
@@ -154,12 +147,11 @@ def attach_drafter(
 
 @dataclass(frozen=True)
 class ModuleTarget:
-    """The target's bundle as far as a module in it needs it.
+    """The parts of a target's bundle that a module in it needs.
 
     Attributes:
-        manifest: with its tensors in the layout that is stored.
-        sidecar: its tokenizer, which is the module's.
-        borrowed: tensors as its checkpoint has them that the module has copies of, by their names in the module.
+        manifest: with its tensors in the stored layout.
+        borrowed: tensors of its checkpoint that the module has copies of, by their names in the module.
     """
 
     manifest: Manifest
@@ -168,7 +160,6 @@ class ModuleTarget:
 
     @property
     def weights(self) -> str:
-        """Name of the file that its native graph reads."""
         quantized = any(t.bits < 32 for t in self.manifest.tensors)
         return weights_name(self.manifest.layout, NATIVE, quantized=quantized)
 
@@ -217,7 +208,7 @@ def write_module(
 
 
 def _quantized(shapes: Mapping[str, tuple[int, ...]], config: ExportConfig) -> QuantPlan:
-    """The plan by bits alone: what a budget or a pattern says is meant for the target."""
+    """The plan by bits alone: budgets and patterns are meant for the target."""
     plain = dataclasses.replace(config, budget_bits=None, target_size=None)
     resolved = plain.resolve(sum(math.prod(shape) for shape in shapes.values()), math.prod(shapes.get("head", (1,))))
     return QuantPlan.from_policy(resolved.policy, shapes)

@@ -51,11 +51,7 @@ _SAMPLE, _LEAST_SAMPLE = 1 << 16, 1 << 13
 
 
 class RowQuantizer:
-    """llama.cpp's quantizer of rows.
-
-    Raises:
-        UsageError: llama-cpp-python or the gguf package is not installed.
-    """
+    """llama.cpp's quantizer of rows."""
 
     def __init__(self) -> None:
         try:
@@ -65,11 +61,7 @@ class RowQuantizer:
         self._quantize = _function(llama_library())
 
     def approximate(self, rows: Floats, kind: str, importance: Floats | None = None) -> Floats:  # (N, K) -> (N, K)
-        """The rows as a type of tensors holds them; whole blocks of it.
-
-        Args:
-            importance: of columns, (K,).
-        """
+        """The rows as a type of tensors stores them, in whole blocks; importance of columns is (K,)."""
         into = ggml_type(kind)
         rows = np.ascontiguousarray(rows, np.float32)
         count, width = rows.shape
@@ -97,9 +89,9 @@ class TypePlan:
 
     Attributes:
         kind: type of the file.
-        types: of each tensor whose type is chosen; the others are what the file's type makes of them.
-        predicted: what it is predicted to cost, in nats of KL divergence per token; by tensor.
-        budget: bytes that all tensors were to take; None where types were given.
+        types: of the tensors whose type is chosen; the file's type decides the others.
+        predicted: cost by tensor, in nats of KL divergence per token.
+        budget: bytes of all tensors; None where types were given.
     """
 
     kind: str
@@ -108,7 +100,6 @@ class TypePlan:
     budget: int | None
 
     def record(self, calibration_sha256: str | None = None, calibration_tokens: int = 0) -> PlanRecord:
-        """The plan as a manifest holds it."""
         tensors = tuple(self._entry(name, ggml_type(kind)) for name, kind in self.types.items())
         return PlanRecord("llama.cpp", tensors, calibration_sha256, calibration_tokens, self.budget)
 
@@ -127,7 +118,7 @@ def choose_types(
     given: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> TypePlan:
-    """Chooses the types within a budget that are predicted to cost the least quality; probes the model once.
+    """Chooses the types within a budget of the least predicted cost; probes the model once.
 
     Args:
         texts: token ids that probes read; texts do not see each other.
@@ -149,7 +140,7 @@ def choose_types(
 
 
 def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:
-    """Refuses a budget that not even the smallest types fit; as `choose_types`."""
+    """Refuses a budget that not even the smallest types fit."""
     smallest = (
         min(tensor_bytes(t.shape, kind) for kind in _candidates(t, (given or {}).get(t.name)))
         for t in tensors
@@ -172,7 +163,7 @@ def _padded(size: int) -> int:
 
 
 def _fixed_bytes(tensors: Iterable[PlannedGgufTensor]) -> int:
-    """Bytes of what stays in float32."""
+    """Bytes of the float32 tensors."""
     return sum(_padded(4 * math.prod(tensor.shape)) for tensor in tensors if tensor.exact)
 
 
@@ -214,7 +205,7 @@ def _costs(
     importance: Importance,
     progress: Progress | None,
 ) -> dict[str, list[float]]:
-    """What each type of each tensor is predicted to cost."""
+    """Predicted cost of each type of each tensor."""
     pieces: dict[str, list[_Piece]] = {}
     for tensor in tensors:
         if tensor.name in options:
@@ -253,7 +244,7 @@ def _slice(importance: Floats | None, index: int, width: int) -> Floats | None: 
 
 
 def _energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
-    """Squared output error, of all inputs alike where there are none."""
+    """Squared output error; with equal weights where there are no inputs."""
     output = error if x is None or not len(x) else x @ error.T
     return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
 
@@ -273,10 +264,10 @@ def gather_importance(
     tensors: Iterable[PlannedGgufTensor],
     progress: Progress | None = None,
 ) -> Importance:
-    """Collects the importance of every matrix of a file but the embedding and routers, which stay as they are.
+    """Collects the importance of every matrix of a file except the embedding and routers, which are not quantized by
+    it.
 
-    An embedding has none, also where it is the head as well. An expert that no token reached counts all its columns
-    the same.
+    An expert that no token reached counts all its columns the same.
 
     Args:
         texts: token ids; texts do not see each other.
@@ -306,11 +297,10 @@ class _Gathered:
         """Nothing is moved between matrices."""
 
     def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
-        """Rows as they are."""
         return rows
 
     def matrix(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:  # (R, C) -> (R, C)
-        """A matrix as it is; None: nothing enters it."""
+        """Returns the matrix unchanged; statistics are None where nothing enters it."""
         self.squares[name] = np.ones(weight.shape[1], np.float32) if statistics is None else statistics.mean_square
         if self._progress is not None and name.endswith("attn.out"):
             self._done += 1

@@ -27,13 +27,13 @@ _MOST_LAYERS = 512
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How a tensor lies in a file.
+    """The form of a tensor in a file.
 
     Attributes:
-        shape: as numpy gives it.
-        change: of the values of some rows, as ours lie.
-        rows: what it is given at a time is a multiple of so many.
-        parts: the rows of ours that follow one another, from and to; empty for all in their order.
+        shape: as in numpy.
+        change: of the values of some of our rows.
+        rows: the change takes a multiple of this number of rows.
+        parts: ranges of our rows in the file's order; empty for all in ours.
     """
 
     shape: Shape
@@ -44,39 +44,34 @@ class GgufForm:
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """An architecture of llama.cpp.
+    """An architecture of llama.cpp: its name (`general.architecture`), and what its graph has.
 
     Attributes:
-        name: `general.architecture`.
-        neighbours: its rotary embedding turns neighbours of a head, where most of Hugging Face's turn halves.
-        ropes: types of scaled rotary embedding that its graph has.
-        partial_rope: some dimensions of a head may pass through.
+        neighbours: rotates neighbouring channels of a head; Hugging Face mostly rotates halves.
+        ropes: types of scaled rotary embedding.
+        partial_rope: some channels of a head may pass through.
         free_heads: all heads together may be wider or narrower than the hidden state.
         grouped: queries may share keys.
-        qkv_bias, output_bias, mlp_bias: it has such tensors.
-        own_head: it has no tied head, so that the embedding is stored twice.
-        tensors: llama.cpp's names of a layer's tensors, by ours, where they are its own.
-        activation: of its MLP.
-        parts: later fields of a DecoderSpec (edgeinfer.bundle.spec) that its graph has.
-        needs: fields of a DecoderSpec without which its graph has no meaning.
-        full_every: every so many layers one sees everything and the others have a window, where no key says which; 0
-            where it has no windows, -1 where a key always says.
-        always_slides: its graph has windows in any case.
-        unrotated_every: every so many layers one does not rotate; 0 where all do.
-        scale: of scores in its graph; 0 is by the width of heads.
-        norm_offset: weights of norms that checkpoints store without, and llama.cpp with.
-        compressed: of latent attention its cache holds the small vector.
-        attention: some of its layers attend.
-        mixed_heads: layers that do not attend have no heads of keys; where False, it says otherwise which those are.
+        own_head: there is no tied head, so that the embedding is stored twice.
+        tensors: llama.cpp's names of a layer's tensors, by ours, where they differ from the usual ones.
+        parts: optional fields of a DecoderSpec (edgeinfer.bundle.spec).
+        needs: fields of a DecoderSpec without which the graph has no meaning.
+        full_every: period of layers without a window where no key says which; 0 without windows, -1 where a key says.
+        always_slides: there are windows in any case.
+        unrotated_every: period of layers that do not rotate; 0 where all do.
+        scale: of scores; 0 is by the width of heads.
+        norm_offset: added to weights of norms, which checkpoints store without it.
+        compressed: the cache of latent attention holds the small vector.
+        attention: some layers attend.
+        mixed_heads: layers without attention have no key heads; where False, another key says which layers these are.
         widths: of the layers' MLPs, where they differ.
         instead: another architecture that some decoders of the family are written as.
-        mixture: of its experts.
-        multipliers: fields of config.json, the keys of the metadata they become, and what they are where none is given.
-        refined: what a family does to its weights (Architecture.refine) is done, instead of by multipliers.
-        rewrite: a tensor of ours as those that a file is made of; their names are ours, or llama.cpp's in a layer.
-        forms: of tensors whose forms are not ours, by our names in a layer.
-        keys: adds further keys, also of what tensors hold.
-        lacks: what else its graph lacks of a decoder, in words.
+        multipliers: fields of config.json, their keys in the metadata, and their defaults.
+        refined: the family's changes of weights (Architecture.refine) are applied, instead of by multipliers.
+        rewrite: one of our tensors as those of the file; their names are ours, or llama.cpp's within a layer.
+        forms: of tensors whose forms differ from ours, by our names in a layer.
+        keys: adds further keys, also from values of tensors.
+        lacks: further parts of a decoder that are missing, in words.
     """
 
     name: str
@@ -113,19 +108,19 @@ class GgufArchitecture:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Later fields of a decoder's description that may have other values than their defaults."""
+        """Fields of a decoder's description that may differ from their defaults."""
         borders = ("beta_fast", "beta_slow") if "yarn" in self.ropes else ()
         return ("activation", *borders, *self.parts, *(self.mixture.known if self.mixture else ()))
 
     def check(self, config: HFConfig, spec: DecoderSpec) -> None:
-        """Refuses what would give another model, or end the process, in llama.cpp."""
+        """Refuses decoders that llama.cpp would compute differently, or abort on."""
         mixed = self.mixture.missing(spec) if self.mixture else ()
         further = self.lacks(config, spec) if self.lacks else ()
         for what in (*self._missing(spec), *self._missing_by_layer(spec), *mixed, *further):
             raise UnsupportedArchitectureError(f"llama.cpp's {self.name} has no {what}.", ONNX_HINT)
 
     def planned(self, config: HFConfig, spec: DecoderSpec, plans: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
-        """A checkpoint's tensors with the values that llama.cpp wants."""
+        """A checkpoint's tensors with the values of the file."""
         if self.rewrite is not None:
             return tuple(written for plan in plans for written in self.rewrite(config, spec, plan))
         offset = self.norm_offset
@@ -190,16 +185,16 @@ class GgufMixture:
     """The mixture of an architecture of llama.cpp.
 
     Attributes:
-        renormalizes: whether the weights of a token's experts are made to sum to one; None where a key says so.
+        renormalizes: whether the weights of a token's experts sum to one; None where a key says so.
         length: the width of experts has a key of its own.
-        leading: its first layers may have ordinary MLPs.
+        leading: the first layers may have ordinary MLPs.
         router: how scores become shares.
-        gating: a key says how, which `router` is where it is missing; both are possible then.
+        gating: a key says how, with `router` as its default.
         scale: a key multiplies the weights.
         groups: experts may be chosen among the best groups.
-        shared: what describes the shared expert: "length" is its width, "count" how many experts wide it is, "both"
-            are needed, "same" it is as wide as an expert, "" there is none.
-        parts: later fields of a MoESpec (edgeinfer.bundle.spec) that its graph has.
+        shared: describes the shared expert: "length" by its width, "count" by its width in experts, "both" by both,
+            "same" is as wide as an expert, "" there is none.
+        parts: optional fields of a MoESpec (edgeinfer.bundle.spec).
     """
 
     renormalizes: bool | None
@@ -214,13 +209,13 @@ class GgufMixture:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Later fields of a MoESpec that may have other values than their defaults."""
+        """Fields of a MoESpec that may differ from their defaults."""
         routers = ("router",) if self.gating or self.router != "softmax" else ()
         scale = ("scale",) if self.scale else ()
         return (*self.parts, *routers, *scale, *(("groups", "group_top_k") if self.groups else ()))
 
     def missing(self, spec: DecoderSpec) -> Iterator[str]:
-        """What its graph lacks of a decoder, in words."""
+        """Parts of a decoder's mixture that its graph lacks, in words."""
         moe = spec.moe
         if moe is None:
             return
@@ -239,7 +234,6 @@ class GgufMixture:
             yield f"room for {moe.experts} experts"
 
     def add_keys(self, writer: Any, moe: MoESpec) -> None:
-        """Adds the keys of a mixture."""
         writer.add_expert_count(moe.experts)
         writer.add_expert_used_count(moe.top_k)
         if self.length:
@@ -270,7 +264,7 @@ _YARN_SCALE = 0.1
 
 
 def context_length(spec: DecoderSpec, arch: GgufArchitecture) -> int:
-    """Tokens of the longest context: no more than a sliding window shows, where llama.cpp's graph has none."""
+    """The longest context: at most a sliding window where llama.cpp's graph has none."""
     shown = 0 if arch.full_every else spec.window_size
     return min(spec.max_positions, shown or spec.max_positions)
 
@@ -278,7 +272,6 @@ def context_length(spec: DecoderSpec, arch: GgufArchitecture) -> int:
 def add_decoder(
     writer: Any, config: HFConfig, spec: DecoderSpec, arch: GgufArchitecture, name: str, kind: str, tensor: Tensor
 ) -> None:
-    """Adds the keys of the model."""
     writer.add_type("model")
     writer.add_name(name)
     writer.add_file_type(FILE_TYPES[kind])
@@ -302,7 +295,7 @@ def add_decoder(
 
 
 def _feed_forward(spec: DecoderSpec, arch: GgufArchitecture) -> int | list[int]:
-    """The MLP's width, which is that of the experts where they have no key of their own; 0 where there is none."""
+    """The MLP's width: that of the experts where they have no key of their own; 0 for none."""
     if arch.widths is not None:
         return arch.widths(spec)
     if len(spec.no_mlp) == spec.num_layers:
@@ -311,7 +304,6 @@ def _feed_forward(spec: DecoderSpec, arch: GgufArchitecture) -> int | list[int]:
 
 
 def _add_heads(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
-    """What the cache holds of a token."""
     if not arch.attention:
         writer.add_head_count(0)
         return

@@ -47,7 +47,6 @@ def _exaone_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
 
 
 def _ministral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
-    """Of queries that grow with their position."""
     if spec.rope.query_beta:
         writer.add_attn_temperature_scale(spec.rope.query_beta)
 
@@ -58,7 +57,7 @@ def _bitnet_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tenso
 
 
 def _granite_swa_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
-    """Which layers rotate; and where none has a window, one that hides nothing in all, as its graph needs some."""
+    """Says which layers rotate; where none has a window, gives all one that hides nothing, as the graph needs some."""
     rotates = [which >= 0 for which in spec.rope_layers or (0,) * spec.num_layers]
     writer.add_array("granite_swa.attention.rope_pattern", rotates)
     if not spec.windows:
@@ -71,7 +70,7 @@ def _granite_swa_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
 
 
 def _apertus_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """llama.cpp takes the softplus of what the activation has learnt itself."""
+    """llama.cpp takes the softplus of the activation's parameters itself."""
     if plan.name.endswith("mlp.xielu"):
         sources = (dataclasses.replace(source, softplus=False, offset=0.0) for source in plan.sources)
         plan = TensorPlan(plan.name, tuple(sources))

@@ -38,20 +38,20 @@ _STREAM_TENSORS = {
 
 
 def _by_token(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    """A row for each token, with the vectors of all layers; tokens that have none take the first one's, which
-    transformers gives them."""
+    """A row for each token, with the vectors of all layers; tokens without vectors get the first one's, as in
+    transformers."""
     layers, vocabulary = spec.num_layers, spec.vocab_size
     extra = vocabulary - shape[0] // layers
     return GgufForm((vocabulary, layers * shape[1]), parts=((0, shape[0]), *(((0, layers),) * extra)))
 
 
 def _stacked(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    """Matrices of all streams but the first along an axis of their own."""
+    """Matrices of all streams except the first, along an axis of their own."""
     return GgufForm((shape[0] // shape[1], shape[1], shape[1]))
 
 
 def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """What a layer's results are multiplied by stands with the layer."""
+    """The factor of a layer's result is a tensor of the layer."""
     if plan.name != "layer_scales":
         yield plan
         return
@@ -70,7 +70,7 @@ def _shared_lacks(spec: DecoderSpec) -> Iterator[str]:
 
 
 def _caches(spec: DecoderSpec) -> int:
-    """How many layers at the end read the keys and values of others."""
+    """Number of layers at the end that read the keys and values of others."""
     return sum(source != layer for layer, source in enumerate(spec.kv_sources))
 
 

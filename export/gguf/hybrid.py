@@ -53,7 +53,7 @@ def _qwen_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor)
 
 
 def _turned_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
-    """Of Qwen3.5, whose rotation has sections for pictures; texts turn all of them alike."""
+    """Qwen3.5's rotation has sections for pictures; texts rotate all of them alike."""
     _qwen_keys(writer, config, spec, tensor)
     rope = config.get("rope_parameters")
     given = rope.get("mrope_section") if isinstance(rope, dict) else None
@@ -70,7 +70,7 @@ def _qwen_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
 
 
 def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """Queries keep their gates behind them; what a delta rule reads and its gate are tensors of their own."""
+    """Queries are followed by their gates; the inputs and the gate of a delta rule are separate tensors."""
     part = plan.name.removeprefix("layers.").partition(".")[2]
     root = plan.name.removesuffix(part)
     if part == "attn.qkv":
@@ -94,18 +94,14 @@ def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[
 
 
 def _by_turns(delta: DeltaSpec, size: int, before: int = 0) -> tuple[tuple[int, int], ...]:
-    """Rows of heads of values as llama.cpp orders them: the first of every key head, then the second of every one.
-
-    Args:
-        before: rows that stay where they are.
-    """
+    """Rows of value heads in llama.cpp's order: the first of every key head, then the second of each, and so on."""
     each = delta.value_heads // delta.key_heads
     starts = (before + (key * each + index) * size for index in range(each) for key in range(delta.key_heads))
     return (*(((0, before),) if before else ()), *((start, start + size) for start in starts))
 
 
 def _read_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    """Of queries, keys and values, and of their convolution, whose weights of a channel are a row."""
+    """The form of queries, keys and values, and of their convolution, with one row of weights per channel."""
     delta = _sizes(spec)
     flat = (shape[0], shape[-1])
     return GgufForm(flat, parts=_by_turns(delta, delta.value_size, 2 * delta.keys))
@@ -124,7 +120,7 @@ def _decay_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
 
 
 def _out_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    """Columns of heads take turns."""
+    """The form of the output, whose columns alternate between heads."""
     delta = _sizes(spec)
     columns = np.concatenate([np.arange(*rows) for rows in _by_turns(delta, delta.value_size)])
     return GgufForm(shape, lambda rows: np.ascontiguousarray(rows[:, columns]))

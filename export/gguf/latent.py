@@ -33,7 +33,7 @@ def _values_by_head(spec: DecoderSpec, shape: Shape) -> GgufForm:
 
 
 def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """Values of a head are rows of its matrix there, where they are columns here."""
+    """Value rows of a head are columns in our matrix."""
     if plan.name.endswith("attn.v_b"):
         [source] = plan.sources
         plan = TensorPlan(plan.name, (dataclasses.replace(source, heads=0),))
@@ -41,7 +41,7 @@ def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[
 
 
 def _joined(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """Keys and values of all heads are one matrix, as the checkpoint has them."""
+    """Keys and values of all heads in one matrix, as in the checkpoint."""
     latent = _sizes(spec)
     if plan.name.endswith("attn.k_b"):
         rows = spec.num_heads * (latent.plain_size + latent.value_size)
@@ -60,7 +60,7 @@ def _add_sizes(writer: Any, spec: DecoderSpec) -> None:
 
 
 def _deepseek_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
-    """Of a cache that holds the small vector: its width, beside that of heads."""
+    """Keys of a cache that holds the small vector: its width, and that of heads."""
     latent = _sizes(spec)
     _add_sizes(writer, spec)
     writer.add_key_length_mla(spec.head_dim)
@@ -74,13 +74,12 @@ def _deepseek_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Ten
 
 
 def _mscale(spec: DecoderSpec) -> float:
-    """What a stretched rotation's config calls mscale_all_dim, by what it does to the scores."""
+    """`mscale_all_dim` of a stretched rotation, from its effect on the scores."""
     factor = math.sqrt(spec.attention_scale * math.sqrt(spec.head_dim))
     return round((factor - 1) / (0.1 * math.log(spec.rope.factor)), 6)
 
 
 def _mistral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
-    """Of queries that grow with their position, too."""
     _deepseek_keys(writer, config, spec, tensor)
     if spec.rope.query_beta:
         writer.add_attn_temperature_scale(spec.rope.query_beta)

@@ -36,7 +36,7 @@ def _sizes(spec: DecoderSpec) -> Mamba2Spec:
 
 
 def decayed(rows: Floats) -> Floats:  # (heads,) -> (heads,)
-    """What a state is multiplied by for each step of time, in logarithms, of the logarithm that checkpoints have."""
+    """Decay of a state per step of time as a logarithm, from the checkpoint's logarithm."""
     return -np.exp(rows)
 
 
@@ -53,7 +53,6 @@ _FORMS = {
 
 
 def add_recurrence(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
-    """Adds the keys of the recurrence."""
     scan = _sizes(spec)
     writer.add_ssm_conv_kernel(scan.width)
     writer.add_ssm_inner_size(scan.inner_size)
@@ -98,7 +97,7 @@ def _without_recurrence(spec: DecoderSpec) -> GgufArchitecture | None:
 
 
 def _falcon_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """The head has the multiplier of the logits where there is one, not the last norm."""
+    """The head carries the multiplier of the logits, if there is one, not the last norm."""
     if not spec.tied and plan.name == "final_norm":
         plan = plan.changed()
     if plan.name == "head":
@@ -107,7 +106,7 @@ def _falcon_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> It
 
 
 def _nemotron_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
-    """A layer has one norm, whatever follows it."""
+    """A layer has one norm, before its only part."""
     yield dataclasses.replace(plan, name=plan.name.replace(".mlp_norm", ".attn_norm"))
 
 

@@ -39,7 +39,7 @@ _HINT = "Layers are numbered from 0, as edgeinfer inspect --tensors shows them i
 
 
 def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
-    """Refuses to leave out layers that are missing, all layers, or those of a model that cannot run without them."""
+    """Refuses to leave out missing layers, all layers, or layers of a model that cannot run without them."""
     if not layers:
         return
     architecture = file.metadata.text("general.architecture", "")
@@ -52,7 +52,7 @@ def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
 
 
 def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
-    """Refuses layers that cannot be left out of so many; as `check_prunable`, before there is a file."""
+    """`check_prunable` before there is a file."""
     if architecture not in _UNIFORM:
         message = f"Layers of {architecture or 'an unnamed architecture'} are not all alike, so none can be left out."
         raise UsageError(message, "Draft with another small model that has the same tokenizer.")
@@ -64,7 +64,7 @@ def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
 
 
 def renumbered(tensor: str, pruned: Sequence[int]) -> str:
-    """A tensor's name once layers are left out; those of such layers themselves are no longer there."""
+    """A tensor's name after layers were left out."""
     found = _LAYER.match(tensor)
     if found is None:
         return tensor
@@ -75,11 +75,11 @@ def renumbered(tensor: str, pruned: Sequence[int]) -> str:
 def choose_layers(
     spec: DecoderSpec, reader: ModelReader, texts: Sequence[Ints], count: int, progress: Progress | None = None
 ) -> tuple[int, ...]:
-    """The layers to leave out, ascending: one after the other the one whose absence moves predictions least.
+    """The layers to leave out, ascending: one after the other, the layer whose absence changes predictions least.
 
     Each candidate is a stream that leaves the model's own at its layer, so that every weight is read once for all of
-    them. How much a layer turns the hidden states says less: on three small models it chose no better than layers in
-    even distances (docs/log).
+    them. How much a layer turns the hidden states is no better guide: on three small models its choice was no better
+    than layers at even distances (docs/log).
 
     Args:
         texts: token ids; texts do not see each other.
@@ -102,7 +102,7 @@ def choose_layers(
 
 
 def prune_tokens(spec: DecoderSpec, parameters: int, count: int) -> int:
-    """Tokens that choosing so many layers takes some minutes for."""
+    """Number of tokens for which choosing layers takes some minutes."""
     vocabulary = spec.vocab_size * spec.hidden_size
     each = 2 * count * spec.num_layers * (max(parameters - vocabulary, 0) / 2 + vocabulary)
     return int(min(max(_OPERATIONS / each, _FEWEST_TOKENS), _MOST_TOKENS))
@@ -122,7 +122,7 @@ def _final_states(
 ) -> dict[int, Floats]:  # (T, D) each
     """Normed hidden states of the model without some layers, as -1, and without one more, by its number.
 
-    Without `told` only the former.
+    Without `progress` only the former.
     """
     tokens = np.concatenate(list(texts))
     distinct, places = np.unique(tokens, return_inverse=True)
@@ -143,14 +143,13 @@ def _final_states(
 
 
 class _Walk(LayerWalk):
-    """Runs layers without looking at what enters their matrices."""
+    """Runs layers without collecting statistics."""
 
     def statistics(self, inputs: Signal) -> None:
         """None are needed."""
 
 
 def _unchanged(name: str, weight: Floats, statistics: object) -> Floats:
-    """A visit of a matrix that is left as it is."""
     return weight
 
 

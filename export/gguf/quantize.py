@@ -51,15 +51,15 @@ def quantize_gguf(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a GGUF file again in one of llama.cpp's types, as its command line would, whole or not at all.
+    """Writes a GGUF file again in one of llama.cpp's types, as its command line would, completely or not at all.
 
-    Rows that a type's blocks do not divide fall back to another type, as llama.cpp decides.
+    Rows that a type's blocks do not divide fall back to another type, by llama.cpp's rules.
 
     Args:
         kind: of FILE_TYPES, or "COPY", which keeps every tensor's type.
         importance: mean squared input of every column, by names of tensors: (K,), or (E * K,) of experts.
-        threads: at a time; None for as many as there are processors that this process may use.
-        progress: called with a tensor's name, how many tensors are done and how many there are.
+        threads: None for as many as there are processors for this process.
+        progress: called with a tensor's name, the number of finished tensors and their total.
     """
     file_type = COPY if kind.upper() == COPY.name else find_file_type(kind)
     file = read_gguf(source)
@@ -87,7 +87,7 @@ def quantize_gguf(
 def _run(lib: Any, source: Path, target: Path, request: _Request, progress: Progress | None) -> tuple[int, str]:
     """llama.cpp's status, and why it failed.
 
-    It runs in a thread of its own, as it cannot be interrupted: Ctrl-C leaves it behind.
+    It runs in a thread of its own, which Ctrl-C abandons, as it cannot be interrupted.
     """
     status: list[int] = []
     heard: list[tuple[str, int, int]] = []
@@ -114,7 +114,7 @@ def _run(lib: Any, source: Path, target: Path, request: _Request, progress: Prog
 
 
 class _Request:
-    """The arguments of llama.cpp, whose structs point into arrays that this keeps alive."""
+    """The arguments of llama.cpp, whose structs point into arrays that this object keeps alive."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Request:
 
 
 def _type_array(lib: Any, patterns: Sequence[tuple[str, str]]) -> Any:
-    """llama.cpp's structs of types by pattern, which one without a pattern ends."""
+    """llama.cpp's structs of types by pattern, ended by one without a pattern."""
     entries = (lib.llama_model_tensor_override * (len(patterns) + 1))()
     for entry, (pattern, wanted) in zip(entries, patterns, strict=False):
         entry.pattern, entry.type = pattern.encode(), ggml_type(wanted).number
@@ -151,7 +151,7 @@ def _type_array(lib: Any, patterns: Sequence[tuple[str, str]]) -> Any:
 
 
 def _importance_array(lib: Any, names: Sequence[str], columns: Sequence[Floats]) -> Any:
-    """llama.cpp's structs of importance, which one without a name ends."""
+    """llama.cpp's structs of importance, ended by one without a name."""
     entries = (lib.llama_model_imatrix_data * (len(names) + 1))()
     for entry, name, values in zip(entries, names, columns, strict=False):
         entry.name, entry.size = name.encode(), values.size
@@ -160,7 +160,7 @@ def _importance_array(lib: Any, names: Sequence[str], columns: Sequence[Floats])
 
 
 def _integer_array(lib: Any, values: Mapping[bytes, int]) -> Any:
-    """llama.cpp's structs of metadata, which one without a key ends."""
+    """llama.cpp's structs of metadata, ended by one without a key."""
     entries = (lib.llama_model_kv_override * (len(values) + 1))()
     for entry, (key, value) in zip(entries, values.items(), strict=False):
         entry.tag, entry.key, entry.value.val_i64 = lib.LLAMA_KV_OVERRIDE_TYPE_INT, key, value
@@ -168,7 +168,7 @@ def _integer_array(lib: Any, values: Mapping[bytes, int]) -> Any:
 
 
 def _patterns(types: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Regular expressions that match these names and no others; few, as every tensor is matched against each."""
+    """Regular expressions that match exactly these names; few, as every tensor is matched against each."""
     layers: dict[tuple[str, str], list[str]] = {}
     patterns = []
     for name, wanted in types.items():
@@ -189,7 +189,7 @@ def _check(
     *,
     requantize: bool,
 ) -> None:
-    """Refuses what would make llama.cpp abort, or fail without a clear message."""
+    """Refuses requests that would make llama.cpp abort, or fail without a clear message."""
     if not file.metadata.get("general.architecture") or not file.tensors:
         raise BundleError(f"{file.path} contains no model.", "Use a GGUF file of a language model.")
     if kind.needs_importance and not importance:
@@ -216,7 +216,6 @@ def _check(
 
 
 def _check_importance(tensor: GgufTensor | None, name: str, values: Floats) -> None:
-    """Refuses importance data that do not fit the tensor, or are not usable."""
     if tensor is None or len(tensor.shape) < 2:
         raise UsageError(
             f"There are importance data for {name}, which is not a matrix of the file.", "Gather it again."

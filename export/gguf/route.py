@@ -68,18 +68,18 @@ _log = logging.getLogger("edgeinfer")
 _FLOAT_FILE = "float.gguf"
 # Types that hold what a stored one does, so that nothing is lost before quantizing.
 _FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F32"}
-# What a mixture around a type is at most, beside all its weights in that type: embedding and head have more bits.
+# Largest size of a mixture around a type, relative to all weights in that type: embedding and head have more bits.
 _MIXTURE = 1.25
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """How the file was shrunk.
+    """A shrunk file.
 
     Attributes:
         kind: type of the file.
         record: for the manifest.
-        pruned: layers of the checkpoint that the file lacks.
+        pruned: layers of the checkpoint that were left out.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Shrunk:
 
 
 def check_request(checkpoint: Checkpoint, described: GgufSource, config: ExportConfig) -> None:
-    """Refuses what `shrink` would refuse, as far as that is known before anything is written."""
+    """Refuses requests that `shrink` would refuse, as far as that is known before anything is written."""
     layers = config.prune_layers or tuple(range(config.prune_count))
     if layers:
         check_layers(described.arch.name, described.spec.num_layers, layers)
@@ -151,7 +151,6 @@ class _Model:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, described: GgufSource) -> _Model:
-        """The whole model."""
         return cls(described.spec, PlannedTensors(checkpoint, described.computing), described.tensors)
 
     @property
@@ -161,11 +160,11 @@ class _Model:
 
     @property
     def parameters(self) -> int:
-        """Number of weights; a head that the file stores beside a shared embedding is counted too."""
+        """Number of weights; a head that the file stores in addition to a shared embedding is counted too."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     def without(self, pruned: tuple[int, ...]) -> _Model:
-        """The model that is left without some layers, the others moved up."""
+        """The model without some layers, the others renumbered."""
         if not pruned:
             return self
         kept = [layer for layer in range(self.spec.num_layers) if layer not in pruned]
@@ -176,17 +175,15 @@ class _Model:
 
 
 class _Shortened:
-    """Weights of a model by the numbers its layers have once some are left out."""
+    """Weights of a model by layer numbers after layers were left out."""
 
     def __init__(self, reader: ModelReader, kept: Sequence[int]) -> None:
         self._reader, self._kept = reader, kept
 
     def tensor(self, name: str) -> Floats:
-        """A whole tensor."""
         return self._reader.tensor(self._original(name))
 
     def rows(self, name: str, rows: Ints) -> Floats:  # (M,) -> (M, D)
-        """Some rows of a matrix, ascending."""
         return self._reader.rows(self._original(name), rows)
 
     def _original(self, name: str) -> str:
@@ -199,7 +196,7 @@ def _lacks(tensor: PlannedGgufTensor, pruned: Sequence[int]) -> bool:
 
 
 def _moved(tensor: PlannedGgufTensor, pruned: tuple[int, ...]) -> PlannedGgufTensor:
-    """A tensor by the number that its layer has once some are left out."""
+    """A tensor with its layer number after layers were left out."""
 
     def number(found: re.Match[str]) -> str:
         layer = int(found[1])
@@ -243,7 +240,7 @@ def _plan(
 
 
 def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
-    """Exports to a GGUF file in a bundle; as `edgeinfer.export.export_checkpoint` otherwise."""
+    """Exports to a GGUF file in a bundle."""
     kind = config.gguf_kind
     with Checkpoint(source) as checkpoint:
         described = open_gguf_source(checkpoint)
@@ -287,8 +284,7 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
 
 
 def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:
-    """The type that all of the checkpoint's tensors are stored in; float32 where there are several. BF16 holds all
-    values of MXFP4 too."""
+    """The common type of the checkpoint's tensors, else float32. BF16 holds all values of MXFP4 too."""
     sources = [source for plan in described.plans for source in plan.sources]
     types = {checkpoint.dtype(source.name) for source in sources if not source.packing}
     packings = {source.packing for source in sources if source.packing}
@@ -298,7 +294,6 @@ def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:
 
 
 def _check_room(work: Path, described: GgufSource, first: str, kind: str) -> None:
-    """Refuses an export that the disk has no room for, before anything is written."""
     needed = written_bytes(described, first)
     if first != kind:
         base = ggml_type(find_file_type(kind).base)
@@ -310,7 +305,7 @@ def _check_room(work: Path, described: GgufSource, first: str, kind: str) -> Non
 
 
 def _check_vocabulary(written: Path, words: Vocabulary, sidecar: Sidecar) -> Facts:
-    """What the manifest says of the tokenizer, which is compared where llama.cpp is installed."""
+    """Facts on the tokenizer for the manifest; it is compared where llama.cpp is installed."""
     if find_spec("llama_cpp") is None:
         return {"tokenizer_check": "skipped: llama-cpp-python is not installed"}
     found = check_tokenizer(written, sidecar.files["tokenizer.json"], words)
@@ -358,14 +353,14 @@ _MOST_SPECIAL = 16
 
 @dataclass(frozen=True)
 class TokenizerCheck:
-    """How many texts were compared, and those that llama.cpp tokenizes differently."""
+    """Number of compared texts, and those that llama.cpp tokenizes differently."""
 
     texts: int
     different: tuple[str, ...]
 
 
 def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> TokenizerCheck:
-    """Compares the two tokenizers on texts of many kinds, special tokens among them."""
+    """Compares the two tokenizers on texts of many kinds, special tokens included."""
     from tokenizers import Tokenizer
 
     expected = Tokenizer.from_buffer(tokenizer)
@@ -387,7 +382,7 @@ def _with_special(special: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def llama_encoder(model: Path) -> Iterator[Any]:
-    """A function from a text to llama.cpp's tokens, with those added before and after it."""
+    """Gives a function from a text to llama.cpp's tokens, with those added before and after it."""
     lib = llama_library()
     params = lib.llama_model_default_params()
     params.vocab_only = True

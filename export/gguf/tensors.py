@@ -94,11 +94,10 @@ class PlannedGgufTensor:
     """A tensor of the file: parts of ours that follow one another.
 
     Attributes:
-        shape: as numpy gives it; experts of a layer are stacked along the first of three axes.
-        exact: it stays in float32 whatever the type of the file.
-        change: of the values of some rows; None where they stay.
-        rows: what it is given at a time is a multiple of so many.
-        packed: the checkpoint's MXFP4 blocks stay as they are whatever the type of the file.
+        shape: as in numpy; experts of a layer are stacked along the first of three axes.
+        exact: it is float32 whatever the type of the file.
+        change: of the values of some rows, by multiples of `rows`; None where they stay.
+        packed: the checkpoint's MXFP4 blocks are copied whatever the type of the file.
     """
 
     name: str
@@ -111,10 +110,8 @@ class PlannedGgufTensor:
 
 
 def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[str, ...]:
-    """llama.cpp's names of the tensors that one of ours becomes, in the order of its rows.
-
-    All experts of a layer share theirs.
-    """
+    """llama.cpp's names of the tensors that hold one of ours, in the order of its rows; a layer's experts share
+    them."""
     if name in _MODEL:
         return own.get(name, (_MODEL[name],))
     layer, _, part = name.removeprefix("layers.").partition(".")
@@ -127,7 +124,7 @@ def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingPro
 
 
 def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchitecture) -> Iterator[PlannedGgufTensor]:
-    """The tensors of the file in the order they are written."""
+    """The tensors of the file in their order."""
     stacked: dict[str, list[TensorRows]] = {}
     for plan in plans:
         expert = find_expert(plan.name)
@@ -153,7 +150,7 @@ def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchi
 def _tensors(
     spec: DecoderSpec, plan: TensorPlan, arch: GgufArchitecture, names: tuple[str, ...]
 ) -> Iterator[PlannedGgufTensor]:
-    """The tensors that one of ours becomes, which is none of an expert."""
+    """The tensors that hold one of ours, which belongs to no expert."""
     part = plan.name.removeprefix("layers.").partition(".")[2]
     if spec.moe is not None and part.endswith("experts.gate_up_bias"):
         yield from _expert_biases(plan, names, spec.moe.experts)
@@ -179,7 +176,7 @@ def _tensors(
 
 
 def _expert_biases(plan: TensorPlan, names: tuple[str, ...], experts: int) -> Iterator[PlannedGgufTensor]:
-    """Gate and up of all experts, of which ours holds both of each one behind the other."""
+    """Gate and up of all experts, which alternate in our tensor."""
     size = plan.shape[0] // experts // len(names)
     for index, name in enumerate(names):
         starts = (size * (len(names) * expert + index) for expert in range(experts))
@@ -192,7 +189,7 @@ def _even(plan: TensorPlan, count: int) -> list[int]:
 
 
 def _split(plan: TensorPlan, sizes: Iterable[int]) -> Iterator[TensorRows]:
-    """The rows that each of the tensors takes that one of ours becomes."""
+    """Our rows of each of several tensors."""
     start = 0
     for size in sizes:
         yield TensorRows(plan.name, start, start + size)
@@ -214,14 +211,14 @@ def _tensor(
 
 
 def interleaved(rows: Floats, head_dim: int, turned: int) -> Floats:  # (heads x head_dim, ...)
-    """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves."""
+    """The rows in llama.cpp's order: it rotates neighbours of a head, where Hugging Face rotates halves."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     first = heads[:, :turned].reshape(len(heads), 2, turned // 2, *rows.shape[1:]).swapaxes(1, 2)
     return np.concatenate([first.reshape(heads[:, :turned].shape), heads[:, turned:]], axis=1).reshape(rows.shape)
 
 
 def rope_tensors(rope: RopeSpec) -> dict[str, Floats]:
-    """What llama.cpp divides the frequencies of a rotary embedding by, (dim / 2,) each; linear scaling is a key."""
+    """Divisors of a rotary embedding's frequencies, (dim / 2,) each; linear scaling is a key."""
     if rope.type == "llama3":
         plain = inverse_frequencies(RopeSpec("default", rope.theta, rope.dim), 0)
         return {"rope_freqs.weight": plain / inverse_frequencies(rope, 0)}

@@ -32,18 +32,18 @@ _ENDS = ("eos", "eot", "eom")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the metadata of a file say of its tokenizer.
+    """The tokenizer's metadata of a file.
 
     Attributes:
         model: "gpt2" for byte-level BPE, "llama" for SentencePiece's.
         pre: llama.cpp's name of the pre-tokenizer.
-        merges: of "gpt2"; the others have scores.
+        merges: of "gpt2"; others have scores.
         ids: special tokens by llama.cpp's names: bos, eos, eot, eom, unk, pad.
         prefix: a space is put before a text; of "llama".
         steps: of edgeinfer.bundle.gguf.normalizer.
         templates: chat templates by name, "default" and "tool_use".
-        special: spellings of special and added tokens, which texts are cut at before anything else.
-        strips: ids of tokens that take the white space before them, and of those that take what is behind.
+        special: spellings of special and added tokens, at which texts are cut first.
+        strips: ids of tokens that absorb white space before, and after them.
     """
 
     model: str
@@ -63,11 +63,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, config: HFConfig, rows: int) -> Vocabulary:
-    """Reads the tokenizer of a checkpoint.
-
-    Args:
-        rows: of the embedding; what the tokenizer does not name of them are unused tokens.
-    """
+    """Reads a checkpoint's tokenizer; rows of the embedding without a token become unused tokens."""
     files = read_sidecar(folder, config).files
     tokenizer = parse_object(files["tokenizer.json"], "tokenizer.json")
     model = tokenizer.get("model") or {}
@@ -200,12 +196,12 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
 
 
 def _is_space(pattern: dict[str, Any], step: dict[str, Any]) -> bool:
-    """What trims leaves nothing, what joins one space."""
+    """Whether trimming leaves nothing, and joining one space."""
     return bool(step.get("content") == ("" if _SPACES[pattern["Regex"]] == "trim_spaces" else " "))
 
 
 def _tokens(tokenizer: dict[str, Any], rows: int) -> tuple[tuple[str, ...], list[int]]:
-    """Spellings and types of all rows; those without a token are unused."""
+    """Spellings and types of all rows; rows without a token are unused."""
     tokens: list[str | None] = [None] * rows
     types = [_UNUSED] * rows
     for token, id_ in tokenizer["model"]["vocab"].items():
@@ -240,7 +236,7 @@ def _encoder(data: bytes) -> Any:
 
 
 def _added(encoder: Any) -> tuple[list[int], list[int]]:
-    """Ids that are put before and after a text; at most one each."""
+    """Ids put before and after a text; at most one each."""
     plain, full = encoder.encode("a", add_special_tokens=False).ids, encoder.encode("a").ids
     starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
     start = next(starts, None)
@@ -250,7 +246,7 @@ def _added(encoder: Any) -> tuple[list[int], list[int]]:
 
 
 def _special_ids(encoder: Any, files: dict[str, bytes], before: list[int], after: list[int]) -> dict[str, int]:
-    """Special tokens as tokenizer_config.json names them, or else generation_config.json or config.json."""
+    """Special tokens by tokenizer_config.json, generation_config.json or config.json."""
     strings = json.loads(files["special_tokens.json"])
     generation = json.loads(files["generation_config.json"])
     found = {}
@@ -275,7 +271,7 @@ def _merge(pair: Any) -> str:
 
 
 def _merges_matter(model: dict[str, Any], merges: tuple[str, ...], special: tuple[str, ...]) -> bool:
-    """Whether a word of the vocabulary taken whole may differ from what merges make of it."""
+    """Whether a whole word of the vocabulary may differ from the result of its merges."""
     from tokenizers.models import BPE
 
     pairs: Iterator[list[str]] = (merge.split(" ", 1) for merge in merges)
@@ -288,7 +284,7 @@ def _unsupported(what: str) -> CheckpointError:
 
 
 def flattened(step: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    """The steps of a normalizer or pre-tokenizer, with sequences flattened."""
     if step is None:
         return
     if step.get("type") == "Sequence":
@@ -299,17 +295,13 @@ def flattened(step: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any
 
 
 def byte_level_steps(tokenizer: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The steps of a pre-tokenizer that ends in bytes; None where it does not."""
+    """The steps of a pre-tokenizer that ends in bytes; None for others."""
     steps = list(flattened(tokenizer.get("pre_tokenizer"), "pretokenizers"))
     return steps if steps and steps[-1].get("type") == "ByteLevel" else None
 
 
 def pre_tokenizer_name(steps: list[dict[str, Any]], ignore_merges: bool, *, merges_matter: bool) -> str:
-    """llama.cpp's name of the steps.
-
-    Args:
-        merges_matter: False where that changes nothing, because merges lead to every word.
-    """
+    """llama.cpp's name of the steps; merges do not matter where they lead to every word."""
     signature = tuple(word for step in steps for word in _signature(step))
     found = PRE_TOKENIZERS.get((signature, ignore_merges))
     if found is None and not merges_matter:
@@ -322,7 +314,7 @@ def pre_tokenizer_name(steps: list[dict[str, Any]], ignore_merges: bool, *, merg
 
 
 def _signature(step: dict[str, Any]) -> Iterator[str]:
-    """A step in short, in the same words for what does the same."""
+    """A step in short, with the same words for the same effect."""
     kind = step.get("type")
     if kind == "ByteLevel":
         if step.get("use_regex", True):

@@ -55,12 +55,13 @@ WITHOUT_GGUF = {
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A checkpoint that llama.cpp can express: its decoder, and its tensors by both sides' names.
+    """A checkpoint that llama.cpp can express.
 
     Attributes:
         spec: with heads as wide as the checkpoint's.
-        plans: with values as the checkpoint has them: multipliers are metadata.
-        computing: with values as they compute, multipliers in them.
+        plans: tensors with the checkpoint's values: multipliers are metadata.
+        computing: tensors with values that compute, multipliers included.
+        tensors: of the file.
     """
 
     config: HFConfig
@@ -72,13 +73,12 @@ class GgufSource:
 
     @property
     def unpacked(self) -> GgufSource:
-        """The same with packed weights as floats, which a quantizer takes."""
+        """This source with packed weights as floats, for a quantizer."""
         tensors = tuple(dataclasses.replace(tensor, packed=False) for tensor in self.tensors)
         return dataclasses.replace(self, tensors=tensors)
 
     @property
     def parameters(self) -> int:
-        """Number of the checkpoint's weights."""
         return sum(plan.parameters for plan in self.plans)
 
 
@@ -96,7 +96,6 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
 
 
 def find_gguf_architecture(family: Architecture, config: HFConfig, spec: DecoderSpec) -> GgufArchitecture:
-    """The architecture of llama.cpp that a family's checkpoint is written as."""
     found = GGUF_ARCHITECTURES.get(family.model_types[0])
     if found is None:
         lacking = WITHOUT_GGUF[family.model_types[0]]
@@ -114,12 +113,12 @@ def write_gguf(
 ) -> None:
     """Writes a Hugging Face checkpoint directory as one GGUF file.
 
-    Norms, biases and routers stay in float32 in any case, rows that Q8_0's blocks do not divide in float16, and experts
-    that the checkpoint has in MXFP4 as they are.
+    Norms, biases and routers are float32 in any case, rows that Q8_0's blocks do not divide are float16, and experts in
+    MXFP4 are copied.
 
     Args:
         kind: "F32", "F16", "BF16" or "Q8_0".
-        progress: called with what is being written, how many tensors are done and how many there are.
+        progress: called with a tensor's name, the number of finished tensors and their total.
     """
     if kind not in FILE_TYPES:
         raise UsageError(f"{kind!r} cannot be written directly.", f"Choose one of {', '.join(FILE_TYPES)}.")
@@ -139,11 +138,7 @@ def write_gguf_source(
     name: str,
     progress: Progress | None = None,
 ) -> None:
-    """Writes what `open_gguf_source` found; as `write_gguf` otherwise.
-
-    Args:
-        words: the tokenizer; None leaves it out.
-    """
+    """Writes an opened checkpoint; see `write_gguf`. Without `words` there is no tokenizer."""
     writer = gguf_package().GGUFWriter(target, described.arch.name)
     planned = PlannedTensors(checkpoint, described.plans)
     shown = _shown_name(name, words)
@@ -162,7 +157,7 @@ def write_gguf_source(
 
 
 def _shown_name(name: str, vocabulary: Vocabulary | None) -> str:
-    """The model's name, by which llama.cpp decides whether special tokens take the spaces that follow, as Phi-3's."""
+    """The model's name, by which llama.cpp decides whether special tokens absorb following spaces, as Phi-3's."""
     plain = _PHI3.sub("Phi 3", name)
     if vocabulary is None or vocabulary.model != "llama" or "</s>" not in vocabulary.tokens:
         return plain
@@ -170,7 +165,6 @@ def _shown_name(name: str, vocabulary: Vocabulary | None) -> str:
 
 
 def gguf_package() -> Any:
-    """The gguf package."""
     try:
         return import_module("gguf")
     except ModuleNotFoundError as error:
@@ -178,7 +172,7 @@ def gguf_package() -> Any:
 
 
 def written_bytes(described: GgufSource, kind: str) -> int:
-    """Bytes of the tensors of a file; metadata come on top."""
+    """Bytes of the tensors of a file, without metadata."""
     package = gguf_package()
     return sum(_tensor_bytes(package, tensor.shape, _type(package, tensor, kind)) for tensor in described.tensors)
 
@@ -226,7 +220,7 @@ def _tensor_bytes(package: Any, shape: tuple[int, ...], into: Any) -> int:
 
 
 def _data(package: Any, tensor: PlannedGgufTensor, planned: PlannedTensors, into: Any) -> Iterator[NDArray[Any]]:
-    """What the file has of a tensor in runs of whole rows, and of as many as are changed together."""
+    """A tensor's data in runs of whole rows that change together."""
     for part in tensor.parts:
         source = planned.of(part.plan)
         at_once = max(1, _RUN_VALUES // math.prod(source.shape[1:]) // tensor.rows) * tensor.rows

@@ -1,7 +1,7 @@
 """The attention of a layer in a graph: over pages of a pool in the native graph, over one buffer in the portable one.
 
 `edgeinfer.Attention`, version 1, takes queries, keys and values side by side, normalises and rotates them, writes keys
-and values into the pool, and attends. Its inputs beside those of the graph that edgeinfer.bundle.graph describes:
+and values into the pool, and attends. Its inputs, besides those of the graph that edgeinfer.bundle.graph describes:
   0 qkv float32 (1, S, heads h + kv_heads h + kv_heads v) · 1 kv_pool · 2 kv_layout · 3 kv_pages · 4 rows · 5 path_slots
   6 position_ids · 7 cos_cache · 8 sin_cache (both or none) · 9 q_norm · 10 k_norm float32 (both or none): (h,) for a
   root-mean-square norm of each head, as wide as all heads for one of all together. With the attribute `latent`, whose
@@ -48,12 +48,11 @@ _STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS
 
 @dataclass(frozen=True)
 class Carried:
-    """What a block of attention hands on beside the hidden states.
+    """A result of an attention block besides the hidden states.
 
     Attributes:
-        name: of the outcome.
         inside: its name where the block runs.
-        source: what it is where the block is masked.
+        source: its value where the block is masked.
     """
 
     name: str
@@ -64,12 +63,7 @@ class Carried:
 
 
 class Attention(ABC):
-    """Adds the attention of a decoder to its graph.
-
-    Args:
-        tensors: the tensor table by canonical name; complete for the spec.
-        operators: that make the weighted pieces.
-    """
+    """Adds the attention of a decoder to its graph; `operators` make the weighted parts."""
 
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry], operators: Operators) -> None:
         self._spec, self._tensors, self._ops = spec, tensors, operators
@@ -80,22 +74,22 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(self, graph: GraphBuilder, layer: int, qkv: str, rows: str = io.ROWS) -> str:
-        """Adds the nodes from a layer's queries, keys and values to what its heads give; `rows` names their paths."""
+        """Adds the nodes from a layer's queries, keys and values to its heads' results; `rows` names their paths."""
 
     def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
-        """Adds the nodes of latent attention from normed hidden states to what its heads give."""
+        """Adds the nodes of latent attention from normed hidden states to its heads' results."""
         raise NotImplementedError("What latent attention keeps lies in pages.")
 
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
-        """Adds the nodes from the first product of a layer with a short convolution to what its last one reads."""
+        """Adds the nodes of a short convolution, between the layer's first and last product."""
         raise NotImplementedError("What convolutions keep lies in pages.")
 
     def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
-        """Adds the nodes from the first products of a layer with a state to what its last one reads."""
+        """Adds the nodes of a recurrence with a state, between the layer's first and last products."""
         raise NotImplementedError("States lie in slots.")
 
     def carried(self, layer: int) -> tuple[Carried, ...]:
-        """What a layer's block hands on beside the hidden states; outputs of the graph."""
+        """Results of a layer's block besides the hidden states; outputs of the graph."""
         return ()
 
     def _tables(self, layer: int) -> list[str]:
@@ -104,7 +98,7 @@ class Attention(ABC):
         return ["", ""] if index < 0 else list(io.rotary_names(index))
 
     def _whole(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
-        """Queries, keys and values, where the values are the keys and the product has made these once."""
+        """Queries, keys and values; where values are the keys, the product gave them once."""
         heads, prefix = self._spec.heads(layer), f"layers.{layer}.attn"
         if not (heads.owns and heads.keys_are_values):
             return qkv
@@ -113,7 +107,7 @@ class Attention(ABC):
         return graph.op("Concat", [qkv, keys], f"{prefix}.qkv.whole", axis=-1)
 
     def _factored(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
-        """Queries, keys and values, the queries times the factors of their positions where the rotation has some."""
+        """Queries, keys and values, the queries times factors of their positions where the rotation has some."""
         rope, prefix, heads = self._spec.rope_of(layer), f"layers.{layer}.attn", self._spec.heads(layer)
         if rope is None or not rope.query_beta:
             return qkv
@@ -135,10 +129,10 @@ class PagedLayer:
         window: positions of a path that a row sees, itself included; 0: all.
         interleaved: neighbouring channels are rotated as pairs, instead of one of each half.
         scale: of the scores; 0: one over the square root of the key size.
-        softcap: scores are softcap * tanh(score / softcap); 0: as they are.
-        norm_after: queries and keys are normalised after the rotation, not before it.
-        value_norm: values are normalised too, without a weight.
-        shared: keys and values are those that an earlier node wrote of `layer`; queries are all that enters.
+        softcap: scores are softcap * tanh(score / softcap); 0: no cap.
+        norm_after: queries and keys are normed after the rotation.
+        value_norm: values are normed without a weight.
+        shared: keys and values of `layer` were written by an earlier node, and only queries enter.
     """
 
     num_heads: int
@@ -159,7 +153,7 @@ class PagedLayer:
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:
-        """Those of a decoder's layer."""
+        """The attributes of a decoder's layer."""
         rope, heads, latent = spec.rope_of(layer), spec.heads(layer), spec.latent
         return cls(
             num_heads=heads.heads,
@@ -180,7 +174,7 @@ class PagedLayer:
         )
 
 
-# Of each mixer with a state: its operator, the vectors that it reads, and attributes beside the sizes of the state.
+# Each mixer with a state: its operator, the vectors that it reads, and attributes besides the sizes of the state.
 _RECURRENCES: dict[Mixer, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "delta": ("GatedDelta", ("dt_bias", "a_log", "norm"), ()),
     "mamba2": ("Mamba2", ("dt_bias", "a_log", "d", "norm"), ("norm_first", "least_step", "most_step")),
@@ -188,10 +182,9 @@ _RECURRENCES: dict[Mixer, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 class _PagedAttention(Attention):
-    """One operator of ours, which normalises, rotates, writes and attends, and those of recurrent layers."""
+    """Our operator, which norms, rotates, writes and attends, and the operators of recurrent layers."""
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
-        """See `Attention.declare_inputs`."""
         graph.input(io.KV_POOL, "uint8", ("B",))
         graph.input(io.KV_LAYOUT, "int64", (3 + self._spec.num_layers,))
         graph.input(io.KV_PAGES, "int32", ("N", "G"))
@@ -203,7 +196,6 @@ class _PagedAttention(Attention):
             graph.input(io.STATE_ROWS, "int64", ("N", 2))
 
     def attend(self, graph: GraphBuilder, layer: int, qkv: str, rows: str = io.ROWS) -> str:
-        """See `Attention.attend`."""
         prefix, attributes = f"layers.{layer}.attn", PagedLayer.of(self._spec, layer)
         weights = [self._ops.vector(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
         qkv = self._factored(graph, layer, self._centred(graph, layer, self._whole(graph, layer, qkv)))
@@ -212,7 +204,6 @@ class _PagedAttention(Attention):
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
 
     def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
-        """See `Attention.attend_latent`."""
         prefix, heads, rope = f"layers.{layer}.attn", self._spec.num_heads, self._spec.rope_of(layer)
         queries = self._latent_queries(graph, prefix, latent, value, part)
         if rope is not None and rope.query_beta:
@@ -247,7 +238,6 @@ class _PagedAttention(Attention):
         return self._ops.linear(graph, normed, f"{prefix}.q_b", f"{prefix}.q_b.result", part=part)
 
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
-        """See `Attention.convolve`."""
         conv, prefix = self._spec.conv, f"layers.{layer}.mixer"
         assert conv is not None, "a layer with a convolution has its sizes"
         weights = graph.weight(f"{prefix}.conv", self._tensors[f"{prefix}.conv"].data)
@@ -256,7 +246,6 @@ class _PagedAttention(Attention):
         return graph.op("ShortConv", inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **attributes)
 
     def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
-        """See `Attention.recur`."""
         prefix, state = f"layers.{layer}.mixer", self._spec.state_of(layer)
         name, vectors, attributes = _RECURRENCES[self._spec.parts_of(layer)[-1]]
         weights = graph.weight(f"{prefix}.conv", self._tensors[f"{prefix}.conv"].data)
@@ -268,9 +257,9 @@ class _PagedAttention(Attention):
         return graph.op(name, inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **sizes, **given)
 
     def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
-        """Queries and keys without the means of their heads where their norms are layer norms: the rest is an RMS norm.
+        """Queries and keys minus the means of their heads where their norms are layer norms: the rest is an RMS norm.
 
-        A norm of all heads together takes the mean of all.
+        A norm of all heads together subtracts the mean of all.
         """
         spec, prefix, heads = self._spec, f"layers.{layer}.attn", self._spec.heads(layer)
         if not spec.qk_norm or spec.norm != "layer":
@@ -287,10 +276,9 @@ class _PagedAttention(Attention):
 
 
 class _BufferedAttention(Attention):
-    """GroupQueryAttention, with what it cannot do itself in nodes before it."""
+    """GroupQueryAttention, with nodes before it for what it lacks."""
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
-        """See `Attention.declare_inputs`."""
         graph.input(io.ATTENTION_BIAS, "float32", (1, 1, "S", "T"))
         if self._spec.window_size:
             graph.input(io.WINDOW_BIAS, "float32", (1, 1, "S", "T"))
@@ -301,14 +289,12 @@ class _BufferedAttention(Attention):
                 graph.input(name, "float32", self._cache_shape(layer))
 
     def carried(self, layer: int) -> tuple[Carried, ...]:
-        """See `Attention.carried`."""
         prefix = f"layers.{layer}.attn"
         inside = (f"{prefix}.present_key", f"{prefix}.present_value")
         named = zip(io.present_names(layer), inside, io.past_names(layer), strict=True)
         return tuple(Carried(*names, "float32", self._cache_shape(layer)) for names in named)
 
     def attend(self, graph: GraphBuilder, layer: int, qkv: str, rows: str = io.ROWS) -> str:
-        """See `Attention.attend`."""
         prefix, spec, window = f"layers.{layer}.attn", self._spec, self._spec.window(layer)
         query, key, value = self._heads(graph, layer, self._factored(graph, layer, self._whole(graph, layer, qkv)))
         lengths, rope = [io.SEQLENS_K, io.TOTAL_LENGTH], spec.rope_of(layer)
@@ -340,11 +326,11 @@ class _BufferedAttention(Attention):
         return (1, heads.kv_heads, "C", heads.size)
 
     def _fuses_rotation(self, rope: RopeSpec) -> bool:
-        """Whether GroupQueryAttention can rotate; its kernel takes tables whose width is a multiple of eight."""
+        """Whether GroupQueryAttention can rotate: its kernel needs tables whose width is a multiple of eight."""
         return rope.dim % 16 == 0 and not self._spec.norm_after_rope
 
     def _heads(self, graph: GraphBuilder, layer: int, qkv: str) -> tuple[str, str, str]:
-        """Queries, keys and values as GroupQueryAttention takes them: packed, unless something is done before it."""
+        """Queries, keys and values for GroupQueryAttention: packed, unless something happens before it."""
         spec, prefix, rope = self._spec, f"layers.{layer}.attn", self._spec.rope_of(layer)
         apart = rope is not None and not self._fuses_rotation(rope)
         if not apart and not spec.qk_norm and not spec.value_norm:

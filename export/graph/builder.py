@@ -37,9 +37,9 @@ class GraphBuilder:
     """Collects nodes in order; a branch collects its own and shares weights and constants with its parent.
 
     Args:
-        weights: name of the file, beside the model, that external initializers point into.
+        weights: file next to the model that external initializers point into.
         opset: of the standard operators, 21 or 23.
-        elsewhere: files of tensors that lie in others, by the tensors' names.
+        elsewhere: files of tensors that lie in other files, by the tensors' names.
     """
 
     def __init__(
@@ -58,17 +58,14 @@ class GraphBuilder:
         self._domains = {""}
 
     def input(self, name: str, dtype: str, shape: Shape) -> str:
-        """Declares a graph input."""
         self._inputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
         return name
 
     def output(self, name: str, dtype: str, shape: Shape) -> None:
-        """Declares a value as an output of the graph or branch."""
         self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
 
     def weight(self, name: str, blob: Blob, shape: tuple[int, ...] | None = None, dtype: str = "") -> str:
-        """An initializer of the main graph whose bytes lie in the weights file, optionally seen in another shape or as
-        numbers of another type."""
+        """An initializer of the main graph with bytes in the weights file, optionally in another shape or type."""
         proto = TensorProto(name=name, data_type=_TYPES[dtype or blob.dtype], dims=shape or blob.shape)
         proto.data_location = TensorProto.EXTERNAL
         file = self._root._elsewhere.get(name.split(".")[0], self._weights)
@@ -108,7 +105,7 @@ class GraphBuilder:
 
     @staticmethod
     def type(dtype: str) -> int:
-        """ONNX's number of a type, for attributes."""
+        """ONNX's number of a type."""
         return int(_TYPES[dtype])
 
     def op(self, op_type: str, inputs: Sequence[str], output: str, *, domain: str = "", **attributes: Any) -> str:
@@ -119,7 +116,6 @@ class GraphBuilder:
     def ops(
         self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attributes: Any
     ) -> None:
-        """Adds a node with several outputs."""
         present = list(inputs)
         while present and not present[-1]:
             present.pop()
@@ -128,7 +124,7 @@ class GraphBuilder:
         self._nodes.append(helper.make_node(op_type, present, list(outputs), name=name, domain=domain, **attributes))
 
     def branch(self) -> GraphBuilder:
-        """A builder for one side of `choose`; it sees every value of this graph."""
+        """A builder for one side of `choose`, which sees every value of this graph."""
         return GraphBuilder(self._weights, self)
 
     def choose(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
@@ -145,7 +141,6 @@ class GraphBuilder:
         )
 
     def model(self, name: str) -> onnx.ModelProto:
-        """The finished model."""
         return helper.make_model(
             self._graph(name),
             producer_name="edgeinfer",

@@ -31,7 +31,6 @@ OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: P
 def build_decoder_graph(
     spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout, taps: tuple[int, ...] = ()
 ) -> onnx.ModelProto:
-    """Builds the graph of a decoder."""
     operators = OPERATORS[layout](spec, tensors)
     attention = ATTENTIONS[layout](spec, tensors, operators)
     return DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention, taps).build()
@@ -40,7 +39,7 @@ def build_decoder_graph(
 def decoder_graphs(
     spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout, taps: tuple[int, ...] = ()
 ) -> dict[str, bytes]:
-    """The graphs of a bundle as files, by their names: one that reads each layout."""
+    """The graphs of a bundle as files by name: one for each layout."""
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
     for layout in (NATIVE,) if spec.native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
@@ -51,16 +50,14 @@ def decoder_graphs(
 
 
 class BlockInput(NamedTuple):
-    """A value that products read, and the norm that each of them applies to it; empty where there is none."""
+    """Input of a block's products, and the norm that each of them applies to it; empty for none."""
 
     name: str
     norm: str
 
 
 class DecoderGraph:
-    """The graph of a decoder while it is built, part by part.
-
-    `edgeinfer.export.graph.draft_module` has what is otherwise in a draft module.
+    """The graph of a decoder while it is built, part by part; `edgeinfer.export.graph.draft_module` overrides parts.
 
     Args:
         tensors: the tensor table by canonical name; complete for the spec.
@@ -89,7 +86,6 @@ class DecoderGraph:
         self._last_norm = "final_norm"
 
     def build(self) -> onnx.ModelProto:
-        """The whole model."""
         spec, graph = self._spec, self._graph
         self._declare_inputs()
         runs = [f"runs.{i}" for i in range(2 * spec.num_layers)]
@@ -114,7 +110,6 @@ class DecoderGraph:
         return graph.model("decoder")
 
     def _experts(self) -> Iterator[Experts]:
-        """The experts of every layer that has any."""
         for layer in range(self._spec.num_layers):
             moe = self._spec.experts_of(layer)
             if moe is not None:
@@ -154,7 +149,7 @@ class DecoderGraph:
         return (1, "S", self._spec.hidden_size)
 
     def _enter(self) -> str:
-        """Embeds the tokens, or takes the hidden states that were handed in."""
+        """Embeds the tokens, or takes the given hidden states."""
         resume, embed, carried = self._graph.branch(), self._graph.branch(), (1, "S", self._spec.carried_size)
         resume.output(resume.op("Identity", [io.HIDDEN_IN], "resumed"), "float32", carried)
         if self._spec.per_layer is None:
@@ -171,7 +166,7 @@ class DecoderGraph:
         return "hidden"
 
     def _layer(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
-        """A layer's blocks, one after the other, or side by side over one norm."""
+        """A layer's blocks in sequence, or in parallel after one norm."""
         entering, mixed = self._entering(layer, hidden), hidden
         if self._shares_norm(layer):
             entering = BlockInput(self._ops.norm(self._graph, hidden, entering.norm), "")
@@ -192,7 +187,7 @@ class DecoderGraph:
         return self._end(layer, self._mlp(layer, into, runs[1], f"layers.{layer}.mlp.hidden"), runs[1], result)
 
     def _layer_of_streams(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
-        """A layer that computes with the first of its streams, between their prediction and correction."""
+        """A layer that computes with its first stream, between prediction and correction."""
         assert self._streams is not None, "only such decoders have streams"
         graph, prefix = self._graph, f"layers.{layer}"
         begun = self._streams.predict(graph, layer, hidden)
@@ -204,7 +199,7 @@ class DecoderGraph:
         return self._streams.correct(graph, layer, begun, made, self._ends, result)
 
     def _entering(self, layer: int, hidden: str) -> BlockInput:
-        """What enters a layer's mixers."""
+        """Input of a layer's mixers."""
         return BlockInput(hidden, self._norm(layer, "attn"))
 
     def _end(self, layer: int, hidden: str, runs: str, result: str) -> str:
@@ -218,18 +213,18 @@ class DecoderGraph:
         return result
 
     def _shares_norm(self, layer: int) -> bool:
-        """Whether more than one product reads what a layer's first norm gives."""
+        """Whether several products read a layer's first norm."""
         spec = self._spec
         beside = spec.delta is not None or spec.latent is not None or len(spec.parts_of(layer)) > 1
         return spec.pre_norm and (spec.parallel or bool(spec.output_gate) or beside)
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
-        """The norm of what enters a block, or of what it gives; empty where there is none."""
+        """The norm before or after a block; empty for none."""
         there = self._spec.post_norm if after else self._spec.pre_norm
         return f"layers.{layer}.{part}{'_post' if after else ''}_norm" if there else ""
 
     def _mixer(self, layer: int, part: Mixer, hidden: str, entering: BlockInput, runs: str, result: str) -> str:
-        """Adds what attention or a recurrence makes of what enters to the hidden states."""
+        """Adds attention or a recurrence to the hidden states."""
         carried = self._attend.carried(layer)
         blocks = {"attention": self._attention_block, "conv": self._conv_block}
         block = blocks.get(part, self._recurrent_block)
@@ -282,7 +277,7 @@ class DecoderGraph:
     def _leave(
         self, graph: GraphBuilder, value: str, name: str, residual: str, norm: str, result: str, part: int | None
     ) -> str:
-        """A block's last product, normalised where a norm is named, added to the residual."""
+        """A block's last product, normed where a norm is named, added to the residual."""
         if not norm:
             return self._ops.linear(graph, value, name, result, residual=residual, part=part)
         # A norm of the zeros that a masked operator gives is zeros, as it has no bias.
@@ -315,7 +310,7 @@ class DecoderGraph:
         return self._leave(graph, product, f"{prefix}.down", entering.residual, entering.post_norm, result, part)
 
     def _mixture(self, experts: Experts, entering: Entering, runs: str, result: str) -> str:
-        """One `If` for each operator of the experts; at most one of them runs, and the others pass on what there is."""
+        """One `If` for each operator of experts; at most one of them runs, and the others pass on their input."""
         prefix, layer, ids = f"layers.{experts.layer}.mlp", experts.layer, NO_EXPERTS
         counts = self._ops.expert_counts(experts)
         hidden = entering.residual
@@ -336,12 +331,12 @@ class DecoderGraph:
         return hidden
 
     def _again(self, entering: Entering, hidden: str) -> Entering:
-        """What enters where the hidden states have passed an operator that did not run."""
+        """The input again, where the hidden states passed an operator that did not run."""
         value = entering.value if self._spec.parallel else hidden
         return dataclasses.replace(entering, value=value, residual=hidden)
 
     def _head(self, hidden: str) -> None:
-        """Normalises the wanted rows only and multiplies them by the head; no rows give no logits."""
+        """Norms the wanted rows only and multiplies them by the head; no rows give no logits."""
         graph = self._graph
         flat = graph.op("Squeeze", [hidden, graph.constant([0])], "flat")
         wanted = graph.op("Gather", [flat, io.LOGIT_ROWS], "wanted", axis=0)

@@ -29,7 +29,7 @@ from edgeinfer.export.graph.decoder import OPERATORS, BlockInput, DecoderGraph
 
 
 class ModuleGraph(DecoderGraph):
-    """What all draft modules have: they read states of the target."""
+    """Common parts of draft modules: they read states of the target."""
 
     module: DraftModule
 
@@ -46,7 +46,6 @@ def module_graph(
     weights: str,
     elsewhere: Mapping[str, str],
 ) -> bytes:
-    """The native graph of a draft module as a file."""
     operators = OPERATORS[NATIVE](spec, tensors)
     attention = ATTENTIONS[NATIVE](spec, tensors, operators)
     graph = kind(spec, GraphBuilder(weights, elsewhere=elsewhere), tensors, operators, attention)
@@ -56,10 +55,8 @@ def module_graph(
 
 
 class StepGraph(ModuleGraph):
-    """A module that drafts token by token."""
-
     def _enter(self) -> str:
-        """The state that predicted each token, of the target or its own, joined with the token's embedding."""
+        """The state that predicted each token, the target's or its own, joined with the token's embedding."""
         graph, ops, module = self._graph, self._ops, self.module
         self._last_norm = "final_norm" if module.last_normed else ""
         own, given = graph.branch(), graph.branch()
@@ -79,7 +76,7 @@ class StepGraph(ModuleGraph):
         return ops.linear(graph, graph.op("Concat", parts, "joined", axis=-1), "fc", "hidden")
 
     def _given(self, graph: GraphBuilder) -> str:
-        """The state of the target, in a branch."""
+        """The target's state, in a branch."""
         value, module = io.TAPPED, self.module
         if module.taps_normed:
             value = self._ops.norm(graph, value, "module.taps_norm")
@@ -106,10 +103,10 @@ _TO_THE_END = 2**31 - 1
 
 
 class BlockGraph(ModuleGraph):
-    """A module that drafts a block at once."""
+    """A module that drafts a whole block at once."""
 
     def _enter(self) -> str:
-        """What is kept of the target's rows, and the embeddings of the block's tokens."""
+        """The projected rows of the target, and the embeddings of the block's tokens."""
         graph, ops = self._graph, self._ops
         product = ops.linear(graph, io.TAPPED, "fc", f"{_GIVEN}.product")
         graph.op("Identity", [ops.norm(graph, product, "module.taps_norm")], _GIVEN)
@@ -121,7 +118,7 @@ class BlockGraph(ModuleGraph):
         return embedded if scale == 1 else graph.op("Mul", [embedded, graph.scalar("embed.scale", scale)], "scaled")
 
     def _see_before(self, graph: GraphBuilder) -> None:
-        """Paths that end with each row's own slot, which is the third of what `rows` says of it."""
+        """Paths that end with each row's own slot, the third of its `rows`."""
         columns = [f"rows.{column}" for column in range(4)]
         graph.ops("Split", [io.ROWS], columns, axis=-1, num_outputs=4)
         one = graph.op("Cast", [graph.constant([1])], "rows.one", to=graph.type("int32"))
@@ -147,7 +144,7 @@ class BlockGraph(ModuleGraph):
         return self._leave(graph, heads, f"{prefix}.out", hidden, "", result, part)
 
     def _of_block(self, graph: GraphBuilder, value: str, result: str) -> str:
-        """The rows of the block of a value of all rows. (1, S, ...) -> (1, S - St, ...)"""
+        """The block's rows of a value of all rows. (1, S, ...) -> (1, S - St, ...)"""
         inputs = [value, _COUNT, graph.constant([_TO_THE_END]), graph.constant([1])]
         return graph.op("Slice", inputs, result)
 
@@ -156,8 +153,6 @@ _PREFIX, _TOKENS, _HEAD_COUNT = "prefix", "tokens", "tokens.count"
 
 
 class HeadsGraph(ModuleGraph):
-    """A module that drafts by heads."""
-
     def _enter(self) -> str:
         """The target's states, or the one that heads read."""
         graph = self._graph
@@ -186,7 +181,7 @@ class HeadsGraph(ModuleGraph):
         ops.linear(graph, self._chosen(graph, self.module.heads - 1), "head", io.LOGITS)
 
     def _chosen(self, graph: GraphBuilder, head: int) -> str:
-        """What the head for as many tokens as there are gives, if it is none behind this one. (R, D)"""
+        """The result of the head for this number of tokens. (R, D)"""
         if head == 0:
             return self._run(graph, 0)
         this, before = graph.branch(), graph.branch()

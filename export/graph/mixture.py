@@ -24,17 +24,15 @@ def _bias(layer: int) -> str:
 
 
 def runs_few(layer: int, part: int = 1) -> str:
-    """Whether a layer's MLP (part 1) runs in a pass of few experts."""
     return f"runs_few.{2 * layer + part}"
 
 
 def runs_many(layer: int, part: int = 1) -> str:
-    """Whether a layer's MLP (part 1) runs in any other pass."""
     return f"runs_many.{2 * layer + part}"
 
 
 def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_count: bool) -> None:
-    """Declares the inputs that a caller chooses experts by, and makes what all layers need of them."""
+    """Declares the inputs by which a caller chooses experts, and derives what all layers need."""
     graph.input(io.EXPERT_COUNT, "int64", (1,))
     graph.input(io.EXPERT_BIAS, "float32", (spec.num_layers, moe.experts))
     biases = [_bias(layer) for layer in range(spec.num_layers)]
@@ -56,12 +54,11 @@ def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_c
 
 @dataclass(frozen=True)
 class Entering:
-    """What enters an MLP or a mixture, and what its result is added to.
+    """Input of an MLP or a mixture.
 
     Attributes:
-        value: hidden states.
-        norm: that they go through before; empty where there is none.
-        post_norm: that the result goes through before it is added; empty where there is none.
+        norm: before it; empty for none.
+        post_norm: of the result before it is added; empty for none.
     """
 
     value: str
@@ -71,11 +68,7 @@ class Entering:
 
 
 def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:
-    """Adds a mixture's result to the hidden states.
-
-    Returns:
-        Names of the sum (1, S, D) and of the chosen experts' ids (1, S, K).
-    """
+    """Adds a mixture's result to the hidden states; returns the sum (1, S, D) and the chosen experts' ids (1, S, K)."""
     prefix, moe = f"layers.{experts.layer}.mlp", experts.moe
     if moe.with_mlp:
         return _beside(ops, graph, experts, count, entering)
@@ -92,7 +85,7 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
 
 
 def _beside(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:
-    """Adds what a mixture and the MLP beside it give; as `mixture` otherwise."""
+    """Adds the results of a mixture and of an additional MLP; returns as `mixture`."""
     prefix, value = f"layers.{experts.layer}.mlp", entering.value
     inner = ops.inner(graph, value, prefix, entering.norm)
     dense = ops.norm(graph, ops.linear(graph, inner, f"{prefix}.down", f"{prefix}.dense"), f"{prefix}.dense_post_norm")
@@ -105,7 +98,7 @@ def _beside(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
 
 
 def _shared(ops: Operators, graph: GraphBuilder, experts: Experts, residual: str, normed: str) -> str:
-    """Adds the shared expert's result to the residual, where there is one."""
+    """Adds the shared expert's result to the residual, if there is one."""
     prefix = f"layers.{experts.layer}.mlp.shared"
     product = ops.inner(graph, normed, prefix, gated=experts.moe.gated)
     if not experts.moe.shared_gate:
@@ -138,7 +131,7 @@ def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -
 def _choose(graph: GraphBuilder, experts: Experts, judged: str) -> tuple[str, str]:
     """The values and ids of the experts that are best by `judged` and the caller's bias.
 
-    The bias of an expert that may be chosen is zero, so its value is what it was judged by.
+    The bias of an expert that may be chosen is zero, so its value is its score.
     """
     prefix = f"layers.{experts.layer}.mlp.router"
     biased = graph.op("Add", [judged, _bias(experts.layer)], f"{prefix}.biased")
@@ -150,7 +143,7 @@ def _choose(graph: GraphBuilder, experts: Experts, judged: str) -> tuple[str, st
 
 
 def _best_groups(graph: GraphBuilder, moe: MoESpec, judged: str, prefix: str) -> str:
-    """A number below all others for the experts of groups that are not among the best."""
+    """A number below all others for experts outside the best groups."""
     grouped = graph.op("Reshape", [judged, graph.constant([0, 0, moe.groups, -1])], f"{prefix}.grouped")
     tops, places = f"{prefix}.group_tops", f"{prefix}.group_places"
     graph.ops("TopK", [grouped, graph.constant([2 if moe.choice_bias else 1])], [tops, places], axis=-1)
@@ -179,7 +172,7 @@ def _by_scores(ops: Operators, graph: GraphBuilder, experts: Experts, scores: st
 
 
 def _by_shares(ops: Operators, graph: GraphBuilder, experts: Experts, scores: str) -> tuple[str, str]:
-    """Weights are the chosen experts' shares; what they are chosen by has a bias of its own."""
+    """Weights are the chosen experts' shares; the choice has a bias of its own."""
     prefix, moe = f"layers.{experts.layer}.mlp.router", experts.moe
     if moe.router == "sigmoid":
         shares = ops.activation(graph, "sigmoid", scores, f"{prefix}.shares")
@@ -229,7 +222,7 @@ def _by_nearness(ops: Operators, graph: GraphBuilder, experts: Experts, scores: 
 
 
 def _by_sign(ops: Operators, graph: GraphBuilder, experts: Experts, scores: str) -> tuple[str, str]:
-    """Every expert whose score is positive, by the norm of the rectified scores; any other comes out as zero."""
+    """Chooses every expert with a positive score, by the norm of the rectified scores; others get zero."""
     prefix = f"layers.{experts.layer}.mlp.router"
     values, chosen = _choose(graph, experts, scores)
     rectified = graph.op("Relu", [scores], f"{prefix}.rectified")

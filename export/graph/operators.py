@@ -20,11 +20,7 @@ from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 
 
 class Operators:
-    """Adds nodes to whatever graph or branch it is handed.
-
-    Args:
-        tensors: the tensor table by canonical name; complete for the spec.
-    """
+    """Adds nodes to a graph or branch."""
 
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
         self._spec = spec
@@ -34,11 +30,9 @@ class Operators:
         """Declares the graph inputs that only these operators read."""
 
     def embed(self, graph: GraphBuilder) -> str:
-        """Looks up the input tokens' rows of the embedding."""
         return self.rows(graph, "embed", io.INPUT_IDS, "embedded")
 
     def rows(self, graph: GraphBuilder, table: str, ids: str, result: str) -> str:
-        """Looks up rows of a table."""
         return graph.op("Gather", [graph.weight(table, self._tensors[table].data), ids], result)
 
     def vector(self, graph: GraphBuilder, name: str) -> str:
@@ -47,11 +41,7 @@ class Operators:
         return "" if entry is None else graph.weight(name, entry.data)
 
     def norm(self, graph: GraphBuilder, value: str, name: str, result: str = "") -> str:
-        """Normalisation over the last axis, of the kind that the decoder has.
-
-        Args:
-            result: name of the outcome, where a norm is there more than once.
-        """
+        """Norms the last axis as the decoder does; `result` names the outcome where a norm occurs more than once."""
         inputs, result = [value, self.vector(graph, name)], result or f"{name}.out"
         attributes: dict[str, Any] = {"axis": -1, "epsilon": self._spec.norm_eps, "stash_type": 1}
         if self._spec.norm == "layer":
@@ -63,12 +53,12 @@ class Operators:
         return graph.op("Add", [scaled, bias], result)
 
     def add_normed(self, graph: GraphBuilder, residual: str, value: str, norm: str, result: str) -> str:
-        """Normalises a value and adds it to the residual."""
+        """Norms a value and adds it to the residual."""
         return graph.op("Add", [residual, self.norm(graph, value, norm)], result)
 
     @property
     def masked(self) -> bool:
-        """Whether operators leave themselves out where the layer mask says so, and need no `If` around them."""
+        """Whether operators skip themselves by the layer mask, without an `If` around them."""
         return False
 
     def linear(
@@ -82,18 +72,14 @@ class Operators:
         residual: str = "",
         part: int | None = None,
     ) -> str:
-        """Multiplies by a matrix and adds its bias where the model has one.
-
-        Args:
-            part: place in the layer mask, for operators that are masked; None always runs.
-        """
+        """Multiplies by a matrix and adds its bias, if any; `part` is the place in the layer mask, None always runs."""
         if norm:
             value = self.norm(graph, value, norm)
         product = self._product(graph, value, name, f"{name}.result" if residual else result)
         return graph.op("Add", [residual, product], result) if residual else product
 
     def heads(self, graph: GraphBuilder, value: str, name: str, result: str, heads: int, part: int | None) -> str:
-        """Multiplies what each head has by a matrix of its own: (1, S, heads K) by (heads N, K) to (1, S, heads N)."""
+        """Multiplies each head by a matrix of its own: (1, S, heads K) by (heads N, K) to (1, S, heads N)."""
         raise NotImplementedError("Products of heads are computed by our own operators.")
 
     def inner(
@@ -107,10 +93,10 @@ class Operators:
         gated: bool | None = None,
         cut: float = 0.0,
     ) -> str:
-        """The first half of an MLP: act(gate) * up of the value, or act(up), normalised before where a norm is named.
+        """The first half of an MLP, normed before where a norm is named: act(gate) * up of the value, or act(up).
 
         Args:
-            gated: None is what the decoder's own MLPs are.
+            gated: None is as the decoder's own MLPs.
         """
         gated = self._spec.gated if gated is None else gated
         name = f"{prefix}.gate_up" if gated else f"{prefix}.up"
@@ -118,7 +104,6 @@ class Operators:
         return self._activated(graph, product, prefix, gated=gated, cut=cut)
 
     def activation(self, graph: GraphBuilder, name: str, value: str, result: str, times: str = "") -> str:
-        """An activation function of all values, "sigmoid" is one, and what its results multiply."""
         activated = add_activation(graph, name, value, f"{result}.activated" if times else result)
         return graph.op("Mul", [activated, times], result) if times else activated
 
@@ -133,11 +118,9 @@ class Operators:
         return graph.op("Reshape", [gated, graph.constant([0, 0, self._spec.q_size])], result)
 
     def softcap(self, graph: GraphBuilder, value: str, cap: float, result: str) -> str:
-        """cap * tanh(value / cap)."""
         return add_softcap(graph, value, cap, result)
 
     def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool, cut: float) -> str:
-        """The activation of what the first matrix of an MLP gives."""
         assert not cut, "rows are cut by our own operators"
         activation, constants = self._spec.activation, self.vector(graph, f"{prefix}.xielu")
         if not gated:
@@ -154,11 +137,10 @@ class Operators:
         return experts.counts
 
     def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
-        """Adds the results of the chosen experts, times their weights, to the residual."""
+        """Adds the weighted results of the chosen experts to the residual."""
         return float_experts(graph, mixing)
 
     def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:
-        """Multiplies by a matrix and adds its bias."""
         entry, bias = self._tensors[name], self._bias(graph, name)
         weight = graph.weight(self._table(entry), entry.data)
         if not entry.transposed:
@@ -186,7 +168,7 @@ def add_activation(graph: GraphBuilder, name: str, value: str, result: str, cons
     """Adds an activation function; returns `result`.
 
     Args:
-        name: one of edgeinfer.bundle.spec.Activation but swiglu_oai, which needs both factors; or "sigmoid".
+        name: of edgeinfer.bundle.spec.Activation except swiglu_oai, which needs both factors; or "sigmoid".
         constants: of xielu, alpha_p and alpha_n (2,).
     """
     if name == "xielu":
@@ -230,7 +212,6 @@ _FUNCTIONS: Mapping[str, Callable[[GraphBuilder, str, str], str]] = {
 
 
 def add_gated_oai(graph: GraphBuilder, gate: str, up: str, result: str) -> str:
-    """Adds gpt-oss's clamped SwiGLU of both factors; returns `result`."""
     limit, below = graph.scalar("oai_limit", _OAI_LIMIT), graph.scalar("oai_below", -_OAI_LIMIT)
     capped = graph.op("Min", [gate, limit], f"{result}.gate")
     swish = graph.op("QuickGelu", [capped], f"{result}.swish", domain=MICROSOFT, alpha=_OAI_ALPHA)
@@ -240,7 +221,6 @@ def add_gated_oai(graph: GraphBuilder, gate: str, up: str, result: str) -> str:
 
 
 def add_softcap(graph: GraphBuilder, value: str, cap: float, result: str) -> str:
-    """Adds cap * tanh(value / cap); returns `result`."""
     scaled = graph.op("Div", [value, graph.scalar(f"cap_{cap:g}", cap)], f"{result}.scaled")
     bent = graph.op("Tanh", [scaled], f"{result}.bent")
     return graph.op("Mul", [bent, graph.scalar(f"cap_{cap:g}", cap)], result)
@@ -255,7 +235,7 @@ _OAI = _SWIGLU | {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_lim
 
 @dataclass(frozen=True)
 class Routing:
-    """Names of what a router chose, by token and slot; a slot whose weight is zero has the id -1 in `ids`.
+    """A router's choice by token and slot; a slot with weight zero has the id -1 in `ids`.
 
     Attributes:
         chosen: ids as chosen, whatever their weight.
@@ -269,7 +249,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: a table of one format, or in the native layout of many."""
+    """The experts of a layer: in a table of one format, or in the native layout of many."""
 
     layer: int
     moe: MoESpec
@@ -283,22 +263,21 @@ class Experts:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of experts of a token that there are operators for where an operator has a number of its own."""
+        """Numbers of experts of a token with an operator of their own."""
         counts = {self.moe.draft_count, self.moe.top_k}
         return tuple(sorted(counts)) if self.chosen or self.quantized else (self.moe.top_k,)
 
     @property
     def chosen(self) -> bool:
-        """Whether ONNX Runtime's operator computes the chosen ones of float32; otherwise all are computed."""
+        """Whether ONNX Runtime's operator computes the chosen float32 experts; otherwise all are computed."""
         return self.moe.gated and self.activation in ("silu", "swiglu_oai")
 
     @property
     def into(self) -> str:
-        """The part that the hidden states enter."""
+        """The first matrix's part."""
         return "gate_up" if self.moe.gated else "up"
 
     def entry(self, expert: int, part: str) -> TensorEntry:
-        """A matrix of an expert."""
         return self.tensors[expert_tensor(self.layer, expert, part)]
 
     @property
@@ -307,12 +286,12 @@ class Experts:
         return _OAI if self.activation == "swiglu_oai" else _SWIGLU
 
     def biases(self, graph: GraphBuilder, part: str) -> str:
-        """The biases of a part of all experts one after the other; empty where they have none."""
+        """The biases of a part of all experts; empty where they have none."""
         entry = self.tensors.get(expert_biases(self.layer, part))
         return "" if entry is None else graph.weight(entry.name, entry.data)
 
     def stacked_biases(self, graph: GraphBuilder, part: str) -> str:
-        """The same (E, N) as ONNX Runtime's operators take them: those of gate and up by turns."""
+        """The biases (E, N) for ONNX Runtime's operators, with gate and up alternating."""
         vector = self.biases(graph, part)
         if not vector:
             return ""
@@ -322,7 +301,7 @@ class Experts:
         return graph.op("Reshape", [vector, graph.constant([self.moe.experts, -1])], f"{vector}.stacked")
 
     def stacked(self, graph: GraphBuilder, part: str, blob: str = "data") -> str:
-        """The initializer of what lies together: a part of all experts; empty where they have none."""
+        """The initializer of a part of all experts; empty where they have none."""
         first = getattr(self.entry(0, part), blob)
         if first is None:
             return ""
@@ -334,12 +313,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixing:
-    """What an operator of experts adds to what.
+    """Arguments of an operator of experts.
 
     Attributes:
         count: most experts of a token.
-        value: what enters them, normalised.
-        residual: what the results of the chosen experts, times their weights, are added to; empty for nothing.
+        value: normed input.
+        residual: added to the weighted results; empty for nothing.
         result: name of the sum.
     """
 
@@ -354,7 +333,7 @@ class Mixing:
 def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
     """Experts of float32: ONNX Runtime's MoE where it can, else all of them, multiplied by their weights.
 
-    MoE takes what its own softmax makes weights of: their logarithms, which give them divided by their sum.
+    MoE makes weights by its own softmax; logarithms of the weights give the weights divided by their sum.
     """
     experts, routing = mixing.experts, mixing.routing
     prefix = f"layers.{experts.layer}.mlp.experts"
@@ -379,7 +358,7 @@ def _added(graph: GraphBuilder, mixing: Mixing, mixed: str) -> str:
 
 
 def _dense_weights(graph: GraphBuilder, routing: Routing, prefix: str) -> str:
-    """The weight of every expert for every token (S, E), zero for those that were not chosen."""
+    """The weight of every expert for every token (S, E), zero for experts that were not chosen."""
     shape = graph.op("Shape", [routing.scores], f"{prefix}.shape")
     zeros = graph.op("ConstantOfShape", [shape], f"{prefix}.zeros")
     inputs = [zeros, routing.chosen, routing.weights]
@@ -388,7 +367,6 @@ def _dense_weights(graph: GraphBuilder, routing: Routing, prefix: str) -> str:
 
 
 def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) -> str:
-    """The results of all experts times their weights (S, E)."""
     prefix, moe = f"layers.{experts.layer}.mlp.experts", experts.moe
     up, down = experts.stacked(graph, experts.into), experts.stacked(graph, "down")
     tokens = graph.op("Squeeze", [value, graph.constant([0])], f"{prefix}.tokens")
@@ -412,7 +390,7 @@ def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) 
 
 
 def quantized_experts(graph: GraphBuilder, mixing: Mixing) -> str:
-    """Experts of the portable layout: QMoE, whose weights are handed to it.
+    """Experts of the portable layout: QMoE, which gets their weights as inputs.
 
     Experts that are not gated are all computed by the whole model: their router may choose any number of them.
     """

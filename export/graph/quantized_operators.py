@@ -11,12 +11,12 @@ LinearLowBit, the same attributes, paired, swiglu (silu(gate) * up, N / 2 wide),
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
   7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
   9 layer_mask (optional): where it is false at `part`, the operator does nothing but pass on the residual, or zeros
-LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part, heads; rows have
-the same bits in any company, which those of MatMul and Gemm do not
+LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part, heads; a row's
+bits do not depend on other rows, as those of MatMul and Gemm do
   0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
 Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
 F that they multiply), cap (of softcap), cut and deviations (what is that many of a row's standard deviations above its
-mean goes through the function, and 0 for the rest); rows have the same bits in any company
+mean goes through the function, and 0 for the rest); a row's bits do not depend on other rows
   0 X (..., F) · 1 times (..., F r) (optional): each result multiplies r of these · 2 constants (2) of xielu (optional)
 MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clamped: gpt-oss's SwiGLU, gelu: with GELU by
 tanh in the place of silu, otherwise down(silu(gate(x)) * up(x))
@@ -47,7 +47,7 @@ _KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid"
 
 
 class NativeOperators(Operators):
-    """LinearLowBit, with what stands around a product fused into it, MoELowBit and EmbeddingLowBit."""
+    """LinearLowBit, with operations around a product fused into it, MoELowBit and EmbeddingLowBit."""
 
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
         super().__init__(spec, tensors)
@@ -57,12 +57,10 @@ class NativeOperators(Operators):
         self._with_planes = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
-        """See `Operators.declare_inputs`."""
         if self._with_planes:
             graph.input(io.PLANES, "int32", (1,))
 
     def rows(self, graph: GraphBuilder, table: str, ids: str, result: str) -> str:
-        """See `Operators.rows`."""
         entry = self._tensors[table]
         if entry.bits == 32:
             return super().rows(graph, table, ids, result)
@@ -71,7 +69,6 @@ class NativeOperators(Operators):
 
     @property
     def masked(self) -> bool:
-        """See `Operators.masked`."""
         return self._mixed
 
     def linear(
@@ -85,7 +82,6 @@ class NativeOperators(Operators):
         residual: str = "",
         part: int | None = None,
     ) -> str:
-        """See `Operators.linear`."""
         if not self._mixed:
             return super().linear(graph, value, name, result, norm=norm, residual=residual)
         value, norm = self._entering(graph, value, norm)
@@ -93,7 +89,6 @@ class NativeOperators(Operators):
         return linear(graph, value, name, result, norm=norm, residual=residual, part=part)
 
     def heads(self, graph: GraphBuilder, value: str, name: str, result: str, heads: int, part: int | None) -> str:
-        """See `Operators.heads`."""
         linear = self._floats if self._tensors[name].bits == 32 else self._fused
         return linear(graph, value, name, result, part=part, heads=heads)
 
@@ -108,7 +103,7 @@ class NativeOperators(Operators):
         gated: bool | None = None,
         cut: float = 0.0,
     ) -> str:
-        """See `Operators.inner`: SwiGLU of a quantized matrix is part of its product."""
+        """SwiGLU of a quantized matrix is part of its product."""
         name = f"{prefix}.gate_up"
         fuses = name in self._tensors and self._tensors[name].bits < 32 and self._spec.activation == "silu" and not cut
         if not fuses:
@@ -117,15 +112,12 @@ class NativeOperators(Operators):
         return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True, part=part)
 
     def activation(self, graph: GraphBuilder, name: str, value: str, result: str, times: str = "") -> str:
-        """See `Operators.activation`."""
         return self._activation(graph, name, [value, times], result)
 
     def gate(self, graph: GraphBuilder, gate: str, value: str, result: str) -> str:
-        """See `Operators.gate`."""
         return self._activation(graph, "sigmoid", [gate, value], result)
 
     def softcap(self, graph: GraphBuilder, value: str, cap: float, result: str) -> str:
-        """See `Operators.softcap`."""
         return self._activation(graph, "softcap", [value], result, cap=cap)
 
     def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool, cut: float) -> str:
@@ -149,16 +141,15 @@ class NativeOperators(Operators):
         return graph.op("Activation", inputs, result, domain=io.NATIVE_DOMAIN, **attributes)
 
     def _entering(self, graph: GraphBuilder, value: str, norm: str) -> tuple[str, str]:
-        """What enters a product, and the norm that is left to the product's own operator."""
+        """Input of a product, and the norm that is left to the product's own operator."""
         fuses = self._spec.norm == "rms" and not self._spec.norm_bias
         return (value, norm) if fuses or not norm else (self.norm(graph, value, norm), "")
 
     def expert_counts(self, experts: Experts) -> tuple[int, ...]:
-        """See `Operators.expert_counts`: ours takes any."""
+        """Our operator takes any number."""
         return (experts.moe.top_k,) if experts.quantized else super().expert_counts(experts)
 
     def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
-        """See `Operators.experts`."""
         experts, routing = mixing.experts, mixing.routing
         if not experts.quantized:
             return super().experts(graph, mixing)
@@ -236,7 +227,7 @@ class NativeOperators(Operators):
         )
 
     def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:
-        """Data, low plane, scales and zero points as vectors; empty names for what the matrix does not have."""
+        """Data, low plane, scales and zero points as vectors; empty names for absent ones."""
         table = self._table(entry)
         blobs = {"": entry.data, ".low": entry.low, ".scales": entry.scales, ".zero_points": entry.zero_points}
         return [
@@ -246,35 +237,33 @@ class NativeOperators(Operators):
 
 
 def _format(entry: TensorEntry, start: int) -> list[int]:
-    """Six columns of the directory: what a matrix is and where its parts lie, counted from `start`."""
+    """Six columns of the directory: a matrix's format and where its parts lie, counted from `start`."""
     blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
     bits = -entry.bits if entry.e2m1 or entry.vectors else entry.bits
     return [bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
 
 
 def _mask(part: int | None) -> str:
-    """The input by which an operator of that part of the model leaves itself out."""
+    """The input by which an operator of that part of the model skips itself."""
     return "" if part is None else io.LAYER_MASK
 
 
 def _of_heads(heads: int) -> dict[str, int]:
-    """The attribute of products of heads; kernels of before know none."""
+    """The attribute of products by head."""
     return {"heads": heads} if heads > 1 else {}
 
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:
     n, k = entry.shape
-    # Kernels of before know neither inline scales nor vectors.
-    later = {"inline_scales": 1} if entry.inline_scales else {}
-    later |= {"vectors": 1} if entry.vectors else {}
-    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size} | later
+    special = {"inline_scales": 1} if entry.inline_scales else {}
+    special |= {"vectors": 1} if entry.vectors else {}
+    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size} | special
 
 
 class PortableOperators(Operators):
     """MatMulNBits, QMoE and GatherBlockQuantized where a weight is quantized."""
 
     def rows(self, graph: GraphBuilder, table: str, ids: str, result: str) -> str:
-        """See `Operators.rows`."""
         entry = self._tensors[table]
         if entry.bits == 32:
             return super().rows(graph, table, ids, result)
@@ -290,7 +279,6 @@ class PortableOperators(Operators):
         return graph.op("Slice", [name, *bounds], result)
 
     def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
-        """See `Operators.experts`."""
         return quantized_experts(graph, mixing) if mixing.experts.quantized else super().experts(graph, mixing)
 
     def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:

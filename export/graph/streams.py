@@ -22,10 +22,10 @@ _LEAST_SQUARE = 1e-5
 
 @dataclass(frozen=True)
 class Predicted:
-    """The streams that a layer begins with.
+    """The streams at the beginning of a layer.
 
     Attributes:
-        first: the one that it computes with (1, S, D).
+        first: the stream that it computes with (1, S, D).
         apart: all of them (1, S, A, D).
     """
 
@@ -34,15 +34,14 @@ class Predicted:
 
 
 class Streams:
-    """Adds what streams need to a decoder's graph."""
-
     def __init__(self, spec: DecoderSpec, operators: Operators) -> None:
         assert spec.streams is not None, "only such decoders have streams"
         self._spec, self._ops, self._streams = spec, operators, spec.streams
 
     def declare(self, graph: GraphBuilder) -> None:
-        """Makes of the layer mask what all layers need: 1 or 0 for each MLP that runs or does not, and the weights of
-        what attention leaves and of the augmented residual."""
+        """Makes values for all layers from the layer mask: 1 or 0 per MLP, and the weights of attention's result and
+        of the augmented residual.
+        """
         layers = self._spec.num_layers
         mlps = graph.constant(range(1, 2 * layers, 2))
         runs = graph.op("Gather", [io.LAYER_MASK, mlps], "streams.run")
@@ -60,7 +59,7 @@ class Streams:
         return graph.op("Concat", [embedded, joined], "streams.started", axis=-1)
 
     def leave(self, graph: GraphBuilder, wanted: str) -> str:  # (R, A D) -> (R, D)
-        """The mean of the streams, each but the first after a matrix of its own."""
+        """The mean of the streams, all but the first after a matrix of their own."""
         size, others = self._spec.hidden_size, self._streams.count - 1
         rows = graph.op("Unsqueeze", [wanted, graph.constant([0])], "streams.leave.rows")
         first, rest = "streams.leave.first", "streams.leave.rest"
@@ -84,12 +83,10 @@ class Streams:
 
     @staticmethod
     def _square(graph: GraphBuilder, value: str) -> str:
-        """The mean of a vector's squares."""
         squares = graph.op("Mul", [value, value], f"{value}.squares")
         return graph.op("ReduceMean", [squares, graph.constant([-1])], f"{value}.square", keepdims=1)
 
     def predict(self, graph: GraphBuilder, layer: int, hidden: str) -> Predicted:  # (1, S, A D)
-        """The streams that a layer begins with."""
         size, count, prefix = self._spec.hidden_size, self._streams.count, f"layers.{layer}.streams"
         first, rest = f"{prefix}.first", f"{prefix}.rest"
         graph.ops("Split", [hidden, graph.constant([size, (count - 1) * size])], [first, rest], axis=-1)
@@ -103,7 +100,7 @@ class Streams:
         return Predicted(graph.op("Squeeze", [lead, graph.constant([2])], f"{prefix}.active"), predicted)
 
     def _routed(self, graph: GraphBuilder, layer: int, value: str, when: str) -> str:  # (1, S, D) -> (1, S, A)
-        """What the router says of hidden states; zeros where the layer's MLP is left out."""
+        """The router's result; zeros where the layer's MLP is left out."""
         prefix = f"layers.{layer}.streams"
         normed = self._ops.norm(graph, value, f"{prefix}.router_norm", f"{prefix}.{when}.normed")
         scores = self._ops.linear(graph, normed, f"{prefix}.router", f"{prefix}.{when}.scores")
@@ -111,7 +108,7 @@ class Streams:
         return graph.op("Mul", [bounded, f"streams.runs.{layer}"], f"{prefix}.{when}.routed")
 
     def augment(self, graph: GraphBuilder, layer: int, normed: str, mixed: str) -> str:
-        """Adds the augmented residual to what attention leaves."""
+        """Adds the augmented residual to attention's result."""
         prefix, part = f"layers.{layer}.laurel", 2 * layer + 1 if self._ops.masked else None
         inner = self._ops.linear(graph, normed, f"{prefix}.down", f"{prefix}.inner", part=part)
         given = self._ops.linear(graph, inner, f"{prefix}.up", f"{prefix}.given", part=part)
@@ -123,11 +120,7 @@ class Streams:
     def correct(
         self, graph: GraphBuilder, layer: int, start: Predicted, hidden: str, ends: LayerEnds, result: str
     ) -> str:
-        """The streams after a layer.
-
-        Args:
-            hidden: what it made of the first (1, S, D).
-        """
+        """The streams after a layer that made `hidden` of the first (1, S, D)."""
         spec, prefix = self._spec, f"layers.{layer}.streams"
         change = graph.op("Sub", [hidden, start.first], f"{prefix}.innovation")
         routed = self._routed(graph, layer, hidden, "after")
@@ -151,19 +144,18 @@ class Streams:
         return graph.op("Reshape", [added, graph.constant([0, 0, self._streams.count * spec.hidden_size])], result)
 
     def _others(self, graph: GraphBuilder) -> str:  # (A, 1)
-        """0 for the first stream, 1 for the others."""
         return graph.column("streams.mask", [0.0] + [1.0] * (self._streams.count - 1))
 
 
 class LayerEnds:
-    """Adds the ends of a decoder's layers, which go with their MLPs: where these are masked, so are they."""
+    """Adds the ends of a decoder's layers, which are masked together with their MLPs."""
 
     def __init__(self, spec: DecoderSpec, operators: Operators) -> None:
         self._spec, self._ops = spec, operators
         self.there = (spec.per_layer is not None and spec.streams is None) or spec.layer_scales
 
     def enter(self, graph: GraphBuilder, embedded: str) -> None:
-        """Adds what all layers need, made of the tokens and of their embeddings, which are there in every pass."""
+        """Adds what all layers need, from the tokens and their embeddings."""
         spec = self._spec
         if spec.per_layer is not None:
             vectors = self._vectors(graph, embedded, spec.num_layers, spec.per_layer)
@@ -178,7 +170,7 @@ class LayerEnds:
             graph.ops("Split", [scales], names, axis=0, num_outputs=len(names))
 
     def _vectors(self, graph: GraphBuilder, embedded: str, layers: int, per_layer: PerLayerSpec) -> str:  # (1, S, L P)
-        """The vectors of all layers, one behind the other."""
+        """The vectors of all layers in one."""
         size, vocab_size = per_layer.size, per_layer.vocab_size
         product = self._ops.linear(graph, embedded, "per_layer.projection", "per_layer.product")
         apart = graph.op("Reshape", [product, graph.constant([0, 0, layers, size])], "per_layer.apart")
@@ -192,7 +184,7 @@ class LayerEnds:
         return graph.op("Reshape", [added, graph.constant([0, 0, layers * size])], "per_layer.vectors")
 
     def _known(self, graph: GraphBuilder, vocab_size: int) -> str:
-        """The tokens, with 0 in the place of those that the table does not have."""
+        """The tokens, with 0 for those that the table lacks."""
         if vocab_size >= self._spec.vocab_size:
             return io.INPUT_IDS
         known = graph.op("Less", [io.INPUT_IDS, graph.constant([vocab_size])], "per_layer.known")
@@ -207,7 +199,7 @@ class LayerEnds:
         return graph.op("Mul", [hidden, _scale(layer)], result) if spec.layer_scales else hidden
 
     def given(self, graph: GraphBuilder, layer: int, hidden: str, part: int | None) -> str:  # (1, S, D) -> (1, S, D)
-        """What a layer's per-layer embedding makes of hidden states."""
+        """The per-layer embedding's share of hidden states."""
         ops, prefix = self._ops, f"layers.{layer}.per_layer"
         gate = ops.linear(graph, hidden, f"{prefix}.gate", f"{prefix}.gate.result", part=part)
         inner = ops.activation(graph, self._spec.activation, gate, f"{prefix}.inner", _vector(layer))

@@ -36,13 +36,13 @@ _UNRECORDED = (
 
 @dataclass(frozen=True)
 class StaticOptions:
-    """The shapes that are fixed at export.
+    """Shapes that are fixed at export.
 
     Attributes:
-        context: tokens of prompt plus reply; None is 1024, or what the model allows.
-        chunk: prompt tokens per pass; None is 64, or what context and widths allow.
+        context: tokens of prompt plus reply; None is 1024, or as many as the model allows.
+        chunk: prompt tokens per pass; None is 64, or as many as context and widths allow.
         widths: rows of the passes that decode and verify drafts, ascending.
-        layers: that are kept, ascending; empty for all.
+        layers: to keep, ascending; empty for all.
     """
 
     context: int | None = None
@@ -66,7 +66,6 @@ class StaticOptions:
             raise UsageError(f"Static layers {_listed(self.layers)} do not ascend.", "Write them like 0-5,8.")
 
     def graphs(self, spec: DecoderSpec) -> StaticGraphs:
-        """The graphs of a decoder."""
         if self.layers and self.layers[-1] >= spec.num_layers:
             message = f"The model has no layer {self.layers[-1]}."
             raise UsageError(message, f"Its layers are numbered 0 to {spec.num_layers - 1}.")
@@ -193,7 +192,7 @@ class ExportConfig:
             raise UsageError(message, "Use a positive number of bytes.")
 
     def _check_opaque(self) -> None:
-        """Refuses what the optimum exporter cannot do: it names no tensors and runs no layers."""
+        """Refuses options that the optimum exporter lacks: it names no tensors and runs no layers."""
         asked = {
             "method": self.method not in (None, "rtn"),
             "calibration": self.calibration is not None,
@@ -207,7 +206,7 @@ class ExportConfig:
                 raise UsageError(message, "Leave it out, or use the native exporter.")
 
     def _check_drafter(self) -> None:
-        """Refuses bundles without the native graph, which alone shows a drafter the states that it reads."""
+        """Refuses bundles without the native graph, which alone gives a drafter the states that it reads."""
         asked = {
             f"format={self.format!r}": self.format != "onnx",
             f"exporter={self.exporter!r}": self.exporter != "native",
@@ -219,7 +218,7 @@ class ExportConfig:
                 raise UsageError(f"{name} is not supported with a drafter.", "Leave it out, or leave --drafter out.")
 
     def _check_gguf(self) -> None:
-        """Refuses options that llama.cpp's types decide by themselves."""
+        """Refuses options that llama.cpp's types decide."""
         asked = {
             "exporter": self.exporter != "native",
             "layout": self.layout != NATIVE,
@@ -249,7 +248,7 @@ class ExportConfig:
                 raise UsageError("A pattern of types_for is empty.", "Write it like blk.*.ffn_down.weight=Q8_0.")
 
     def _check_static(self) -> None:
-        """Refuses what has no operator in ONNX's standard, or no meaning with fixed shapes."""
+        """Refuses options without an operator in ONNX's standard, or without meaning at fixed shapes."""
         asked = {
             f"format={self.format!r}": self.format != "onnx",
             f"exporter={self.exporter!r}": self.exporter != "native",
@@ -264,7 +263,7 @@ class ExportConfig:
                 raise UsageError(f"{name} is not supported for static models.", hint)
 
     def _check_onnx(self) -> None:
-        """Refuses options that only GGUF files have."""
+        """Refuses options of GGUF files only."""
         asked = {
             "A GGUF type": self.gguf_type is not None or bool(self.types_for),
             "Leaving layers out": bool(self.prune_layers or self.prune_count),
@@ -281,22 +280,20 @@ class ExportConfig:
 
     @property
     def gguf_kind(self) -> str:
-        """The type of a GGUF file, as asked for or by bits."""
         return _GGUF_TYPES[self.bits] if self.gguf_type is None else find_file_type(self.gguf_type).name
 
     @property
     def has_budget(self) -> bool:
-        """Whether bits are chosen by an integer programme."""
         return self.budget_bits is not None or self.target_size is not None
 
     def budget_bytes(self, parameters: int) -> int | None:
-        """What weights.bin may take, for a model of so many parameters; None where bits are given."""
+        """Size limit of weights.bin for this number of parameters; None where bits are given."""
         if self.budget_bits is not None:
             return math.floor(self.budget_bits * parameters / 8)
         return self.target_size
 
     def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
-        """Decides everything that depends on the model's size, and not on a budget."""
+        """Fills in the options that depend on the model's size, and not on a budget."""
         method = self.method or ("rtn" if self.calibration is None else "gptq")
         tokens = self.calibration_tokens or default_tokens(weights)
         if self.has_budget:
@@ -311,7 +308,7 @@ class ExportConfig:
 
     @property
     def policy(self) -> QuantPolicy:
-        """The bits each tensor of a model gets; of a resolved configuration without a budget only."""
+        """The bits of each tensor; of a resolved configuration without a budget."""
         assert self.head_bits is not None and self.group_size is not None, "resolve first"
         # The operators of ONNX Runtime, which the optimum route writes at once, read 2 bits each.
         native = self.layout == NATIVE and self.exporter == "native"
@@ -319,12 +316,12 @@ class ExportConfig:
 
     @property
     def limits(self) -> Limits:
-        """What a plan within a budget may choose."""
+        """Choices of a plan within a budget."""
         return Limits(self.head_bits, self.group_size, self.symmetric, self.bits_for)
 
     @property
     def options(self) -> dict[str, str | int | float | bool | None]:
-        """The options that the manifest records: all but paths and what it says elsewhere."""
+        """The options that the manifest records: all except paths and what it says elsewhere."""
         if self.format == "gguf":
             types = " ".join(f"{pattern}={kind}" for pattern, kind in self.types_for) or None
             asked = {"budget_bits": self.budget_bits, "target_size": self.target_size, "types_for": types}
@@ -359,7 +356,6 @@ class FileType:
 
     @property
     def is_float(self) -> bool:
-        """Whether tensors stay plain numbers."""
         return self.base in _FLOATS
 
 
@@ -399,7 +395,6 @@ _NEEDY_TENSORS = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3
 
 
 def find_file_type(name: str) -> FileType:
-    """A type of files by its name, in any case."""
     upper = name.upper()
     found = FILE_TYPES.get(_ALIASES.get(upper, upper))
     if found is None:
@@ -408,7 +403,6 @@ def find_file_type(name: str) -> FileType:
 
 
 def find_tensor_type(name: str) -> str:
-    """A type of tensors by its name, in any case."""
     upper = name.upper()
     if upper not in TENSOR_TYPES:
         raise UsageError(f"A tensor cannot have the type {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")
@@ -416,7 +410,7 @@ def find_tensor_type(name: str) -> str:
 
 
 def fitting(tensor_type: str, columns: int) -> str:
-    """The type that llama.cpp gives a tensor of so many columns instead of the requested one: blocks must fit a row."""
+    """The type for a tensor of this width: llama.cpp replaces types whose blocks do not fit a row."""
     if columns % ggml_type(tensor_type).block_values == 0:
         return tensor_type
     smaller = _FALLBACKS.get(tensor_type, "F16")
@@ -424,5 +418,4 @@ def fitting(tensor_type: str, columns: int) -> str:
 
 
 def needs_importance(tensor_type: str) -> bool:
-    """Whether llama.cpp needs importance data for tensors of this type."""
     return tensor_type in _NEEDY_TENSORS

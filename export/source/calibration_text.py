@@ -20,7 +20,7 @@ _PIECES = 256
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """The texts that a model is run on.
+    """Texts to run a model on.
 
     Attributes:
         texts: token ids of each.
@@ -32,12 +32,10 @@ class CalibrationText:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all texts together."""
         return sum(map(len, self.texts))
 
 
 def read_calibration_text(path: Path, tokenizer: bytes, tokens: int, context: int) -> CalibrationText:
-    """Reads a text file in the tokens of a model."""
     ids, begin = _tokenize(_sample(path), tokenizer)
     length = min(LENGTH, context, tokens)
     body, count = length - len(begin), -(-tokens // length)
@@ -53,7 +51,7 @@ def read_calibration_text(path: Path, tokenizer: bytes, tokens: int, context: in
 
 
 def _sample(path: Path) -> str:
-    """Reads the text of a file, or pieces spread over a long one."""
+    """The text of a file, or pieces spread over a long one."""
     try:
         size = path.stat().st_size
         if size <= _MOST_BYTES:
@@ -73,7 +71,7 @@ def _sample(path: Path) -> str:
 
 
 def _tokenize(text: str, tokenizer: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokenizes a text; also returns the tokens that begin one."""
+    """Token ids of a text, and those that begin one."""
     from tokenizers import Tokenizer
 
     try:

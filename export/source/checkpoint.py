@@ -33,14 +33,12 @@ _INTEGERS: dict[str, type[np.generic]] = {"I64": np.int64, "I32": np.int32, "BOO
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "Download the checkpoint again."
-# Bytes read at a time; the conversion of one piece to float32 stays small beside the tensor.
+# Bytes read at a time; the float32 copy of one piece is small relative to the tensor.
 _PIECE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of one of the checkpoint's files."""
-
     file: Path
     stored: StoredArray
 
@@ -50,9 +48,6 @@ class Checkpoint:
 
     Args:
         folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
-
-    Raises:
-        CheckpointError: files are missing, truncated or malformed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,16 +77,15 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors but the scales of others."""
+        """Names of all tensors except scales."""
         return frozenset(self._tensors.keys() - self._beside)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor."""
         return {name: self._tensors[name].stored.shape for name in self.names}
 
     def dtype(self, name: str) -> str:
-        """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
+        """The type of a tensor as the format spells it: F32, BF16 and so on."""
         return self._tensors[name].stored.dtype
 
     def require(self, name: str, shape: tuple[int, ...], types: tuple[str, ...] = FLOATS) -> None:
@@ -132,7 +126,6 @@ class Checkpoint:
         return values
 
     def _read_scaled(self, name: str, start: int, stop: int, within: int | None) -> NDArray[np.float32]:
-        """As `read`, of 8-bit floats and their scales."""
         values = fp8_numbers(self.read_packed(name, start, stop, within=within))
         scales = self._tensors[fp8_scale_name(name)].stored.shape
         if math.prod(scales) == 1:
@@ -143,7 +136,7 @@ class Checkpoint:
         return values
 
     def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:
-        """As `read`, of a tensor of bytes, as they are."""
+        """Rows of a tensor of bytes."""
         tensor = self._tensors[name]
         shape = tensor.stored.shape if within is None else tensor.stored.shape[1:]
         values = np.empty((stop - start, *shape[1:]), np.uint8)
@@ -155,7 +148,7 @@ class Checkpoint:
         return values
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two tensors are there and have the same type, shape and bytes."""
+        """Whether two tensors have the same type, shape and bytes."""
         pair = [self._tensors.get(each) for each in (name, other)]
         one, two = (None if tensor is None else (tensor.stored.dtype, tensor.stored.shape) for tensor in pair)
         if one is None or one != two:
@@ -186,7 +179,7 @@ class Checkpoint:
         return values.astype(np.int64)
 
     def _read_into(self, flat: NDArray[np.float32], tensor: _Tensor, start: int) -> None:
-        """Fills a flat array with a tensor's numbers from number `start` on, piece by piece."""
+        """Fills a flat array with a tensor's numbers from `start` on, piece by piece."""
         stored = tensor.stored
         file = self._open(tensor.file)
         file.seek(stored.offset + start * stored.item_bytes)
@@ -244,7 +237,6 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Contents of a small file of a checkpoint."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -253,7 +245,7 @@ def read_bytes(path: Path) -> bytes:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Names the file of whatever goes wrong while it is read."""
+    """Names the file in every error of reading it."""
     try:
         yield
     except OSError as error:
@@ -292,7 +284,7 @@ _MANTISSA_BITS, _BIAS = 3, 7
 
 
 def _fp8_table() -> Floats:  # (256,)
-    """The number of every byte; the largest of either sign is none."""
+    """The value of each code; 0x7F and 0xFF are NaN."""
     codes = np.arange(128)
     exponents, mantissas = codes >> _MANTISSA_BITS, (codes & 7).astype(np.float32)
     above = np.where(exponents > 0, np.float32(1 << _MANTISSA_BITS), np.float32(0))
@@ -305,27 +297,23 @@ _FP8_NUMBERS = _fp8_table()
 
 
 def fp8_scale_name(name: str) -> str:
-    """The tensor with the scales of another."""
     return f"{name}_scale_inv"
 
 
 def fp8_companions(name: str) -> tuple[str, str]:
-    """Names of the tensors that belong to one of 8 bits: its scales, and that of what enters a fixed rounding."""
+    """Names of a tensor's scales, and of the scale of its inputs, which is not read."""
     return fp8_scale_name(name), f"{name.removesuffix('weight')}activation_scale"
 
 
 def fp8_scale_shape(shape: Shape) -> Shape:
-    """Shape of the scales of a matrix, or of some that are stacked."""
     return (*shape[:-2], *(math.ceil(size / FP8_BLOCK) for size in shape[-2:]))
 
 
 def fp8_numbers(codes: NDArray[np.uint8]) -> Floats:
-    """The fp8_numbers of bytes; those that are none are NaN."""
     return _FP8_NUMBERS[codes]
 
 
 def multiply_fp8_blocks(values: Floats, scales: Floats, start: int) -> None:  # (N, K), (blocks of the rows, blocks)
-    """Multiplies rows of a matrix by the scales of their blocks."""
     first = start % FP8_BLOCK
     places = np.arange(first, first + len(values)) // FP8_BLOCK
     for column in range(scales.shape[1]):
@@ -333,7 +321,7 @@ def multiply_fp8_blocks(values: Floats, scales: Floats, start: int) -> None:  # 
 
 
 def checkpoint_config(bundle: Bundle) -> dict[str, Any]:
-    """Makes the config.json of a checkpoint that computes what the bundle does."""
+    """The config.json of a checkpoint that computes the same as the bundle."""
     generation = bundle.read_object("generation_config.json")
     ends = generation.get("eos_token_id")
     end = (ends[0] if ends else None) if isinstance(ends, list) else ends
@@ -379,7 +367,7 @@ def _config(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def checkpoint_tensors(bundle: Bundle) -> Iterator[tuple[str, Floats]]:
-    """Yields every tensor under Hugging Face's name; packed tensors of the bundle are split again."""
+    """Every tensor by its Hugging Face name; packed tensors of the bundle are split."""
     spec = _plain_spec(bundle)
     bundle.check(WEIGHTS)
     yield "model.embed_tokens.weight", bundle.tensor("embed")

@@ -39,7 +39,7 @@ class HFConfig:
     """A parsed config.json.
 
     Attributes:
-        architecture: the model class, `architectures[0]`, or "" where none is named.
+        architecture: the model class, `architectures[0]`, or "".
         model_type: transformers' name of the family, or "".
     """
 
@@ -55,7 +55,6 @@ class HFConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All of it, as it is written."""
         return self._values
 
     def get(self, name: str) -> Any:
@@ -75,7 +74,6 @@ class HFConfig:
         return _number(self._values, name, default)
 
     def flag(self, name: str) -> bool:
-        """A boolean, false by default."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, bool):
             raise _wrong(name, value, "true or false")
@@ -102,7 +100,6 @@ class HFConfig:
         return _ACTIVATIONS[name]
 
     def head_dim(self) -> int:
-        """Width of an attention head, given or derived."""
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         given = self._values.get("head_dim")
         if given is None and hidden % heads:
@@ -113,8 +110,8 @@ class HFConfig:
         """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
         Args:
-            layers: type of the layers, such as "full_attention", whose rotation it is where the types have their own.
-            partial: share of a head that is rotated where the config does not say.
+            layers: type of layers with a rotation of its own, such as "full_attention".
+            partial: default share of rotated channels of a head.
         """
         given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
         if isinstance(given, dict) and layers and isinstance(given.get(layers), dict):
@@ -153,7 +150,6 @@ class HFConfig:
         raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
 
     def rope_number(self, name: str) -> float:
-        """A positive constant of the rotation, required."""
         given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
         return _number(given if isinstance(given, dict) else {}, name)
 
@@ -203,10 +199,7 @@ class HFConfig:
         )
 
     def local_rope(self, head_dim: int) -> RopeSpec:
-        """The rotation of layers with a sliding window: one of their own, else a plain one, whatever others have.
-
-        Its base is `rope_local_base_freq` where transformers 4 wrote that.
-        """
+        """The rotation of layers with a window: their own (`rope_local_base_freq` where given), else a plain one."""
         given = self._values.get("rope_parameters")
         if isinstance(given, dict) and isinstance(given.get("sliding_attention"), dict):
             return self.rope(head_dim, "sliding_attention")
@@ -218,7 +211,7 @@ class HFConfig:
         """Which layers have a sliding window, by `layer_types`, or all but each `sliding_window_pattern`th.
 
         Args:
-            pattern: of a config that says neither; 0 is no sliding layer.
+            pattern: default; 0 for no sliding layer.
         """
         layers, kinds = self.integer("num_hidden_layers"), self._values.get("layer_types")
         if kinds is None:
@@ -231,11 +224,10 @@ class HFConfig:
         return [kind == "sliding_attention" for kind in kinds]
 
     def windows_of(self, slides: list[bool]) -> tuple[int, ...]:
-        """The window of each layer: `sliding_window` of those that slide, 0 of the others; empty where none has one."""
+        """Windows of the layers that slide, and 0 of the others; empty where none does."""
         return self._windows(slides)
 
     def uniform_windows(self) -> tuple[int, ...]:
-        """One sliding window for all layers, where `sliding_window` gives one."""
         return self._windows([True] * self.integer("num_hidden_layers"))
 
     def windows_by_layer(self) -> tuple[int, ...]:
@@ -260,7 +252,7 @@ class HFConfig:
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads config.json, whose missing fields are those of transformers' configuration classes."""
+    """Reads config.json, with defaults of transformers' configuration classes."""
     path = folder / _CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")
@@ -268,16 +260,16 @@ def read_config(folder: Path) -> HFConfig:
     text, kind = values.get("text_config"), values.get("model_type")
     if isinstance(text, dict):
         kind = text.get("model_type", kind)
-        # A model that also sees or hears: what is read of it is its language model, under its own name.
+        # Of a multimodal model only the language model is read, under the whole model's name.
         whole: dict[str, Any] = {name: values[name] for name in ("architectures", "model_type") if name in values}
         if len({each.get(_TIED) for each in (values, text)}) > 1:
-            whole[_TIED] = None  # Which of them holds is told by the tensors.
+            whole[_TIED] = None  # The tensors say which of them holds.
         values = values | text | whole
     return HFConfig(completed(values, str(kind)))
 
 
 def yarn_scale(factor: float, weight: float) -> float:
-    """YaRN's `mscale` of a rotation that is stretched by a factor."""
+    """YaRN's `mscale` for a stretch factor."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 
@@ -307,12 +299,10 @@ _OLDER = {"layers_block_type": "hybrid_override_pattern", "rope_parameters": "ro
 
 
 def completed(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The values of a config.json and, of the fields that it leaves out, the defaults of its kind.
-
-    A number that is null stays so, which often means something else than the default.
+    """The values of a config.json, with the defaults of its kind for missing fields; null stays null.
 
     Args:
-        kind: transformers' name of the family, `model_type`; where the models also see, of their language model.
+        kind: `model_type`, of multimodal models that of the language model.
     """
     known = _known_defaults()
     kind = known["kinds"].get(kind, kind)

@@ -38,26 +38,26 @@ _DAMAGED = "The checkpoint is damaged: download it again."
 
 
 class PackedSource(Protocol):
-    """Rows of one packed matrix (N, K); both raise CheckpointError where they are damaged."""
+    """Rows of one packed matrix (N, K); both methods raise CheckpointError where they are damaged."""
 
     def floats(self, start: int, stop: int) -> Floats:
         """Rows start..stop-1."""
 
     def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
-        """The same without a loss, by a scheme that the packing says."""
+        """Rows start..stop-1 unchanged, in the scheme of the packing."""
 
 
 class Packing(Protocol):
     """How a matrix is packed, or matrices that are stacked along a first axis."""
 
     def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
-        """The checkpoint's tensors that one of this name and shape, unpacked, is stored as."""
+        """The checkpoint's tensors that hold one of this name and unpacked shape."""
 
     def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
-        """A matrix (N, K), or the one with the index `within` where some are stacked."""
+        """A matrix (N, K), or the one at index `within` of a stack."""
 
     def scheme(self, k: int, bits: int) -> QuantScheme | None:
-        """The scheme that holds rows of K values as they are where so many bits are asked for; None where none does."""
+        """The scheme that holds rows of K values unchanged at this number of bits, if any."""
 
 
 def mxfp4_tensors(name: str) -> tuple[str, str]:
@@ -66,13 +66,13 @@ def mxfp4_tensors(name: str) -> tuple[str, str]:
 
 
 class _Mxfp4Matrix:
-    """Two values to a byte, the first in its lower half; transformers' Mxfp4Config."""
+    """Two values per byte, the first in the lower half; transformers' Mxfp4Config."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, within: int | None) -> None:
         self._checkpoint, self._name, self._within = checkpoint, name, within
 
     def _read(self, start: int, stop: int) -> tuple[Bytes, NDArray[np.int32]]:  # (N, blocks, 16), (N, blocks)
-        """Codes, and the exponents of what their values are multiplied by."""
+        """Codes, and exponents of the blocks' scales."""
         names = mxfp4_tensors(self._name)
         codes, scales = (self._checkpoint.read_packed(n, start, stop, within=self._within) for n in names)
         if (scales > _LARGEST_SCALE).any():
@@ -80,19 +80,16 @@ class _Mxfp4Matrix:
         return codes, scales.astype(np.int32) - _SCALE_BIAS
 
     def floats(self, start: int, stop: int) -> Floats:
-        """See `PackedSource.floats`."""
         codes, exponents = self._read(start, stop)
         return dequantize_e2m1(codes, np.ldexp(np.float32(0.5), exponents))
 
     def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
-        """See `PackedSource.kept`."""
         codes, exponents = self._read(start, stop)
         return QuantizedMatrix(codes, np.ldexp(np.float32(0.5), exponents), None)
 
 
 class _Mxfp4:
     def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
-        """See `Packing.tensors`."""
         if shape[-1] % _BLOCK:
             message = f"Tensor {name!r} is packed in blocks of {_BLOCK}, but has rows of {shape[-1]} values."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
@@ -102,11 +99,9 @@ class _Mxfp4:
         yield scales, blocks, ("U8",)
 
     def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
-        """See `Packing.open`."""
         return _Mxfp4Matrix(checkpoint, name, within)
 
     def scheme(self, k: int, bits: int) -> QuantScheme | None:
-        """See `Packing.scheme`."""
         return QuantScheme(4, _BLOCK, symmetric=True, e2m1=True) if bits >= 4 else None
 
 
@@ -117,18 +112,17 @@ class _TernaryMatrix(ABC):
     @property
     @abstractmethod
     def _scale(self) -> float:
-        """What all values are multiplied by."""
+        """Scale of all values."""
 
     @abstractmethod
     def _codes(self, start: int, stop: int) -> Bytes:  # (N, K)
         """0, 1 and 2 for -1, 0 and 1."""
 
     def floats(self, start: int, stop: int) -> Floats:
-        """See `PackedSource.floats`."""
         return (self._codes(start, stop).astype(np.float32) - 1) * np.float32(self._scale)
 
     def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
-        """See `PackedSource.kept`; the scale is rounded to bfloat16, in which such models are published."""
+        """The scale is rounded to bfloat16, in which such models are published."""
         count, k = stop - start, self._shape[1]
         blocks = blocks_per_row(k, scheme.block_size)
         codes = np.full((count, blocks * scheme.block_size), midpoint(scheme.bits), np.uint8)
@@ -139,7 +133,7 @@ class _TernaryMatrix(ABC):
 
 
 class _PackedTernary(_TernaryMatrix):
-    """Four values to a byte, a quarter of all rows apart; transformers' `pack_weights`."""
+    """Four values per byte, from four quarters of the rows; transformers' `pack_weights`."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, shape: Shape, divided: bool) -> None:
         super().__init__(checkpoint, name, shape)
@@ -186,10 +180,10 @@ class _RoundedTernary(_TernaryMatrix):
 
 
 class _Ternary:
-    """Ternary matrices, packed or not.
+    """Ternary matrices.
 
     Args:
-        packed: they are; otherwise they are rounded.
+        packed: as codes; otherwise floats that are rounded.
         divided: the checkpoint's scale divides.
     """
 
@@ -197,7 +191,6 @@ class _Ternary:
         self._packed, self._divided = packed, divided
 
     def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
-        """See `Packing.tensors`."""
         if not self._packed:
             yield name, shape, FLOATS
             return
@@ -208,13 +201,12 @@ class _Ternary:
         yield _scale_name(name), (1,), FLOATS
 
     def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
-        """See `Packing.open`."""
         if self._packed:
             return _PackedTernary(checkpoint, name, shape, self._divided)
         return _RoundedTernary(checkpoint, name, shape)
 
     def scheme(self, k: int, bits: int) -> QuantScheme | None:
-        """See `Packing.scheme`: two bits hold them, whatever is asked for."""
+        """Two bits, whatever is asked for."""
         return QuantScheme(2, effective_block(k, 128), symmetric=True)
 
 
@@ -231,7 +223,7 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def ternary_packing(config: HFConfig) -> str:
-    """How the matrices of a checkpoint's layers are packed where they are BitNet's; "" where they are not."""
+    """The packing of a BitNet checkpoint's layers; "" for other checkpoints."""
     given = config.get("quantization_config")
     if not isinstance(given, dict) or given.get("quant_method") != "bitnet":
         return ""
@@ -245,7 +237,7 @@ def ternary_packing(config: HFConfig) -> str:
 
 
 def require_fp8_blocks(config: HFConfig) -> None:
-    """Refuses a checkpoint of 8-bit floats whose scales are of other blocks, which their shapes need not show."""
+    """Refuses 8-bit floats with scales of other blocks, which shapes alone need not show."""
     given = config.get("quantization_config")
     if not isinstance(given, dict) or given.get("quant_method") != "fp8":
         return

@@ -32,7 +32,7 @@ _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Contents of the small files by name, ready to be written."""
+    """Small files by name, ready to be written."""
 
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class Sidecar:
         """Writes all files into a folder.
 
         Args:
-            table: beside the tokenizer one that is mapped, where it can have one.
+            table: also write the tokenizer's memory-mapped table, where it can have one.
         """
         made = encode_table(self.files[_TOKENIZER]) if table else None
         for name, data in (self.files | ({} if made is None else {TABLE: made})).items():
@@ -48,7 +48,6 @@ class Sidecar:
 
 
 def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
-    """Reads the small files of a checkpoint."""
     tokenizer_config = _optional(folder / "tokenizer_config.json")
     files = {
         _TOKENIZER: _tokenizer(folder, tokenizer_config),
@@ -79,8 +78,9 @@ def _tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> bytes:
 
 
 def _completed(data: bytes, tokenizer: dict[str, Any], tokenizer_config: dict[str, Any]) -> bytes:
-    """A tokenizer with what transformers reads of it in tokenizer_config.json: that its class composes text, and added
-    tokens, which count where the two differ. As it was where nothing is missing."""
+    """A tokenizer completed from tokenizer_config.json as transformers does: Unicode composition by class, and added
+    tokens.
+    """
     given = tokenizer.get("added_tokens") or []
     if not isinstance(given, list) or not all(map(_is_added_token, given)):
         return data
@@ -108,7 +108,7 @@ def _is_added_token(entry: Any) -> bool:
 
 
 def _written(tokenizer: dict[str, Any], data: bytes) -> bytes:
-    """A changed tokenizer; as it was where it holds half of a surrogate pair, which can only be written like that."""
+    """A changed tokenizer; the original bytes where it holds half of a surrogate pair."""
     try:
         return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError:
@@ -116,9 +116,9 @@ def _written(tokenizer: dict[str, Any], data: bytes) -> bytes:
 
 
 def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
-    """Rewrites a tokenizer's merges as strings instead of pairs, which devices parse in half of the memory.
+    """A tokenizer with merges as strings instead of pairs, which devices parse in half of the memory.
 
-    As it was where a part of a pair holds the space that would part them, or there are no pairs.
+    Unchanged where a part of a pair contains a space, or there are no pairs.
     """
     model = tokenizer.get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
@@ -133,10 +133,7 @@ def _is_plain_pair(pair: Any) -> bool:
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Chat templates by name, as transformers finds them: those in files go before those of the configuration.
-
-    A folder with one for tools alone has it as its default.
-    """
+    """Chat templates by name; files win over the configuration, and one for tools alone is also the default."""
     configs = (_optional(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
     given = next((config["chat_template"] for config in configs if config.get("chat_template")), None)
     if isinstance(given, list):

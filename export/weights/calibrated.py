@@ -44,7 +44,7 @@ def write_weights(
     plan: WeightPlan,
     progress: Progress | None = None,
 ) -> None:
-    """Writes all tensors as planned; errors as `write_plain` and `write_calibrated`."""
+    """Writes all tensors as planned."""
     if plan.text is not None and plan.is_calibrated:
         write_calibrated(file, spec, tensors, entries, plan.quant, plan.text.texts, progress)
     else:
@@ -58,7 +58,7 @@ def write_plain(
     plan: QuantPlan,
     progress: Progress | None = None,
 ) -> None:
-    """Writes all tensors without looking at their inputs, a few MB at a time."""
+    """Writes all tensors without calibration, a few MB at a time."""
     written = _Writer(file, tensors, entries, plan, progress)
     for entry in entries:
         written.write(entry.name)
@@ -73,7 +73,7 @@ def write_calibrated(
     texts: Sequence[NDArray[np.int64]],
     progress: Progress | None = None,
 ) -> Calibration:
-    """Writes all tensors; matrices are quantized by the plan's method on their inputs for the calibration texts."""
+    """Writes all tensors; matrices are quantized for their inputs on the calibration texts."""
     written = _Writer(file, tensors, entries, plan, progress)
     method = METHODS[plan.method]
     # Also the search of scales that are folded looks at outputs, not only at the size of each input.
@@ -94,7 +94,7 @@ def write_calibrated(
 
 
 class _Writer:
-    """Writes tensors to their places and counts what is done, in weights."""
+    """Writes tensors to their places and reports progress in weights."""
 
     def __init__(
         self,
@@ -111,7 +111,6 @@ class _Writer:
         self._done = 0
 
     def write(self, name: str, statistics: InputStatistics | None = None) -> None:
-        """Writes a tensor in runs of rows."""
         entry, scheme, rows = self._left[name], self.plan.scheme(name), self.tensors.of(name)
         if scheme is None:
             write_floats(self._file, entry, self._telling(entry, rows))
@@ -123,7 +122,7 @@ class _Writer:
         self._count(name)
 
     def _telling(self, entry: TensorEntry, rows: Callable[[int, int], _RowsT]) -> Callable[[int, int], _RowsT]:
-        """The same rows, with progress at each run of them: an embedding may be most of a model."""
+        """Rows that report progress at each run: an embedding may be most of a model."""
         progress = self._progress
         if progress is None:
             return rows
@@ -138,7 +137,7 @@ class _Writer:
         return told
 
     def write_whole(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
-        """Writes a matrix that is in memory; returns what was written, as floats."""
+        """Writes a matrix that is in memory; returns the written values as floats."""
         entry, scheme = self._left[name], self.plan.scheme(name)
         if scheme is None:
             write_floats(self._file, entry, lambda start, stop: weight[start:stop])
@@ -152,7 +151,6 @@ class _Writer:
         return weight
 
     def write_rest(self, statistics: dict[str, InputStatistics]) -> None:
-        """Writes the tensors that are left."""
         for name in tuple(self._left):
             self.write(name, statistics.get(name))
 
@@ -169,11 +167,10 @@ class _Visitor:
         self._spec, self._writer = spec, writer
 
     def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        """See `Visitor.layer`."""
         fold_layer(self._spec, self._writer.tensors, self._writer.plan, layer, statistics)
 
     def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
-        """See `Visitor.embedding`; the same as is written."""
+        """Returns the rows as they are written."""
         plan = self._writer.plan
         scheme = plan.scheme("embed")
         if scheme is None:
@@ -181,7 +178,6 @@ class _Visitor:
         return dequantized(quantize(rows, scheme, method=plan.method), scheme, rows.shape[1])
 
     def matrix(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
-        """See `Visitor.matrix`."""
         return self._writer.write_whole(name, weight, statistics)
 
 
@@ -192,10 +188,10 @@ _SAMPLE = 256
 def fold_layer(
     spec: DecoderSpec, tensors: PlannedTensors, plan: QuantPlan, layer: int, statistics: dict[str, InputStatistics]
 ) -> None:
-    """Folds the scales that suit a layer's inputs into its tensors, from which they are read in the future.
+    """Folds input scales of a layer's matrices into the tensors before them.
 
     Args:
-        statistics: of what enters each of the layer's matrices, by name; one without is left as it is.
+        statistics: of the inputs of each matrix, by name; matrices without are skipped.
     """
     folder, prefix = _Folder(tensors, plan, statistics), f"layers.{layer}"
     reading = [f"{prefix}.{name}" for name in ("attn.qkv", "attn.gate", "attn.q", "attn.q_a", "attn.kv_a", "mixer.in")]
@@ -227,7 +223,7 @@ def fold_layer(
 
 
 def fold_head(tensors: PlannedTensors, plan: QuantPlan, statistics: InputStatistics) -> InputStatistics:
-    """Folds scales of a head of its own into the last norm; returns the statistics of what enters it then."""
+    """Folds the head's input scales into the last norm; returns the statistics of its new inputs."""
     scale = _Folder(tensors, plan, {"head": statistics}).into_norm("final_norm", ["head"])
     return statistics if scale is None else _divided(statistics, scale)
 
@@ -237,7 +233,7 @@ class _Folder:
         self._tensors, self._plan, self._statistics = tensors, plan, statistics
 
     def into_norm(self, norm: str, readers: Sequence[str], others: Sequence[str] = ()) -> Floats | None:  # (D,)
-        """Makes the norm divide for the matrices that read it; None where none is quantized and seen."""
+        """Makes the norm divide for the matrices that read it; None where none of them is quantized and seen."""
         quantized = [name for name in readers if self._plan.scheme(name) is not None and name in self._statistics]
         if not quantized:
             return None
@@ -275,7 +271,7 @@ class _Folder:
         self._tensors.of(down).multiply(scale[None])
 
     def _divide_last(self, name: str, scale: Floats) -> None:
-        """Divides the last rows of a matrix, and of its bias."""
+        """Divides the last rows of a matrix and of its bias."""
         rows = self._tensors.of(name)
         factors = np.ones(rows.shape[0], np.float32)
         factors[-len(scale) :] = 1 / scale
@@ -294,7 +290,7 @@ class _Folder:
 
 
 def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
-    """Joins statistics that were collected over different tokens."""
+    """Statistics joined from different tokens."""
     count = sum(part.count for part in parts)
     shares = [np.float32(part.count / count) for part in parts]
     hessians = [share * part.hessian for share, part in zip(shares, parts, strict=True) if part.hessian is not None]
@@ -307,6 +303,6 @@ def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
 
 
 def _divided(statistics: InputStatistics, scale: Floats) -> InputStatistics:
-    """The statistics of inputs that are divided by a scale (K,)."""
+    """Statistics of inputs divided by a scale (K,)."""
     square = None if statistics.hessian is None else statistics.hessian / scale / scale[:, None]
     return InputStatistics(statistics.count, statistics.mean_square / scale**2, statistics.mean / scale, square)

@@ -35,33 +35,27 @@ from edgeinfer.results import Progress
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What every matrix is quantized to, and the text that it is calibrated with.
-
-    Attributes:
-        text: None where nothing is calibrated.
-    """
+    """The scheme of every matrix, and the calibration text, None where nothing is calibrated."""
 
     quant: QuantPlan
     text: CalibrationText | None
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether matrices are quantized for their inputs on the text."""
         return self.text is not None and any(self.quant.schemes.values())
 
     def record(self) -> PlanRecord:
-        """The plan as a manifest holds it."""
+        """The plan for the manifest."""
         return self.quant.record(*(() if self.text is None else (self.text.sha256, self.text.tokens)))
 
 
 def resolve(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportConfig:
-    """Decides everything in the configuration that depends on the model's size."""
+    """Fills in the options that depend on the model's size."""
     sizes = {plan.name: math.prod(plan.shape) for plan in plans}
     return config.resolve(sum(sizes.values()), sizes["embed"])
 
 
 def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
-    """Reads the calibration text of a resolved configuration in the model's tokens; None where there is none."""
     if config.calibration is None:
         return None
     assert config.calibration_tokens is not None, "resolve first"
@@ -125,7 +119,6 @@ FloatRows = Callable[[int, int], NDArray[np.float32]]
 
 
 def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
-    """What a planned tensor becomes in the bundle."""
     if scheme is None:
         # Linear layers are stored as MatMul takes them; vocabulary matrices by rows, which the embedding gathers.
         return Outline(plan.name, plan.shape, transposed=len(plan.shape) == 2 and not plan.is_vocabulary)
@@ -143,14 +136,12 @@ def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedS
 def quantized_rows(
     rows: FloatRows, k: int, scheme: QuantScheme, method: str = "rtn", statistics: InputStatistics | None = None
 ) -> Rows:
-    """Rows of a matrix of K columns, quantized as they are asked for."""
+    """Rows of a matrix of K columns, quantized on demand."""
     solver = method_for(method, statistics).set_up(Grid.of(scheme), k, statistics)
     return lambda start, stop: packed(solver, rows(start, stop), scheme)
 
 
 def stored_rows(matrix: QuantizedMatrix) -> Rows:
-    """Rows of a matrix that is quantized already."""
-
     def rows(start: int, stop: int) -> QuantizedMatrix:
         zeros = None if matrix.zero_points is None else matrix.zero_points[start:stop]
         return QuantizedMatrix(matrix.data[start:stop], matrix.scales[start:stop], zeros)
@@ -165,7 +156,6 @@ def write_quantized(file: BinaryIO, entry: TensorEntry, rows: Rows, scheme: Quan
 
 
 def write_floats(file: BinaryIO, entry: TensorEntry, rows: FloatRows) -> None:
-    """Writes a float32 tensor to its place."""
     count, width = entry.shape[0], math.prod(entry.shape[1:])
     step = max(1, _SLAB_VALUES // width)
     file.seek(entry.data.offset)

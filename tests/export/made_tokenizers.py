@@ -35,7 +35,7 @@ def byte_level(*steps: Any, use_regex: bool = False, normalizer: Any = None, pre
 
 
 def whole_words(tokenizer: Tokenizer) -> Tokenizer:
-    """The same with words of the vocabulary taken whole, one of which no merges lead to."""
+    """A tokenizer that takes words of the vocabulary whole, one of which no merges lead to."""
     parsed = json.loads(tokenizer.to_str())
     parsed["model"]["vocab"]["\u0120doing"] = 850
     parsed["model"]["ignore_merges"] = True

@@ -359,7 +359,7 @@ def test_checkpoints_are_saved_and_loaded_without_bars_of_the_library(
 
 
 def test_a_student_begins_with_the_targets_directions(target: Target) -> None:
-    """Of the target's own width it has all of them, so tokens are as alike as they are to the target."""
+    """A student of the target's width has all directions, so tokens are as alike as they are to the target."""
     student = make_student(StudentSize.of(64, 1), target, 0)
     head, own = target.model.lm_head.weight, student.lm_head.weight
     assert torch.allclose(own @ own.T, head @ head.T, atol=1e-3)

@@ -1,4 +1,4 @@
-"""What is written to GGUF files, with the gguf package's writer replaced by one that notes what it is told."""
+"""What is written to GGUF files, with the gguf package's writer replaced by one that records its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 
 class NotingWriter:
-    """Notes what `add_...` is told, by what follows that word or by the key that is given."""
+    """Records the arguments of `add_...`, by the rest of its name or by the given key."""
 
     def __init__(self, path: Path, arch: str) -> None:
         self.arch, self.told = arch, dict[str, Any]()

@@ -177,7 +177,7 @@ def test_the_export_is_recorded_as_json(source: Path, tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
-    """As they are beside floats and in a file of this type; other types quantize what they stand for."""
+    """They are copied into float files and into a file of this type; other types quantize their values."""
     experts = make_mxfp4(tmp_path / "checkpoint").model.layers[1].mlp.experts
     wanted = {"gate": experts.gate_up_proj[..., ::2], "up": experts.gate_up_proj[..., 1::2], "down": experts.down_proj}
     for kind, found in (("BF16", "MXFP4"), ("MXFP4_MOE", "MXFP4"), ("Q8_0", "MXFP4"), ("Q4_0", "Q4_0")):

@@ -92,7 +92,7 @@ def test_contradictions_of_a_qwen_are_refused_by_name(values: dict[str, Any], na
 
 
 def test_what_sees_and_what_predicts_further_is_left_out(tmp_path: Path) -> None:
-    """Published checkpoints hold the language model beside others, under names and a configuration of its own."""
+    """Published checkpoints hold the language model among others, with its own names and configuration."""
     folder = tmp_path / "checkpoint"
     layers: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
     make_checkpoint(folder, "Qwen3_5", **layers, **DELTA)

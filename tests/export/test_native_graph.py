@@ -335,7 +335,7 @@ def test_everything_around_a_product_is_fused() -> None:
         "Squeeze": 1,
         "Gather": 1,
     }
-    # Floats beside quantized matrices have an operator of ours, too, and nothing needs an `If` around it.
+    # Floats next to quantized matrices have an operator of ours, too, and nothing needs an `If` around it.
     kept = kinds(export("llama-tied", ExportConfig(bits=8), intermediate_size=544))
     assert kept["LinearFloat"] == 3 * layers and kept["If"] == 1 and not kept["MatMul"] + kept["Gemm"] + kept["Add"]
 

@@ -46,7 +46,7 @@ def run(backend: Backend, tokens: Any, tree: list[int] | None = None, places: li
 
 
 def backends(bundle: Bundle, family: Family) -> Iterator[Backend]:
-    """Those of both layouts, as far as they run here."""
+    """Backends of both layouts that run here."""
     if LIBRARY.is_file():
         yield PagedBackend(bundle, CONTEXT)
     if family.portable:
