@@ -43,7 +43,7 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None, *, hessian: b
     """The quantizer of matrices of K columns, a multiple of the block.
 
     Args:
-        hessian: errors are feedback forward, for which the statistics must have a Hessian.
+        hessian: errors are fed forward, for which the statistics must have a Hessian.
     """
     plain = _Nearest(grid.size, k, statistics)
     if hessian and statistics is not None and statistics.hessian is not None:
