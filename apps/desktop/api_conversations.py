@@ -16,7 +16,6 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.desktop import transfer
 from edgeinfer.apps.desktop.checks import NotFoundError, check_name
@@ -26,8 +25,8 @@ from edgeinfer.apps.desktop.markdown import render_reply, render_user
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Message, ModelChoice, Role
 from edgeinfer.apps.desktop.replies import RunningReply, context_of, count_on, tokens_for
 from edgeinfer.apps.desktop.requests import (
-    Endpoint,
-    answered,
+    Endpoints,
+    Table,
     attachment_ids,
     event_stream,
     fields,
@@ -51,34 +50,30 @@ _UNNAMED = "New chat"
 _LONGEST_TITLE, _LONGEST_TEXT = 200, 1_000_000
 
 
-def conversation_routes(services: Services) -> list[BaseRoute]:
-    api = _Conversations(services)
-    one = "/conversations/{id}"
-    message = f"{one}/messages/{{message}}"
-    table: tuple[tuple[str, str, Endpoint], ...] = (
-        ("GET", "/conversations", api.listed),
-        ("POST", "/conversations", api.create),
-        ("GET", one, api.read),
-        ("PATCH", one, api.change),
-        ("DELETE", one, api.delete),
-        ("POST", f"{one}/messages", api.ask),
-        ("POST", f"{message}/regenerate", api.regenerate),
-        ("POST", f"{message}/edit", api.edit),
-        ("POST", f"{message}/continue", api.go_on),
-        ("POST", f"{one}/stop", api.stop),
-        ("GET", f"{one}/reply", api.follow),
-        ("GET", f"{one}/export", api.export),
-        ("POST", "/import", api.import_file),
-    )
-    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
-
-
-class _Conversations:
+class ConversationEndpoints(Endpoints):
     def __init__(self, services: Services) -> None:
-        self._services = services
-        self._security = services.security
+        super().__init__(services)
         self._history = services.history
         self._replies = services.replies
+
+    def table(self) -> Table:
+        one = "/conversations/{id}"
+        message = f"{one}/messages/{{message}}"
+        return (
+            ("GET", "/conversations", self.listed),
+            ("POST", "/conversations", self.create),
+            ("GET", one, self.read),
+            ("PATCH", one, self.change),
+            ("DELETE", one, self.delete),
+            ("POST", f"{one}/messages", self.ask),
+            ("POST", f"{message}/regenerate", self.regenerate),
+            ("POST", f"{message}/edit", self.edit),
+            ("POST", f"{message}/continue", self.go_on),
+            ("POST", f"{one}/stop", self.stop),
+            ("GET", f"{one}/reply", self.follow),
+            ("GET", f"{one}/export", self.export),
+            ("POST", "/import", self.import_file),
+        )
 
     async def listed(self, request: Request) -> Response:
         found = await asyncio.to_thread(self._history.summaries, search_text(request))
@@ -281,20 +276,6 @@ def _html(role: Role, content: str) -> str:
 _LONGEST_NAME = 200
 
 
-def attachment_routes(services: Services) -> list[BaseRoute]:
-    api = _Attachments(services)
-    table: tuple[tuple[str, str, Endpoint], ...] = (
-        ("POST", "/attachments", api.attach),
-        ("GET", "/attachments/{id}", api.read),
-        ("DELETE", "/attachments/{id}", api.discard),
-        ("POST", "/attachments/{id}/keep", api.keep),
-        ("GET", "/kept", api.kept),
-        ("DELETE", "/kept/{id}", api.remove),
-        ("POST", "/tokens", api.tokens),
-    )
-    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
-
-
 def attachment_view(attachment: Attachment) -> dict[str, Any]:
     """A file without its text."""
     a = attachment
@@ -307,11 +288,21 @@ def kept_view(kept: Attachment) -> dict[str, Any]:
     return attachment_view(kept) | {"tokens": kept.tokens, "kept_bytes": context_of(kept).kept_bytes()}
 
 
-class _Attachments:
+class AttachmentEndpoints(Endpoints):
     def __init__(self, services: Services) -> None:
-        self._services = services
-        self._security = services.security
+        super().__init__(services)
         self._attachments = services.history.attachments
+
+    def table(self) -> Table:
+        return (
+            ("POST", "/attachments", self.attach),
+            ("GET", "/attachments/{id}", self.read),
+            ("DELETE", "/attachments/{id}", self.discard),
+            ("POST", "/attachments/{id}/keep", self.keep),
+            ("GET", "/kept", self.kept),
+            ("DELETE", "/kept/{id}", self.remove),
+            ("POST", "/tokens", self.tokens),
+        )
 
     async def attach(self, request: Request) -> Response:
         """Store the request's body as a file; its name is in the query."""

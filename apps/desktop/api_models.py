@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 import edgeinfer
 from edgeinfer import hub
@@ -17,15 +16,14 @@ from edgeinfer.apps.desktop.checks import ConflictError
 from edgeinfer.apps.desktop.library import folder_view, id_of, importable, model_of
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import (
-    Endpoint,
-    answered,
+    Endpoints,
+    Table,
     event_stream,
     fields,
     optional,
     search_text,
     whole_number,
 )
-from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.errors import HubError, UsageError
 
@@ -33,25 +31,18 @@ _TEXT = str | None
 _NUMBER = int | None
 
 
-def model_routes(services: Services) -> list[BaseRoute]:
-    api = _Models(services)
-    table: tuple[tuple[str, str, Endpoint], ...] = (
-        ("GET", "/state", api.state),
-        ("PATCH", "/settings", api.change_settings),
-        ("GET", "/models", api.models),
-        ("POST", "/plan", api.plan),
-        ("POST", "/model/load", api.load),
-        ("POST", "/model/cancel", api.cancel),
-        ("POST", "/model/unload", api.unload),
-        ("GET", "/events", api.events),
-    )
-    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
-
-
-class _Models:
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._security = services.security
+class ModelEndpoints(Endpoints):
+    def table(self) -> Table:
+        return (
+            ("GET", "/state", self.state),
+            ("PATCH", "/settings", self.change_settings),
+            ("GET", "/models", self.models),
+            ("POST", "/plan", self.plan),
+            ("POST", "/model/load", self.load),
+            ("POST", "/model/cancel", self.cancel),
+            ("POST", "/model/unload", self.unload),
+            ("GET", "/events", self.events),
+        )
 
     async def state(self, request: Request) -> Response:
         s = self._services
@@ -136,25 +127,18 @@ def _settings_view(settings: AppSettings) -> dict[str, Any]:
     }
 
 
-def catalog_routes(services: Services) -> list[BaseRoute]:
-    api = _Catalog(services)
-    table: tuple[tuple[str, str, Endpoint], ...] = (
-        ("GET", "/catalog", api.catalog),
-        ("GET", "/hub", api.search),
-        ("GET", "/offers", api.offers),
-        ("POST", "/downloads", api.download),
-        ("DELETE", "/downloads/{key}", api.cancel),
-        ("GET", "/folders", api.folder),
-        ("POST", "/models/import", api.import_model),
-        ("POST", "/models/remove", api.remove),
-    )
-    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
-
-
-class _Catalog:
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._security = services.security
+class CatalogEndpoints(Endpoints):
+    def table(self) -> Table:
+        return (
+            ("GET", "/catalog", self.catalog),
+            ("GET", "/hub", self.search),
+            ("GET", "/offers", self.offers),
+            ("POST", "/downloads", self.download),
+            ("DELETE", "/downloads/{key}", self.cancel),
+            ("GET", "/folders", self.folder),
+            ("POST", "/models/import", self.import_model),
+            ("POST", "/models/remove", self.remove),
+        )
 
     async def catalog(self, request: Request) -> Response:
         return JSONResponse(await asyncio.to_thread(self._services.catalog.view))

@@ -26,8 +26,8 @@ from starlette.routing import BaseRoute, Mount, Route, request_response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgeinfer.apps.desktop.api_conversations import attachment_routes, conversation_routes
-from edgeinfer.apps.desktop.api_models import catalog_routes, model_routes
+from edgeinfer.apps.desktop.api_conversations import AttachmentEndpoints, ConversationEndpoints
+from edgeinfer.apps.desktop.api_models import CatalogEndpoints, ModelEndpoints
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import DataFolder, data_folder
 from edgeinfer.apps.desktop.transfer import MOST_BYTES
@@ -281,8 +281,8 @@ def _has_display() -> bool:
 
 def make_desktop(services: Services, access: Access) -> Starlette:
     """Make the application; it closes `services` when it ends."""
-    parts = (model_routes, catalog_routes, conversation_routes, attachment_routes)
-    api = [route for routes in parts for route in routes(services)]
+    parts = (ModelEndpoints, CatalogEndpoints, ConversationEndpoints, AttachmentEndpoints)
+    api = [route for part in parts for route in part(services).routes()]
     guarded = Mount("/app/api", routes=api, middleware=[Middleware(AccessRequired, access=access)])
     app = make_app(services.host, services.security, extra_routes=[guarded, *page_routes(access)])
     serve = app.router.lifespan_context

@@ -10,9 +10,11 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Send
 
 from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values, error_view
+from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, while_connected
@@ -23,6 +25,8 @@ from edgeinfer.openai.errors import Kinds, status_and_code
 _log = logging.getLogger("edgeinfer.desktop")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+# Method, path and endpoint of each route.
+Table = tuple[tuple[str, str, Endpoint], ...]
 
 # Like the kinds of `edgeinfer.openai.errors`, but finer.
 _KINDS: Kinds = (
@@ -38,7 +42,21 @@ _KINDS: Kinds = (
 _TEXTS = ("content", "system")
 
 
-def answered(endpoint: Endpoint) -> Endpoint:
+class Endpoints:
+    """Endpoints on the app's services; subclasses list them as method, path and endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._security = services.security
+
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def routes(self) -> list[BaseRoute]:
+        return [Route(path, _answered(endpoint), methods=[method]) for method, path, endpoint in self.table()]
+
+
+def _answered(endpoint: Endpoint) -> Endpoint:
     """Wrap an endpoint so that errors become answers."""
 
     @functools.wraps(endpoint)

@@ -41,6 +41,16 @@ Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
 NAMED_EVENTS = Framing(SERVER_SENT.media_type, lambda data: Event(data, data["type"]).encoded(), SERVER_SENT.comment)
 
 
+class NoFrame:
+    """The part of `contract.Completion` for streams without events before or after the replies."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def closing(self) -> list[dict[str, Any]]:
+        return []
+
+
 @dataclass(frozen=True)
 class CompletionKind:
     """A kind of request for text.

@@ -71,15 +71,11 @@ def error_response(error: Exception, path: str) -> Response:
 
 def shape_of(path: str) -> Shape:
     """The error format of a path; OpenAI's unless another protocol owns it."""
-    return next((shape for prefix, shape in _SHAPES.items() if path.startswith(prefix)), _as_openai)
+    return next((shape for prefix, shape in _SHAPES.items() if path.startswith(prefix)), lambda _, body: body)
 
 
 # Converts a status and OpenAI's body.
 Shape = Callable[[int, dict[str, Any]], dict[str, Any]]
-
-
-def _as_openai(_: int, body: dict[str, Any]) -> dict[str, Any]:
-    return body
 
 
 def _as_ollama(_: int, body: dict[str, Any]) -> dict[str, Any]:

@@ -143,49 +143,38 @@ class EventFeed:
 
     def __init__(self) -> None:
         self._latest: dict[str, Event] = {}
-        self._readers: list[_Reader] = []
+        self._readers: list[tuple[dict[str, Event], asyncio.Event]] = []
         self._closed = False
 
     def publish(self, kind: str, data: Mapping[str, Any], subject: str = "") -> None:
-        event = Event(data, kind)
-        self._latest[f"{kind} {subject}"] = event
-        for reader in self._readers:
-            reader.tell(f"{kind} {subject}", event)
+        for waiting in (self._latest, *(waiting for waiting, _ in self._readers)):
+            waiting[f"{kind} {subject}"] = Event(data, kind)
+        self._wake()
 
     def close(self) -> None:
         """End all readers."""
         self._closed = True
-        for reader in self._readers:
-            reader.ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        for _, ready in self._readers:
+            ready.set()
 
     async def read(self) -> AsyncGenerator[Event, None]:
         """Yield the latest event of every subject, then new ones."""
-        reader = _Reader(dict(self._latest))
+        reader = waiting, ready = dict(self._latest), asyncio.Event()
+        ready.set()
         self._readers.append(reader)
         try:
             while not self._closed:
-                await reader.ready.wait()
-                for event in reader.take():
+                await ready.wait()
+                ready.clear()
+                taken = list(waiting.values())
+                waiting.clear()
+                for event in taken:
                     yield event
         finally:
             self._readers.remove(reader)
-
-
-class _Reader:
-    def __init__(self, waiting: dict[str, Event]) -> None:
-        self._waiting = waiting
-        self.ready = asyncio.Event()
-        self.ready.set()
-
-    def tell(self, key: str, event: Event) -> None:
-        self._waiting[key] = event
-        self.ready.set()
-
-    def take(self) -> list[Event]:
-        taken = list(self._waiting.values())
-        self._waiting.clear()
-        self.ready.clear()
-        return taken
 
 
 class StreamedResponse(Response):

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import ignored_header, json_body, read_json
-from edgeinfer.apps.server.completions import CompletionKind
+from edgeinfer.apps.server.completions import CompletionKind, NoFrame
 from edgeinfer.apps.server.events import SERVER_SENT, Framing
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.config import GenerationConfig
@@ -36,7 +36,7 @@ _ANY_SEED = 2**32 - 1
 _HINT = "Send a string, token ids, or a list of either; none may be empty."
 
 
-class LlamaCompletion:
+class LlamaCompletion(NoFrame):
     """Implements `contract.Completion` for /completion."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
@@ -80,9 +80,6 @@ class LlamaCompletion:
         place, reply = divmod(index, self._each)
         return self._prompts[place].start(model, reply)[0]
 
-    def opening(self) -> list[Event]:
-        return []
-
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         reply = self._replies[index]
         reply.push(chunk)
@@ -96,9 +93,6 @@ class LlamaCompletion:
         reply = self._replies[index]
         reply.finish(result)
         return [self._last(index, "", [])]
-
-    def closing(self) -> list[Event]:
-        return []
 
     def whole(self) -> Any:
         answers = []

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 import edgeinfer
 from edgeinfer import ModelFacts
 from edgeinfer.apps.server.bodies import read_json
-from edgeinfer.apps.server.completions import CompletionKind, completion_endpoint
+from edgeinfer.apps.server.completions import CompletionKind, NoFrame, completion_endpoint
 from edgeinfer.apps.server.events import JSON_LINES
 from edgeinfer.apps.server.service import Endpoint, NamedModel, Service
 from edgeinfer.errors import CapabilityError
@@ -40,7 +40,7 @@ _OF_LOADING = (
 _SEEDS = 2**64
 
 
-class OllamaReply(OneReply):
+class OllamaReply(NoFrame, OneReply):
     """A reply to /api/chat or /api/generate, in lines of JSON."""
 
     def __init__(self, chat: bool, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
@@ -59,9 +59,6 @@ class OllamaReply(OneReply):
         fields.end()
         super().__init__(prompt, stream=stream is not False, ignored=fields.ignored)
 
-    def opening(self) -> list[Event]:
-        return []
-
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         return self._lines(self._reply.push(chunk))
 
@@ -70,9 +67,6 @@ class OllamaReply(OneReply):
         if self._reply.calls:
             lines.append(self._line("", self._calls(), done=False))
         return [*lines, self._last("", [])]
-
-    def closing(self) -> list[Event]:
-        return []
 
     def whole(self) -> Event:
         return self._last(self._reply.text, self._calls())

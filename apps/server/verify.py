@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from edgeinfer import Model, VerificationStream
-from edgeinfer.apps.server.completions import CompletionKind
+from edgeinfer.apps.server.completions import CompletionKind, NoFrame
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
@@ -158,7 +158,7 @@ def verify_kinds(sessions: VerifySessions) -> Mapping[str, CompletionKind]:
     return {"/verify": CompletionKind(partial(VerifyCompletion, sessions), is_brief=sessions.goes_on)}
 
 
-class VerifyCompletion:
+class VerifyCompletion(NoFrame):
     """Implements `contract.Completion` for one round."""
 
     n = 1
@@ -217,9 +217,6 @@ class VerifyCompletion:
         session.made = weakref.ref(self._made)
         return self._made
 
-    def opening(self) -> list[Event]:
-        return []
-
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         if not (self.stream and chunk.token_ids):
             return []
@@ -236,9 +233,6 @@ class VerifyCompletion:
         session.judge(made.compared, made.right)
         session.over = made.ending is not None or len(session.reply) >= (session.most or math.inf)
         return [self._answer(made, made.tokens[self._sent :])] if self.stream else []
-
-    def closing(self) -> list[Event]:
-        return []
 
     def whole(self) -> Event:
         made = self._made
