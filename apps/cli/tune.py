@@ -27,7 +27,7 @@ LearntT = TypeVar("LearntT")
 
 
 def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Measures policies on a text and prints what they lose."""
+    """Measure what policies for full contexts lose on a text."""
     text = None if args.text is None else read_text(args.text)
     with progress_bar() as bar:
         told = None if bar is None else (lambda done, total: bar("readings", done, total))
@@ -40,7 +40,7 @@ def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Learns when searches take the next token for uncertain."""
+    """Learn when searches take the next token for uncertain."""
     found = _learnt(args, "--uncertainty", partial(edgeinfer.tools.tune_uncertainty, args.model, **options))
     rows = [
         ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
@@ -50,7 +50,7 @@ def tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Learns a steering vector."""
+    """Learn a steering vector."""
     learn = partial(edgeinfer.tools.tune_steering, args.model, args.steering, **options)
     found = _learnt(args, "--steering", learn)
     rows = [
@@ -61,7 +61,7 @@ def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def tune_judge(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Teaches a judge of drafted tokens."""
+    """Train a judge of drafted tokens."""
     found = _learnt(args, "--judge", partial(edgeinfer.tools.tune_judge, args.model, **options), "questions")
     rows = [
         ("drafted tokens that differ", f"{found.tokens} in {found.questions} replies, {found.matter:.0%} matter"),
@@ -72,7 +72,7 @@ def tune_judge(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], read: str = "tokens") -> LearntT:
-    """What is learnt from the text that an option needs."""
+    """Learn from the text that an option needs."""
     if args.text is None:
         raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
     text = read_text(args.text)

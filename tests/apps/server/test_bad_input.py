@@ -28,52 +28,21 @@ def error_of(answer: Any) -> dict[str, Any]:
     return inner
 
 
+# One or two of each kind; tests/edgeinfer/openai has all.
 @each_row(
     ("path", "body", "param"),
     [
         (CHAT, {}, "messages"),
-        (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": "Hello"}, "messages"),
         (CHAT, {"messages": [3]}, None),
-        (CHAT, {"messages": [{"role": "user"}]}, None),
-        (CHAT, {"messages": [{"role": "stranger", "content": "Hello"}]}, None),
-        (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, None),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
         (CHAT, chat_body(model=3), "model"),
-        (CHAT, chat_body(temperature="hot"), "temperature"),
         (CHAT, chat_body(temperature=-1), "temperature"),
-        (CHAT, chat_body(top_p=2), "top_p"),
-        (CHAT, chat_body(max_tokens=0), "max_tokens"),
-        (CHAT, chat_body(max_tokens=-5), "max_tokens"),
-        (CHAT, chat_body(max_tokens=1.5), "max_tokens"),
         (CHAT, chat_body(max_tokens=True), "max_tokens"),
-        (CHAT, chat_body(n=0), "n"),
-        (CHAT, chat_body(n=1000), "n"),
-        (CHAT, chat_body(n="2"), "n"),
-        (CHAT, chat_body(seed="one"), "seed"),
-        (CHAT, chat_body(stop=3), "stop"),
         (CHAT, chat_body(stop=["a"] * 10_000 + [3]), "stop"),
-        (CHAT, chat_body(stream="yes"), "stream"),
-        (CHAT, chat_body(logit_bias={"a": 1}), "logit_bias"),
-        (CHAT, chat_body(logit_bias=[1]), "logit_bias"),
-        (CHAT, chat_body(logprobs="yes"), "logprobs"),
         (CHAT, chat_body(logprobs=True, top_logprobs=1000), "top_logprobs"),
-        (CHAT, chat_body(response_format="json"), "response_format"),
-        (CHAT, chat_body(response_format={"type": "json_schema"}), None),
-        (CHAT, chat_body(response_format={"type": "xml"}), None),
-        (CHAT, chat_body(tools="all"), "tools"),
         (CHAT, chat_body(tools=[{"type": "function"}]), None),
-        (CHAT, chat_body(tools=[], tool_choice="required"), None),
-        (CHAT, chat_body(stream_options=3), "stream_options"),
-        (CHAT, chat_body(choices=[]), "choices"),
-        (TEXT, {}, "prompt"),
-        (TEXT, {"prompt": {"a": 1}}, "prompt"),
-        (TEXT, {"prompt": [-1]}, None),
         (TEXT, {"prompt": [-1], "echo": True}, "prompt"),
         (TEXT, {"prompt": [10**9]}, None),
-        (RESPONSES, {}, "input"),
         (RESPONSES, {"input": 3}, "input"),
-        (RESPONSES, {"input": "Hello", "max_output_tokens": "many"}, "max_output_tokens"),
     ],
 )
 def test_wrong_fields(server: Local, path: str, body: Any, param: str | None) -> None:
@@ -191,7 +160,9 @@ BASES = {
 REQUESTS: dict[str, Any] = {"path": PATHS, "fields": FEW_FIELDS, "complete": st.sampled_from([True, True, True, False])}
 
 
-def check_any(server: Local, path: str, fields: dict[str, Any], complete: bool) -> None:
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(**REQUESTS)
+def test_requests_of_any_kind(server: Local, path: str, fields: dict[str, Any], complete: bool) -> None:
     """Every request gets an answer in OpenAI's format, never an internal error, and the server goes on."""
     # Most of them would be right but for the fields that were made up.
     body = (BASES.get(path, {}) | fields) if complete else fields
@@ -204,12 +175,6 @@ def check_any(server: Local, path: str, fields: dict[str, Any], complete: bool) 
     elif answer.headers["content-type"].startswith("text/event-stream"):
         assert "internal_error" not in answer.text, body
     assert server.get("/health").status_code == 200
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(**REQUESTS)
-def test_requests_of_any_kind(server: Local, path: str, fields: dict[str, Any], complete: bool) -> None:
-    check_any(server, path, fields, complete)
 
 
 def test_damage_that_is_found_late_is_told_to_the_operator(caplog: pytest.LogCaptureFixture) -> None:
