@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, get_args
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import Setting, UsageError
+from edgeinfer.methods import find_method
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option
 from edgeinfer.records import dataclass
 
-# Methods of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
-ComputeMethod = Literal["full", "entropy", "unified", "calibrated", "importance", "routers", "exit", "steps"]
-COMPUTES: tuple[str, ...] = get_args(ComputeMethod)
-# What they are compared with in benchmarks: options take it, help does not offer it.
-BASELINES = ("random",)
 # What fills the cache where layers were skipped and are needed after all.
 SkipCache = Literal["exact", "below"]
 SKIP_CACHES: tuple[str, ...] = get_args(SkipCache)
@@ -27,13 +23,11 @@ _COMPUTE = "reduced compute (lossy)"
 # The choice of a method is called `compute` where options are flat and `method` in a group.
 _METHOD: dict[str, Any] = {
     "help": "how much of the model each token uses: full, all of it; entropy, the draft model writes the easy parts; "
-    "unified, calibrated, importance or routers, some layers are skipped; exit, a pass ends early once the first "
-    "layers are sure of the token; steps, the draft model writes sentences that the model may write again "
-    "(default: full)",
-    "choices": COMPUTES,
+    "calibrated, some layers are skipped; exit, a pass ends early once the first layers are sure of the token "
+    "(edgeinfer methods lists more; default: full)",
     "cli": "--compute",
+    "metavar": "METHOD",
     "group": _COMPUTE,
-    "also": BASELINES,
 }
 
 
@@ -106,16 +100,6 @@ class ComputeSettings:
         cli="--skip-cache",
         group=_COMPUTE,
     )
-    step_advantage: float = option(
-        0.5,
-        help="nats a token by which the model must expect to write a step better than the draft model did, for "
-        "--compute steps to have it written again (default: 0.5)",
-        low=-100,
-        high=100,
-        cli="--step-advantage",
-        metavar="NATS",
-        group=_COMPUTE,
-    )
     # The mean over the reply's tokens, by sampled passes of the whole model.
     quality_floor: float | None = option(
         None,
@@ -133,14 +117,10 @@ class ComputeSettings:
 class ComputeOptions(ComputeSettings):
     """How much of the model each token takes, as one of a reply's options; `ReducedCompute` tells of the methods."""
 
-    compute: ComputeMethod = option("full", **_METHOD)
+    compute: str = option("full", **_METHOD)
 
     def check_compute(self) -> None:
-        """Refuses options that exclude each other.
-
-        Raises:
-            UsageError: there are such.
-        """
+        """Refuse an unknown method, and options that exclude each other."""
         _check(self.compute, self)
 
 
@@ -151,11 +131,9 @@ class ReducedCompute(ComputeSettings, OptionGroup):
     All methods but "full" are lossy. The whole model evaluates every prompt.
 
     Attributes:
-        method: "entropy" lets a draft model write the parts that are easy to predict; "unified", "calibrated",
-            "importance" and "routers" skip layers or blocks for the whole reply, all but the first as chosen by
-            `edgeinfer tune --skip`, by the prompt, or by the bundle's routers; "exit" ends a pass early once the first
-            layers are sure of the token; "steps" has the draft model write a sentence or line at a time, which the
-            model reads and writes again where it expects to do much better (Arbitrage).
+        method: "entropy" lets a draft model write the parts that are easy to predict; "calibrated" skips the blocks
+            that `edgeinfer tune --skip` chose; "exit" ends a pass early once the first layers are sure of the token;
+            others are research.
         compute_speedup: target speedup of a pass that skips layers.
         compute_share: for "entropy": share of tokens that the large model generates.
         entropy_threshold: entropy in bits above which the large model generates a token; None follows the share.
@@ -165,14 +143,12 @@ class ReducedCompute(ComputeSettings, OptionGroup):
         exit_confidence: probability of the likeliest token above which a pass ends early.
         skip_cache: keys and values of layers that an early exit left out: computed later ("exact"), or copied from the
             layer below ("below").
-        step_advantage: for "steps": nats a token by which the model must expect to write a step better than the draft
-            model did to write it again.
         quality_floor: divergence in nats from the full model's predictions above which the full model takes over.
     """
 
     mode: ClassVar[tuple[str, str] | None] = ("method", "compute")
 
-    method: ComputeMethod = option("full", **_METHOD)
+    method: str = option("full", **_METHOD)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,13 +156,18 @@ class ReducedCompute(ComputeSettings, OptionGroup):
 
 
 def _check(method: str, settings: ComputeSettings) -> None:
-    if method == "steps" and settings.quality_floor is not None:
-        message = "quality_floor does not go with compute='steps', where the full model reads every token."
-        raise UsageError(message, "Use step_advantage, or leave quality_floor out.")
-    if settings.skip_cache == "below" and method != "exit":
+    below = settings.skip_cache != "exact"
+    if method != "full":
+        refused = getattr(find_method("compute", method), "refuses", ())
+        given = {"skip_cache": below, "quality_floor": settings.quality_floor is not None}
+        for name in refused:
+            if given[name]:
+                refusal = Setting(name, getattr(settings, name)) + f" does not go with compute={method!r}."
+                raise UsageError(refusal, "Leave one of them out.")
+    elif below:
         message = "skip_cache='below' works with early exits only."
-        raise UsageError(message, "Use it with compute='exit', or leave it out.")
-    if settings.skip_cache == "below" and settings.quality_floor is not None:
+        raise UsageError(message, "Use it with " + Setting("compute", "exit") + ", or leave it out.")
+    if below and settings.quality_floor is not None:
         message = "quality_floor needs the full model's cache, which skip_cache='below' does not keep."
         raise UsageError(message, "Leave skip_cache or quality_floor out.")
 

@@ -203,14 +203,13 @@ class Model(LoadedModel):
         asked["parse_special"] = config.parses_content
         if tokens is None:
             tokens = self.tokenize_chat(messages, **asked)
-        lame = [] if config.lame_prompt is None else self.tokenize_chat(_asking(messages, config.lame_prompt), **asked)
         return self._start(
             GenerationRequest(
                 prompt=list(tokens),
                 config=config,
                 started=started,
                 continues=bool(prefill),
-                lame=tuple(lame),
+                rephrased=lambda text: self.tokenize_chat(_asking(messages, text), **asked),
                 calls=calls,
                 on_finish=on_finish,
             )

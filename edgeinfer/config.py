@@ -6,14 +6,23 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adapting import LoadAdapters, ReplyAdapter
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
 from edgeinfer.device_options import DeviceOptions, LoadReplies
-from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
+from edgeinfer.drafting import (
+    DRAFTING_GROUP,
+    SPECULATION,
+    LoadDrafting,
+    ReplyDrafting,
+    Speculation,
+    check_drafters,
+    drafters_in,
+)
 from edgeinfer.errors import Setting, UsageError, one_of, shown
+from edgeinfer.methods import DeclaredMethod, check_method_options, find_method
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
 from edgeinfer.records import dataclass
@@ -293,7 +302,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
     def __post_init__(self) -> None:
         check_options(self)
         self.check_adapters()
-        drafters_in(self.speculation)
+        check_drafters(self.speculation)
         fits = self.expert_memory is None or self.weights in (None, "experts")
         require(fits, "expert_memory", self.expert_memory, "left out unless weights is 'experts'")
         self.check_device()
@@ -309,6 +318,14 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
     each takes. Defaults give greedy decoding."""
 
     speculation: str = option("auto", **SPECULATION)
+    method_options: Mapping[str, Any] = option(
+        factory=dict,
+        help="an option of a chosen method, such as lame_prompt=Hi for --search contrast; can be repeated (edgeinfer "
+        "methods lists them)",
+        cli="--method-option",
+        metavar="NAME=VALUE",
+        group="methods",
+    )
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -336,15 +353,28 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
 
     def __post_init__(self) -> None:
         check_options(self)
-        drafters_in(self.speculation)
+        check_drafters(self.speculation)
         self.check_drafting()
         self.check_reply()
         self.check_compute()
         self.check_search()
         self.check_steering()
+        given = self.method_options
+        require(isinstance(given, Mapping), "method_options", given, "a mapping of names to values")
+        object.__setattr__(self, "method_options", check_method_options(given, self._methods()) if given else {})
         modes = [name for name, usual in (("compute", "full"), ("search", "off")) if getattr(self, name) != usual]
         modes += ["speculation"] if modes and self.speculation not in ("auto", "off") else []
         require_alone(modes)
+
+    def _methods(self) -> Iterator[DeclaredMethod]:
+        """The methods that this reply chooses by name."""
+        if self.search != "off":
+            yield find_method("searches", self.search)
+        if self.compute != "full":
+            yield find_method("compute", self.compute)
+        yield find_method("verifiers", self.verification)
+        if self.speculation != "auto":
+            yield from (find_method("drafters", name) for name in drafters_in(self.speculation))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some options changed; errors as `of`."""

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
-from edgeinfer.errors import Setting, UsageError
+from edgeinfer.methods import find_method, product_methods
 from edgeinfer.option_groups import OptionGroup
-from edgeinfer.options import option, suggestion
+from edgeinfer.options import option
 from edgeinfer.records import dataclass
 
-# Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
-DRAFTERS = (
-    "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "bits-experts",
-    "resident", "medusa", "hydra", "prompt", "eagle", "mtp", "dflash", "hydra-plus", "rapid",
-)  # fmt: skip
-# How drafts can be verified; runtime/speculation/verification has them. rejection: Leviathan and Chen; k-seq: SpecTr;
-# typical: Medusa; judge: Bachmann.
-VerificationRule = Literal["keyed", "rejection", "k-seq", "typical", "judge"]
-VERIFICATIONS: tuple[str, ...] = get_args(VerificationRule)
 # As a draft model: none, not even the one that a bundle brings.
 NO_DRAFT_MODEL = "off"
 # Tokens in a draft unless told otherwise: more rarely pay (docs/log), and each takes a row of logits.
 MOST_DRAFTED = 15
+# Gives the text of plain decoding, whatever is drafted.
+DEFAULT_VERIFICATION = "keyed"
 # Candidates for one place.
 _MOST_SIBLINGS = 8
 # The heading of help.
 DRAFTING_GROUP = "speculative decoding (the text stays the same)"
 # Declares who drafts, which is called `speculation` where options are flat and `drafters` in a group.
 SPECULATION: dict[str, Any] = {
-    "help": "speculative decoding: auto uses it where it is faster; off; or drafters, such as copy,recycle, out of "
-    + ", ".join(DRAFTERS)
-    + " (default: auto)",
+    "help": "speculative decoding: auto uses it where it is faster; off; or drafters, such as copy,recycle (edgeinfer "
+    "methods lists them; default: auto)",
     "cli": "--speculation",
     "metavar": "MODE",
     "group": DRAFTING_GROUP,
@@ -44,30 +36,17 @@ def drafters_in(speculation: str) -> tuple[str, ...]:
     if speculation == "off":
         return ()
     if speculation == "auto":
-        return DRAFTERS
+        return tuple(product_methods("drafters"))
     names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))
     for name in names:
-        if name not in DRAFTERS:
-            hint = suggestion(name, ("auto", "off", *DRAFTERS)) + Setting("speculation")
-            hint += f" must be auto, off, or some of {', '.join(DRAFTERS)}, separated by commas."
-            raise UsageError(f"Unknown drafter {name!r}.", hint)
+        find_method("drafters", name)
     return names
 
 
-def branching_in(draft_tree: str, verification: str) -> tuple[int, ...]:
-    """Siblings at each depth that an option such as "3,2,1" names; none for "adaptive" and "beam"."""
-    if draft_tree == "adaptive":
-        return ()
-    if verification != "rejection":
-        hint = f"Add {Setting('verification', 'rejection')}, or use {Setting('draft_tree', 'adaptive')}."
-        raise UsageError(f"A draft tree {draft_tree!r} is drawn at random, for verification by rejection.", hint)
-    if draft_tree == "beam":
-        return ()
-    counts = draft_tree.split(",")
-    if not all(count.isascii() and count.isdigit() and 1 <= int(count) <= _MOST_SIBLINGS for count in counts):
-        hint = str(Setting("draft_tree")) + f" must be adaptive, beam, or numbers from 1 to {_MOST_SIBLINGS}."
-        raise UsageError(f"Unknown draft tree {draft_tree!r}.", hint)
-    return tuple(map(int, counts))
+def check_drafters(speculation: str) -> None:
+    """Refuse an option that names an unknown drafter."""
+    if speculation != "auto":
+        drafters_in(speculation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,35 +100,19 @@ class ReplyDrafting(DraftLength):
         metavar="N",
         group=DRAFTING_GROUP,
     )
-    verification: VerificationRule = option(
-        "keyed",
-        help="how drafts are verified: keyed gives the text of plain decoding, rejection and k-seq give its "
-        "distribution, typical and judge are lossy (default: keyed)",
-        choices=VERIFICATIONS,
+    verification: str = option(
+        DEFAULT_VERIFICATION,
+        help="how drafts are verified: keyed gives the text of plain decoding, rejection gives its distribution "
+        "(edgeinfer methods lists more; default: keyed)",
         cli="--verification",
+        metavar="RULE",
         group=DRAFTING_GROUP,
     )
-    draft_tree: str = option(
-        "adaptive",
-        help="shape of draft trees with --verification rejection: adaptive, beam (stochastic beam search), or numbers "
-        "of candidates by depth, such as 3,2,1 (default: adaptive)",
-        cli="--draft-tree",
-        metavar="SHAPE",
-        group=DRAFTING_GROUP,
-    )
-
-    @property
-    def branching(self) -> tuple[int, ...]:
-        """Candidates at each depth, where `draft_tree` names them."""
-        return branching_in(self.draft_tree, self.verification)
 
     def check_drafting(self) -> None:
-        """Refuses a tree of an unknown shape, or one that the verification does not take.
-
-        Raises:
-            UsageError: it is one.
-        """
-        branching_in(self.draft_tree, self.verification)
+        """Refuse an unknown verification."""
+        if self.verification != DEFAULT_VERIFICATION:
+            find_method("verifiers", self.verification)
 
 
 @dataclass(frozen=True)
@@ -164,11 +127,8 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
         remember: for load(): whether what drafters learn (token ids and counts) is kept for the next session.
         draft_width: for generate(): candidates per drafter and position; more than 1 drafts a tree, except where text
             is exact and attention is ONNX Runtime's own, whose side branches would not be.
-        verification: for generate(): "keyed" gives the text of plain decoding, "rejection" and "k-seq" give its
-            distribution; "typical" is lossy, and so is "judge", which keeps what `edgeinfer tune --judge` learnt to.
-        draft_tree: for generate() with "rejection": "adaptive" draws where a token is likeliest to be accepted, "beam"
-            keeps the `draft_width` best paths of every depth (stochastic beam search), and "3,2,1" draws so many
-            candidates behind every path of each depth.
+        verification: for generate(): "keyed" gives the text of plain decoding, "rejection" its distribution; those of
+            research are lossy.
     """
 
     mode: ClassVar[tuple[str, str] | None] = ("drafters", "speculation")
@@ -177,5 +137,5 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        drafters_in(self.drafters)
+        check_drafters(self.drafters)
         self.check_drafting()

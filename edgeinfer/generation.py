@@ -219,7 +219,7 @@ class TokenStream:
             if before.searches:
                 self._strategy = self._new_strategy(parts)
             else:
-                self._strategy = parts.speculator.strategy_beside(self._sampler, self._config, parts.drafting, before)
+                self._strategy = parts.speculator.sequence_strategy(self._sampler, self._config, parts.drafting, before)
                 # Its statistics are reported where the rest is decoded plainly.
                 self._first_strategy = self._first_strategy or before
             parts.engine.use_adapter(self._config.adapter)

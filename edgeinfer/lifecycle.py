@@ -59,7 +59,6 @@ class ModelParts:
     Attributes:
         loaded: which model it is, without the state of verification that `info` adds.
         verification: of its files; replies wait for it.
-        uncertainty: entropy in nats above which searches treat the next token as uncertain, by default.
         watched: the backend of a model with experts, which counts how they are used.
         decoder: description of the layers, where the bundle has one.
         sampling: generation options that its makers recommend for chats.
@@ -81,7 +80,6 @@ class ModelParts:
     ledger: Ledger
     verification: Verification
     threads: int
-    uncertainty: float
     watched: ExpertCountingBackend | None = None
     decoder: DecoderSpec | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -21,7 +21,6 @@ from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo, Progress
-from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -42,18 +41,18 @@ from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
 from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, find_settings, model_digest
-from edgeinfer.runtime.profile.uncertainty import uncertainty_of
-from edgeinfer.runtime.remote.decoding import remote_deciding
 from edgeinfer.runtime.speculation.assembly import bundled_drafter, make_draft_backend, make_speculator, require_models
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.memory import allocating, process_memory, release_code, release_freed, return_large_frees
+from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer, recommended_sampling
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
+    from edgeinfer.runtime.remote.decoding import RemoteDeciding
 
 
 _log = logging.getLogger("edgeinfer")
@@ -291,40 +290,42 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         ledger=_ledger(plan, engine, speculator, parsed.bytes, make_replanner(subject, config, speed)),
         verification=verification,
         threads=subject.threads,
-        uncertainty=uncertainty_of(bundle),
         watched=backend if isinstance(backend, ExpertCountingBackend) else None,
         decoder=bundle.manifest.decoder,
         sampling=recommended_sampling(bundle),
-        remote=remote_deciding(config, parsed.tokenizer, begin_ids, eos_ids),
+        remote=_remote(config, parsed.tokenizer, begin_ids, eos_ids) if config.remote is not None else None,
     )
+
+
+def _remote(
+    config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], eos_ids: frozenset[int]
+) -> RemoteDeciding:
+    # Here, as few programs let another server decide.
+    from edgeinfer.runtime.remote.decoding import remote_deciding
+
+    return remote_deciding(config, tokenizer, begin_ids, eos_ids)
 
 
 def _reduced(
     subject: PlanInput, plan: MemoryPlan, engine: Engine, speculator: Speculator, profile: DeviceProfile
 ) -> ReducedComputeStrategies:
     """Make the strategies of replies that take less compute; few programs need them."""
-    from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeParts, ReducedComputeStrategies
+    from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
     manifest, drafter = subject.manifest, subject.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
-
-    @functools.cache
-    def routers() -> tuple[Floats, Floats] | None:
-        heads = read_heads(subject.bundle, "routers")
-        return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
-
     backend, model = engine.backend, speculator.parts.whole_model
-    parts = ReducedComputeParts(
-        engine=engine,
+    return ReducedComputeStrategies(
+        engine,
+        profile,
         small=None if model is None else ModelDrafter(model, engine.chunk, backend.geometry.vocab_size),
         parameters=small / max(manifest.parameters, 1),
         exits=manifest.exits,
-        exit_layer=lambda: speculator.parts.tuning.exit_layer,
-        routers=routers,
+        tuned_exit=lambda: speculator.parts.tuning.exit_layer,
+        heads=functools.cache(lambda kind: read_heads(subject.bundle, kind)),
         rows=plan.draft_max + 1,
         plain_ms=lambda: speculator.plain_ms,
     )
-    return ReducedComputeStrategies(parts, profile)
 
 
 def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
-from edgeinfer.adaptive import ComputeMethod, ReducedCompute, SkipCache
+from edgeinfer.adaptive import ReducedCompute, SkipCache
 from edgeinfer.config import Cache, CountedPages, KvType, OverflowPolicy, WeightsMode
-from edgeinfer.drafting import Speculation, VerificationRule
+from edgeinfer.drafting import Speculation
 from edgeinfer.remote_options import RemoteApi, RemoteLoss
 from edgeinfer.reply_options import Sampling
 from edgeinfer.schema_classes import SchemaClass
-from edgeinfer.searching import Answer, Search, SearchMethod
+from edgeinfer.searching import Answer, Search
 
 Prompt: TypeAlias = str | Sequence[int]
 JsonSchema: TypeAlias = Mapping[str, Any] | str | type[SchemaClass]
@@ -42,20 +42,13 @@ class SamplingDict(_RareSampling, total=False):
 class _SearchSettings(TypedDict, total=False):
     samples: int
     rounds: int
-    power: float
-    resample_every: int
-    scorer: Callable[[str, bool], float] | None
     answer: Answer
     voters: int | None
     beams: int
     beam_groups: int
     diversity: float
     length_penalty: float
-    look_ahead: int
     candidates: int | None
-    uncertainty: float | None
-    lame_prompt: str | None
-    contrast_strength: float
     passage: str | None
     anchor_budget: float
     anchor_debt: int
@@ -66,7 +59,7 @@ class _SearchSettings(TypedDict, total=False):
 class SearchDict(_SearchSettings, total=False):
     """`Search` as a dictionary."""
 
-    method: SearchMethod
+    method: str
 
 
 class _ComputeSettings(TypedDict, total=False):
@@ -76,7 +69,6 @@ class _ComputeSettings(TypedDict, total=False):
     entropy_stay: int
     exit_layer: int | None
     exit_confidence: float
-    step_advantage: float
     skip_cache: SkipCache
     quality_floor: float | None
 
@@ -84,7 +76,7 @@ class _ComputeSettings(TypedDict, total=False):
 class ReducedComputeDict(_ComputeSettings, total=False):
     """`ReducedCompute` as a dictionary."""
 
-    method: ComputeMethod
+    method: str
 
 
 class _DraftLength(TypedDict, total=False):
@@ -93,8 +85,7 @@ class _DraftLength(TypedDict, total=False):
 
 class _ReplyDrafting(_DraftLength, total=False):
     draft_width: int
-    verification: VerificationRule
-    draft_tree: str
+    verification: str
 
 
 class _LoadDrafting(_DraftLength, total=False):
@@ -118,8 +109,8 @@ class CacheDict(TypedDict, total=False):
 
 SamplingOption: TypeAlias = Sampling | SamplingDict
 SpeculationOption: TypeAlias = str | Speculation | SpeculationDict
-SearchOption: TypeAlias = SearchMethod | Search | SearchDict
-ComputeOption: TypeAlias = ComputeMethod | ReducedCompute | ReducedComputeDict
+SearchOption: TypeAlias = str | Search | SearchDict
+ComputeOption: TypeAlias = str | ReducedCompute | ReducedComputeDict
 CacheOption: TypeAlias = Cache | CacheDict
 
 
@@ -136,10 +127,12 @@ class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyD
         thinking_budget: maximum number of tokens of a thought, whose end tag is forced then; None: no limit.
         adapter: name of the adapter that the reply is made with, of those that the model was loaded with; None: none.
         steering: steering vectors of the model's bundle and how strongly they move its text: "story:1.5,terse".
+        method_options: options of a chosen method that are not listed here, by name.
     """
 
     adapter: str | None
     steering: str | None
+    method_options: Mapping[str, Any]
     checker: Callable[[str, bool], bool] | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool

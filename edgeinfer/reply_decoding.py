@@ -20,6 +20,7 @@ from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.speculation.verification.rule import find_verification
 from edgeinfer.runtime.text.streaming import CallMark
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class GenerationRequest:
         reply: tokens that it has already.
         draft: what may follow them.
         contexts: that the prompt begins with, where these were evaluated apart.
-        lame: tokens of the worse prompt of a chat; elsewhere the text of the option is it.
+        rephrased: gives the tokens of the same chat with another last message of the user; None where there is no chat.
         calls: what calls of functions begin with in it.
         on_finish: called once with the result.
     """
@@ -50,7 +51,7 @@ class GenerationRequest:
     reply: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
     contexts: JoinedContexts | None = None
-    lame: tuple[int, ...] = ()
+    rephrased: Callable[[str], list[int]] | None = None
     calls: CallMark | None = None
     on_finish: Callable[[Result], None] | None = None
 
@@ -63,7 +64,7 @@ def make_sampler(
     stop_ids: frozenset[int],
 ) -> Sampler:
     """Make the sampler of a reply's tokens; the time is the seed where none is given."""
-    if config.checker is not None and config.verification != "keyed":
+    if config.checker is not None and not find_verification(config.verification).exact:
         message = Setting("verification", config.verification) + " does not go with a checker."
         raise UsageError(message, "Leave it out: drafts are verified by what is drawn.")
     seed = config.seed if config.seed is not None else time.time_ns()
@@ -120,12 +121,11 @@ def make_strategy(
     """Make the strategy of a request: a search, less compute, drafting, or one token per pass."""
     engine, config = parts.engine, request.config
     if parts.remote is not None:
-        require_plain(config, computes=("full", "entropy"))
+        require_plain(config, remote=True)
         return parts.remote.strategy(engine, sampler, config)
     if config.search != "off":
         # As few of them search.
-        from edgeinfer.runtime.search.registry import make_search
-        from edgeinfer.runtime.search.strategy import SearchParts
+        from edgeinfer.runtime.search.strategy import SearchParts, make_search
 
         given = SearchParts(
             engine.backend,
@@ -137,26 +137,26 @@ def make_strategy(
             fed=lambda: engine.cached_tokens,
             chunk=engine.chunk,
             continues=request.continues,
-            lame=request.lame,
-            anchor=lambda: parts.reduced.require_small(),
-            uncertainty=parts.uncertainty if config.uncertainty is None else config.uncertainty,
+            rephrased=request.rephrased,
+            small=lambda: parts.reduced.require_small(),
             spare_bytes=parts.ledger.plan.spare_bytes,
         )
         return make_search(given, forgets=engine.context_shift is not None)
     if parts.drafting is not None:
         assert is_shareable(config), "who made the parts has looked"
-        return parts.speculator.strategy_beside(sampler, config, parts.drafting)
-    reduced = None
+        return parts.speculator.sequence_strategy(sampler, config, parts.drafting)
     if config.compute != "full":
-        from edgeinfer.runtime.layer_skip.steps import StepEnds  # most replies use the whole model
-
-        reduced = parts.reduced.strategy(config, sampler, StepEnds(parts.tokenizer, stop_ids))
-    return parts.speculator.strategy(sampler, config) if reduced is None else reduced
+        return parts.reduced.strategy(config, sampler, parts.tokenizer, stop_ids)
+    return parts.speculator.strategy(sampler, config)
 
 
 def is_shareable(config: GenerationConfig) -> bool:
     """Whether a reply can share passes with others."""
-    return config.compute == "full" and config.search != "anchored"
+    if config.search == "off":
+        return config.compute == "full"
+    from edgeinfer.runtime.search.strategy import search_method  # few replies search
+
+    return search_method(config.search).shares
 
 
 def require_shareable(config: GenerationConfig) -> None:
@@ -165,15 +165,24 @@ def require_shareable(config: GenerationConfig) -> None:
         message = "Replies side by side cannot take less than the whole model."
         raise UnshareableError(message, 'Leave out "compute", or use generate().')
     if not is_shareable(config):
-        message = "Replies side by side cannot be anchored by the draft model, which follows one text at a time."
+        message = f"Replies side by side cannot search by {config.search}: the draft model follows one text at a time."
         raise UnshareableError(message, 'Leave out "search", or use generate().')
 
 
-def require_plain(config: GenerationConfig, *, computes: Sequence[str] = ("full",)) -> None:
-    """Refuses options by which a reply is not decided token by token."""
-    plain: dict[str, Sequence[object]] = {"search": ("off",), "compute": computes, "logprobs": (None,)}
-    plain |= {"verification": ("keyed",), "quality_floor": (None,), "checker": (None,)}
-    for name, usual in plain.items():
-        if (value := getattr(config, name)) not in usual:
-            message = Setting(name, value) + " does not go with drafts of another device."
+def require_plain(config: GenerationConfig, *, remote: bool = False) -> None:
+    """Refuses options by which a reply is not decided token by token.
+
+    Args:
+        remote: a server may be the large model of two that take turns.
+    """
+    plain = {name: getattr(config, name) is None for name in ("logprobs", "quality_floor", "checker")}
+    plain |= {"search": config.search == "off", "verification": find_verification(config.verification).exact}
+    if remote and config.compute != "full":
+        from edgeinfer.runtime.layer_skip.reduced_compute import compute_method  # few replies compute less
+
+        remote = compute_method(config.compute).remote
+    plain["compute"] = config.compute == "full" or remote
+    for name, holds in plain.items():
+        if not holds:
+            message = Setting(name, getattr(config, name)) + " does not go with drafts of another device."
             raise UsageError(message, "Leave it out.")

@@ -298,7 +298,7 @@ class ReplyOptions(SamplingOptions):
     @property
     def parses_prompt(self) -> bool:
         """Whether special tokens spelled out in a prompt that the caller wrote as a whole become those tokens: the text
-        of `stream` and `generate`, and `lame_prompt`."""
+        of `stream` and `generate`."""
         return self.parse_special is not False
 
     @property

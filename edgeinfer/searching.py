@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
+from edgeinfer.methods import find_method
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import Range, option, options_of, require, require_few
 from edgeinfer.records import dataclass
 
-# Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
-SearchMethod = Literal[
-    "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",
-    "extract", "aligned", "particles", "astar", "beam", "anchored",
-]  # fmt: skip
-SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
 Answer = Literal["text", "line", "number"]
 ANSWERS: tuple[str, ...] = get_args(Answer)
@@ -31,12 +25,10 @@ _SEARCH = "search"
 # The choice of a method is called `search` where options are flat and `method` in a group.
 _METHOD: dict[str, Any] = {
     "help": "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of "
-    "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
-    "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; aligned, replies of a form as "
-    "likely as the model finds them; particles, replies by the model's probability to a power and a scorer; astar, the "
-    "best beginnings grow by drawn lines; beam, beam search; anchored, replies that stay near the draft model's "
-    "distribution; all but samples are lossy (default: off)",
-    "choices": SEARCHES,
+    "several; vote, the most common answer of several; momentum, less repetition; extract, the likeliest span of a "
+    "passage; aligned, replies of a form as likely as the model finds them; beam, beam search; anchored, replies that "
+    "stay near the draft model's distribution; all but samples are lossy (edgeinfer methods lists more; default: off)",
+    "metavar": "METHOD",
     "cli": "--search",
     "group": _SEARCH,
 }
@@ -52,8 +44,7 @@ class SearchSettings:
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
-        help="number of replies for samples, first-finish, best-of and vote, in a round of aligned, of particles, and "
-        "of lines that astar draws behind a beginning (default: 4)",
+        help="number of replies for samples, first-finish, best-of and vote, and in a round of aligned (default: 4)",
         low=2,
         high=MOST_BRANCHES,
         cli="--samples",
@@ -62,38 +53,12 @@ class SearchSettings:
     )
     rounds: int = option(
         8,
-        help="rounds of samples that aligned learns from, or beginnings that astar expands (default: 8)",
+        help="rounds of samples that aligned learns from (default: 8)",
         low=1,
         high=256,
         cli="--rounds",
         metavar="N",
         group=_SEARCH,
-    )
-    power: float = option(
-        2.0,
-        help="power to which particles raise the model's probabilities (default: 2)",
-        low=0,
-        high=32,
-        above=True,
-        cli="--power",
-        metavar="X",
-        group=_SEARCH,
-    )
-    resample_every: int = option(
-        16,
-        help="number of tokens after which particles are weighed and resampled (default: 16)",
-        low=1,
-        high=4096,
-        cli="--resample-every",
-        metavar="N",
-        group=_SEARCH,
-    )
-    # A program's own code, so that neither requests nor bundles can give one.
-    scorer: Callable[[str, bool], float] | None = option(
-        None,
-        help="function of a text and whether it has ended, which gives the logarithm of particles' weight, or what "
-        "astar prefers",
-        wire=False,
     )
     answer: Answer = option(
         "text",
@@ -147,49 +112,13 @@ class SearchSettings:
         metavar="X",
         group=_SEARCH,
     )
-    look_ahead: int = option(
-        5,
-        help="number of tokens that lookahead evaluates ahead (default: 5)",
-        low=1,
-        high=64,
-        cli="--look-ahead",
-        metavar="N",
-        group=_SEARCH,
-    )
     candidates: int | None = option(
         None,
-        help="number of candidate tokens for lookahead and momentum (default: 3 and 5)",
+        help="number of candidate tokens for momentum (default: 5)",
         low=2,
         high=MOST_BRANCHES,
         cli="--candidates",
         metavar="N",
-        group=_SEARCH,
-    )
-    uncertainty: float | None = option(
-        None,
-        help="entropy in nats above which lookahead and contrast treat a token as uncertain (default for lookahead: "
-        "what edgeinfer tune --uncertainty learnt, else 1.5; for contrast: its paper's own measure)",
-        low=0,
-        high=100,
-        cli="--uncertainty",
-        metavar="X",
-        group=_SEARCH,
-    )
-    lame_prompt: str | None = option(
-        None,
-        help="worse prompt, from whose reply contrast steers away",
-        goes_with=("search", "contrast"),
-        cli="--lame-prompt",
-        metavar="TEXT",
-        group=_SEARCH,
-    )
-    contrast_strength: float = option(
-        0.7,
-        help="how strongly contrast steers away from the worse prompt (default: 0.7)",
-        low=0,
-        high=100,
-        cli="--contrast-strength",
-        metavar="X",
         group=_SEARCH,
     )
     passage: str | None = option(
@@ -244,14 +173,10 @@ class SearchSettings:
 class SearchOptions(SearchSettings):
     """How a reply is searched for, as one of its options; `Search` tells of the methods."""
 
-    search: SearchMethod = option("off", **_METHOD)
+    search: str = option("off", **_METHOD)
 
     def check_search(self) -> None:
-        """Refuses options that do not go together.
-
-        Raises:
-            UsageError: there are such.
-        """
+        """Refuse an unknown search, and options that do not go together."""
         _check(self.search, self)
 
 
@@ -265,38 +190,19 @@ class Search(SearchSettings, OptionGroup):
         method: "samples" draws several replies side by side and answers with the first, the others are in
             `result.search.texts`; "first-finish" draws several and answers with the first to end; "best-of" draws
             several and answers with the one of the highest mean log-probability; "vote" draws several and answers with
-            one whose answer most of them have (self-consistency); "cautious" draws several continuations up to the
-            next punctuation where the next token is uncertain, and goes on with the least perplexing (CNTP);
-            "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain
-            (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token is
-            uncertain (USCD); "momentum" is greedy, but resists repeating itself; "extract" answers with the span of a
-            passage that the model finds likeliest, word for word; "aligned" draws replies that follow a schema, a
-            grammar or choices as often as the model writes them, which masking alone does not (ASAp); "particles" draws
-            several replies by p(reply)**power * exp(scorer(reply)) and answers with one by its weight (Power-SMC,
-            reward-guided SMC); "astar" draws several next lines behind the best beginning so far, and goes on so
-            until the best one is whole; "beam" keeps several of the likeliest beginnings (diverse beam search);
-            "anchored" draws from a mean of the model's distribution and the draft model's, within a budget of
-            divergence from the latter (Anchored Decoding).
-        samples: number of replies for "samples", "first-finish", "best-of" and "vote", where number i is drawn with
-            seed + i; number of "particles", and of lines that "astar" draws at once.
-        rounds: for "aligned": rounds of so many samples, of which each makes the next truer; for "astar": beginnings
-            that it expands at most.
-        power, resample_every: for "particles": the power, and after how many tokens those of little weight are
-            replaced.
-        scorer: for "particles": function of a text and whether it has ended, which gives the logarithm of a weight: 0
-            for what is as welcome as any, -inf for what is never to be chosen; for "astar": gives how good it is, else
-            that is the mean log-probability of the tokens.
+            one whose answer most of them have (self-consistency); "momentum" is greedy, but resists repeating itself;
+            "extract" answers with the span of a passage that the model finds likeliest, word for word; "aligned" draws
+            replies that follow a schema, a grammar or choices as often as the model writes them, which masking alone
+            does not (ASAp); "beam" keeps several of the likeliest beginnings (diverse beam search); "anchored" draws
+            from a mean of the model's distribution and the draft model's, within a budget of divergence from the latter
+            (Anchored Decoding); others are research.
+        samples: number of replies that are drawn; number i is drawn with seed + i.
+        rounds: for "aligned": rounds of so many samples, of which each makes the next truer.
         answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
         voters: of "vote": only so many replies are counted, those of the most lines (complexity-based consistency).
         beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.
-        look_ahead: number of tokens that "lookahead" evaluates ahead.
-        candidates: number of candidate tokens for "lookahead" and "momentum"; None means 3 and 5.
-        uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain; None means for
-            "lookahead" what `tools.tune_uncertainty` learnt of the model, else 1.5, for "contrast" that the same token
-            is drawn twice with a chance of at most 0.8.
-        lame_prompt, contrast_strength: for "contrast": the worse prompt, in a chat instead of the user's last message,
-            and how strongly to steer away from it.
+        candidates: number of candidate tokens for "momentum"; None means 5.
         passage: for "extract": the text of which the reply is a span.
         anchor_budget, anchor_debt: for "anchored": nats that each token adds to the budget, and how many of the
             prompt's log-ratios tell what it owes before its first token (0: nothing).
@@ -305,7 +211,7 @@ class Search(SearchSettings, OptionGroup):
 
     mode: ClassVar[tuple[str, str] | None] = ("method", "search")
 
-    method: SearchMethod = option("off", **_METHOD)
+    method: str = option("off", **_METHOD)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -313,15 +219,14 @@ class Search(SearchSettings, OptionGroup):
 
 
 def _check(method: str, settings: SearchSettings) -> None:
+    if method != "off":
+        find_method("searches", method)
     even = settings.beams % settings.beam_groups == 0
     require(even, "beam_groups", settings.beam_groups, f"a divisor of beams={settings.beams}")
     partners = {name: each.goes_with[1] for name, each in options_of(type(settings)).items() if each.goes_with}
     for name, needed in partners.items():
         if (method == needed) != (getattr(settings, name) is not None):
             raise UsageError(f"{name} and search={needed!r} go together.", "Give both, or neither.")
-    require(settings.scorer is None or callable(settings.scorer), "scorer", settings.scorer, "a function")
-    if settings.scorer is not None and method not in ("particles", "astar"):
-        raise UsageError("A scorer needs search='particles' or 'astar'.", "Give both, or leave out the scorer.")
     require_few("passage", settings.passage or "", _MOST_PASSAGE)
     resistance = settings.resistance
     numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))
@@ -357,8 +262,8 @@ class SearchUse:
         passes: over the model, those of the prompt not counted.
         rows: tokens that were fed in them.
         branches: continuations that were begun.
-        trials: continuations among which was chosen; of "momentum" and "contrast", tokens that were chosen otherwise
-            than plainly; of "anchored", tokens drawn from another distribution than the model's.
+        trials: continuations among which was chosen; of searches token by token, tokens that were chosen differently
+            from plain decoding.
         chosen: index in `texts` of the reply.
         texts: whole texts that were looked at; empty where a way only looks at a part at a time.
         divergence: of "anchored": nats by which the distributions that tokens were drawn from diverge from the draft

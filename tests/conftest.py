@@ -19,11 +19,16 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from edgeinfer import methods  # noqa: E402
+from tests.methods import declared_entries  # noqa: E402
 from tests.tiers import divide, longest_first  # noqa: E402
 
 # An example that takes long on a busy machine is no fault. What CI's profile says besides stays.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
+
+# The installed metadata may be of another checkout.
+methods.research_entries = declared_entries
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 

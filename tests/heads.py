@@ -14,7 +14,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 
 # Kinds that draft.
-DRAFTING = ("medusa", "hydra", "prompt")
+DRAFTING = ("medusa", "hydra")
 
 
 def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3, seed: int = 0) -> Heads:

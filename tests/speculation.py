@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import edgeinfer
-from edgeinfer.drafting import DRAFTERS
 from edgeinfer.export.exporter import export_checkpoint as export_anew
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.methods import product_methods
 from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -24,17 +24,15 @@ from edgeinfer.runtime.speculation.device import SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.cache import made
 from tests.factories import make_checkpoint
-from tests.heads import DRAFTING
 
 BUILTIN = Path(edgeinfer.__file__).parent / "builtin" / "tales"
 needs_builtin = pytest.mark.skipif(
     not (BUILTIN / "edgeinfer.json").is_file(), reason="the built-in model has not been made"
 )
+MODULES = ("eagle", "mtp", "dflash", "hydra-plus")
 # Of the drafters, those that a model without experts and heads of its own can have.
 DENSE = tuple(
-    who
-    for who in DRAFTERS
-    if who not in ("experts", "bits-experts", "resident", "eagle", "mtp", "dflash", "hydra-plus", *DRAFTING)
+    name for name in product_methods("drafters") if name not in ("experts", "bits-experts", "resident", *MODULES)
 )
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The little"
 # What a reply without drafts does not depend on.

@@ -20,7 +20,7 @@ from tests.cli import TIME_LIMIT
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+CHECKED = {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups", "edgeinfer.methods"}
 CHECKED |= {"edgeinfer.schema_classes", "edgeinfer.user_files"}
 ASKED = {
     *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.contexts", "edgeinfer.drafting", "edgeinfer.searching"),
@@ -31,6 +31,7 @@ CORE = {
     "edgeinfer.errors",
     "edgeinfer.options",
     "edgeinfer.option_groups",
+    "edgeinfer.methods",
     "edgeinfer.schema_classes",
     "edgeinfer.config",
     "edgeinfer.option_types",
@@ -46,6 +47,7 @@ ALLOWED = {
     "edgeinfer.version": set[str](),
     "edgeinfer.options": {"edgeinfer.records", "edgeinfer.errors"},
     "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options"},
+    "edgeinfer.methods": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_files": {"edgeinfer.errors"},
     "edgeinfer.schema_classes": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
@@ -281,9 +283,15 @@ def test_a_plain_reply_brings_in_nothing_that_it_does_not_use() -> None:
     token."""
     code = "import edgeinfer; m = edgeinfer.load(remember=False); m.generate('Once', max_tokens=1)"
     libraries = {"asyncio", "ssl", "difflib", "jinja2", "numpy.random", "huggingface_hub", "importlib.resources"}
-    ours = {"openai", "hub.resolving", "bundle.gguf", "runtime.search.registry", "runtime.layer_skip.policies"}
+    ours = {"openai", "hub.resolving", "bundle.gguf", "runtime.search", "runtime.layer_skip", "runtime.research"}
     ours |= {"runtime.sampling.grammar", "runtime.backends.llamacpp.factory", "runtime.tuning"}
     assert not modules_after(code) & (libraries | {f"edgeinfer.{name}" for name in ours})
+
+
+def test_nothing_of_the_product_imports_research() -> None:
+    research = "edgeinfer.runtime.research"
+    importers = {name for name, source in sources().items() if any(within(each, research) for each in source.imports)}
+    assert importers and all(within(name, research) for name in importers)
 
 
 def test_a_command_imports_no_other() -> None:

@@ -34,8 +34,8 @@ from edgeinfer.apps.bench.spec_modes import (
 )
 from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecResults, SpecSetup, spec_section
 from edgeinfer.apps.bench.synthetic import find_shape
-from edgeinfer.drafting import VERIFICATIONS, branching_in
 from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.methods import find_method
 
 # llama.cpp rounds contexts up to multiples of this.
 _LLAMACPP_CONTEXT = 256
@@ -110,21 +110,14 @@ class SpecOptions:
         "--verification LIST",
         rare=True,
         default=("keyed",),
-        help=f"comma-separated rules to measure each mode with, of {', '.join(VERIFICATIONS)}; only keyed gives the "
-        "text of plain decoding at a temperature above 0",
+        help="comma-separated rules to measure each mode with, such as keyed,rejection; only keyed gives the text of "
+        "plain decoding at a temperature above 0",
     )
     draft_width: tuple[str, ...] = option(
         "--draft-width LIST",
         rare=True,
         default=("1",),
         help="comma-separated widths of trees to measure each mode with",
-    )
-    draft_tree: tuple[str, ...] = option(
-        "--draft-tree LIST",
-        rare=True,
-        default=("adaptive",),
-        help="comma-separated shapes of drafts to measure each mode with rejection with: adaptive, beam, or numbers of "
-        "candidates by depth, such as 3-2-1",
     )
     seed: int = option("--seed N", rare=True, default=0, help="random seed for replies with a temperature above 0")
     checkpoint: Path | None = option(
@@ -155,14 +148,10 @@ class SpecOptions:
             raise UsageError("lengths must be whole numbers of 2 or more.", "Give some, such as 512,2048.")
         if not self.temperature or not all(map(_is_temperature, self.temperature)):
             raise UsageError("temperature must be numbers of 0 or more.", "Give some, such as 0,0.7,1.")
-        if unknown := set(self.verification) - set(VERIFICATIONS):
-            raise UsageError(f"There is no verification {min(unknown)!r}.", f"Choose of {', '.join(VERIFICATIONS)}.")
+        for rule in self.verification:
+            find_method("verifiers", rule)
         if not all(width in _WIDTHS for width in self.draft_width):
             raise UsageError(f"draft_width must be whole numbers of 1 to {_WIDTHS[-1]}.", "Give some, such as 1,2,4.")
-        for shape in self._shapes:
-            branching_in(shape, "rejection")
-        if "adaptive" not in self._shapes and "rejection" not in self.verification:
-            raise UsageError("Drafts of such shapes are verified by rejection.", "Add --verification rejection.")
         if self.warm_up < 0:
             raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
         if (self.expand or self.llamacpp) and self.checkpoint is None:
@@ -177,12 +166,7 @@ class SpecOptions:
         modes = (*self.modes, *((CONTROL,) if self.control else ()))
         temperature, *further = dict.fromkeys(map(float, self.temperature))
         replies, widths = ReplySettings(self.max_tokens, temperature, self.seed), tuple(map(int, self.draft_width))
-        return SpecConfig(modes, replies, self.repeats, self.verification, widths, self._shapes, tuple(further))
-
-    @property
-    def _shapes(self) -> tuple[str, ...]:
-        """As the option `draft_tree` of a reply has them."""
-        return tuple(shape.replace("-", ",") for shape in self.draft_tree)
+        return SpecConfig(modes, replies, self.repeats, self.verification, widths, tuple(further))
 
     def artifacts(self) -> TrainedArtifacts | None:
         """Files made of the checkpoint; None where there is none."""

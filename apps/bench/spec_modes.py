@@ -21,7 +21,6 @@ from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import Result
 
 _KEYED = "keyed"  # by which text is that of plain decoding
-_ADAPTIVE = "adaptive"  # the shape of drafts that every verification takes
 
 
 @dataclass(frozen=True)
@@ -31,26 +30,16 @@ class DraftForm:
     Attributes:
         verification: rule by which they are accepted.
         width: guesses per drafter and place.
-        shape: as the option `draft_tree` names it; other than "adaptive" with rejection alone.
     """
 
     verification: str = _KEYED
     width: int = 1
-    shape: str = _ADAPTIVE
 
     @property
     def words(self) -> tuple[str, ...]:
         """What a mode's name says of it."""
         rule, width = self.verification, f"width {self.width}" if self.width > 1 else ""
-        shape = "" if self.shape == _ADAPTIVE else f"tree {self.shape}"
-        return tuple(filter(None, ("" if rule == _KEYED else rule, width, shape)))
-
-    @property
-    def there(self) -> bool:
-        """Whether there are such drafts: shapes are drawn for rejection, and numbers of candidates are widths."""
-        if self.shape == _ADAPTIVE:
-            return True
-        return self.verification == "rejection" and (self.shape == "beam" or self.width == 1)
+        return tuple(filter(None, ("" if rule == _KEYED else rule, width)))
 
 
 @dataclass(frozen=True)
@@ -163,7 +152,6 @@ class EdgeInferMode:
             "speculation": PLAIN if drafters == CONTROL else drafters.replace("+", ","),
             "verification": form.verification,
             "draft_width": form.width,
-            "draft_tree": form.shape,
         }
         self._max_tokens = sampling.max_tokens
         self._known = self._latest = model.drafting_state() if isinstance(model, Learns) else None
@@ -239,7 +227,7 @@ class SpecConfig:
         modes: "off", "auto", CONTROL, or drafters joined by "+"; plain decoding is always measured, and comes first.
         replies: how each is generated.
         repeats: replies of each mode to each prompt.
-        verifications, widths, shapes: of drafts, each of which every mode that drafts is measured with.
+        verifications, widths: of drafts, each of which every mode that drafts is measured with.
         temperatures: besides that of `replies`, at each of which all of it is measured once more.
     """
 
@@ -248,7 +236,6 @@ class SpecConfig:
     repeats: int = 3
     verifications: tuple[str, ...] = (_KEYED,)
     widths: tuple[int, ...] = (1,)
-    shapes: tuple[str, ...] = (_ADAPTIVE,)
     temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -261,8 +248,7 @@ class SpecConfig:
     @property
     def forms(self) -> list[DraftForm]:
         """Forms of drafts that there are, of all that the axes name."""
-        every = product(self.verifications, self.widths, self.shapes)
-        return [form for rule, width, shape in every if (form := DraftForm(rule, width, shape)).there]
+        return [DraftForm(rule, width) for rule, width in product(self.verifications, self.widths)]
 
 
 def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str]) -> list[Mode]:

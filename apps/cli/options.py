@@ -88,13 +88,10 @@ def add_generation_options(
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     text = "Python file whose function check(text, ended) tells whether the reply may begin so, or be that"
     parser.advanced(group.add_argument("--checker", dest="checker_file", metavar="FILE", help=text))
-    add_options(parser, GenerationConfig, ("verification", "draft_width", "draft_tree", "adapter", "steering"))
+    add_options(parser, GenerationConfig, ("verification", "draft_width", "method_options", "adapter", "steering"))
     add_options(parser, ComputeOptions)
     passage = "file with the text of which extract finds the likeliest span; - reads stdin"
     add_options(parser, SearchOptions, help={"passage": passage})
-    text = "Python file whose function score(text, ended) gives the logarithm of particles' weight"
-    group = next(group for group in parser._action_groups if group.title == options_of(SearchOptions)["search"].group)
-    parser.advanced(group.add_argument("--scorer", dest="scorer_file", metavar="FILE", help=text))
 
 
 def add_options(
@@ -209,8 +206,11 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["choices"] = [*options.get("choices", ()), *lines]
     if args.checker_file is not None:
         options["checker"] = _function(Path(args.checker_file), "check", "returns True or False")
-    if args.scorer_file is not None:
-        options["scorer"] = _function(Path(args.scorer_file), "score", "returns a number")
+    if "method_options" in options:
+        options["method_options"] = dict(options["method_options"])
+        if "scorer" in options["method_options"]:
+            file = Path(options["method_options"]["scorer"])
+            options["method_options"]["scorer"] = _function(file, "score", "returns a number")
     for name, flag in (("stop", "--stop"), ("choices", "--choice"), ("regex", "--regex")):
         if name in options:
             given = options[name]

@@ -39,16 +39,6 @@ def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return 0
 
 
-def tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Learn when searches take the next token for uncertain."""
-    found = _learnt(args, "--uncertainty", partial(edgeinfer.tools.tune_uncertainty, args.model, **options))
-    rows = [
-        ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
-        ("not the likeliest", f"{found.wrong:.0%} of them"),
-    ]
-    return _tell(args, found, rows)
-
-
 def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Learn a steering vector."""
     learn = partial(edgeinfer.tools.tune_steering, args.model, args.steering, **options)
@@ -60,15 +50,17 @@ def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return _tell(args, found, rows)
 
 
-def tune_judge(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Train a judge of drafted tokens."""
-    found = _learnt(args, "--judge", partial(edgeinfer.tools.tune_judge, args.model, **options), "questions")
-    rows = [
-        ("drafted tokens that differ", f"{found.tokens} in {found.questions} replies, {found.matter:.0%} matter"),
-        ("on other questions", f"{found.kept:.0%} of the rest stay; {found.lost:.0%} of the replies lose"),
-        ("area under the curve", f"{found.area:.3f}"),
-    ]
-    return _tell(args, found, rows)
+def tune_method(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Teach a verification rule."""
+    learn = partial(edgeinfer.tools.tune_method, args.method, args.model, **options)
+    facts = _learnt(args, "--method", learn, "questions")
+    if args.json:
+        print_json(dict(facts))
+    else:
+        print_table(
+            [(name, f"{value:.3f}" if isinstance(value, float) else str(value)) for name, value in facts.items()]
+        )
+    return 0
 
 
 def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], read: str = "tokens") -> LearntT:
@@ -134,13 +126,10 @@ def add_tune(commands: Subparsers) -> None:
     group.add_argument("--skip", action="store_true", help=text)
     text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
-    group = parser.add_argument_group("searches")
-    text = "learn from --text how unsure the model is before it is wrong, for --search lookahead; nothing "
-    group.add_argument("--uncertainty", action="store_true", help=text + "else is tuned")
     group = parser.add_argument_group("verification (lossy)")
-    text = "teach a judge of drafted tokens on --text, of which each line is a question in JSON, and put it into the "
-    text += "model's bundle, for --verification judge; nothing else is tuned"
-    group.add_argument("--judge", action="store_true", help=text)
+    text = "teach a rule such as judge on --text, and put what it learns into the model's bundle, for --verification "
+    text += "NAME; nothing else is tuned"
+    group.add_argument("--method", metavar="NAME", help=text)
     group = parser.add_argument_group("steering")
     text = "learn from --text a vector of this name that moves replies towards such texts, and put it into the model's "
     group.add_argument("--steering", metavar="NAME", help=text + "bundle, for --steering NAME:X of replies")
@@ -158,7 +147,7 @@ def add_tune(commands: Subparsers) -> None:
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
     advanced = ("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
-    parser.advanced(*advanced, "--uncertainty", "--steering", "--judge")
+    parser.advanced(*advanced, "--steering", "--method")
     add_json_option(parser)
 
 
@@ -169,10 +158,8 @@ def execute(args: argparse.Namespace) -> int:
     _require_one(args)
     if args.cache:
         return tune_cache(args, options)
-    if args.uncertainty:
-        return tune_uncertainty(args, options)
-    if args.judge:
-        return tune_judge(args, options)
+    if args.method is not None:
+        return tune_method(args, options)
     if args.steering is not None:
         return tune_steering(args, options)
     prompts = _prompts(args)
@@ -197,8 +184,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _require_one(args: argparse.Namespace) -> None:
     """Refuse goals that exclude each other."""
-    named = ("cache", "uncertainty", "judge", "drafters", "skip", "entropy")
-    asked = [f"--{name}" for name in named if getattr(args, name)] + ["--steering"] * (args.steering is not None)
+    named = ("cache", "drafters", "skip", "entropy", "method", "steering")
+    asked = [f"--{name}" for name in named if getattr(args, name) not in (None, False)]
     if len(asked) > 1 and set(asked) != {"--skip", "--entropy"}:
         raise UsageError(f"{' and '.join(asked)} cannot be tuned together.", "Run edgeinfer tune once for each.")
 

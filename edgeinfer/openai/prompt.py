@@ -102,7 +102,7 @@ class ChatPrompt:
                 fitting=True,
                 parse_special=GenerationConfig.of(**self.options).parses_content,
             )
-        if self.options.get("lame_prompt") is not None:
+        if self.options.get("method_options"):
             return replace(self, messages=messages, tokens=PromptTokens(ids, model))
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.profile.settings import TunedSettings
-    from edgeinfer.runtime.profile.uncertainty import MeasuredUncertainty
     from edgeinfer.runtime.tuning.drafting_search import TuneResult
     from edgeinfer.runtime.tuning.measure import ReplyReading, WorkTimes
     from edgeinfer.tools.cache_policies import CacheLoss, CacheTuning, Foreseen, tune_cache
     from edgeinfer.tools.devices import DeviceTuning, PartGain, forget_tuning, list_devices, measure_device, tune_device
     from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters
     from edgeinfer.tools.evaluation import Divergence, Evaluation, evaluate, measure_kv
-    from edgeinfer.tools.judging import JudgeGain, RightReply, read_questions, tune_judge
     from edgeinfer.tools.measuring import (
         drafting_state,
         expert_counts,
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
         restore_drafting,
     )
     from edgeinfer.tools.steering import SteeringGain, tune_steering
+    from edgeinfer.tools.teaching import tune_method
     from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, tune_drafting, tune_entropy, tune_skips
-    from edgeinfer.tools.uncertainty import tune_uncertainty
 
 __all__ = [
     "CacheLoss",
@@ -41,11 +39,8 @@ __all__ = [
     "EntropyFacts",
     "Evaluation",
     "Foreseen",
-    "JudgeGain",
-    "MeasuredUncertainty",
     "PartGain",
     "ReplyReading",
-    "RightReply",
     "SkipLevel",
     "SteeringGain",
     "TuneResult",
@@ -64,7 +59,6 @@ __all__ = [
     "measure_prefill",
     "measure_work",
     "pass_work",
-    "read_questions",
     "read_reply",
     "restore_drafting",
     "tune_cache",
@@ -72,10 +66,9 @@ __all__ = [
     "tune_drafters",
     "tune_drafting",
     "tune_entropy",
-    "tune_judge",
+    "tune_method",
     "tune_skips",
     "tune_steering",
-    "tune_uncertainty",
 ]
 
 # Where each name is defined; the module is imported when the name is first used.
@@ -94,7 +87,6 @@ _HOMES = {
         ),
         "drafters": ("DrafterGain", "DraftersTuning", "tune_drafters"),
         "evaluation": ("Divergence", "Evaluation", "evaluate", "measure_kv"),
-        "judging": ("JudgeGain", "RightReply", "read_questions", "tune_judge"),
         "measuring": (
             "ReplyReading",
             "WorkTimes",
@@ -111,7 +103,7 @@ _HOMES = {
         ),
         "steering": ("SteeringGain", "tune_steering"),
         "tuning": ("EntropyFacts", "SkipLevel", "TuneResult", "tune_drafting", "tune_entropy", "tune_skips"),
-        "uncertainty": ("MeasuredUncertainty", "tune_uncertainty"),
+        "teaching": ("tune_method",),
     }.items()
     for name in names
 }

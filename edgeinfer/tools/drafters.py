@@ -11,20 +11,16 @@ from statistics import median
 import numpy as np
 
 from edgeinfer.api import Model
-from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import Result
 from edgeinfer.runtime.speculation.drafters.contract import State
+from edgeinfer.runtime.speculation.drafters.method import drafter_method, drafter_methods
 from edgeinfer.runtime.tuning.search import GAIN
 from edgeinfer.tools.measuring import drafting_state, restore_drafting
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 
 _OFF = "off"
-# A grammar's tokens are drafted for nothing, and texts to tune with have no grammar.
-_UNMEASURED = "forced"
-# Drafters that work on one and the same draft model's cache: the best of them is kept.
-_SHARING = frozenset({"model", "hierarchical", "rapid"})
 # Standard errors by which who pays is faster than plain decoding.
 _SURE = 2.0
 # Tokens after the first below which a reply's time says nothing.
@@ -70,10 +66,10 @@ class DraftersTuning:
     """Which drafters pay.
 
     Attributes:
-        gains: of each drafter alone, in the order of `edgeinfer.drafting.DRAFTERS`.
+        gains: of each drafter alone, in the order in which they are asked.
         usual: of those together that "auto" used before; None where it used none.
         together: of those together that pay alone; None where none does.
-        kept: the drafters that "auto" uses from now on, besides "forced".
+        kept: the drafters that "auto" uses from now on, besides those that cost nothing.
         unusable: why the other drafters cannot draft here, by name.
         texts: on which replies were timed.
         plain_ms: of a token by plain decoding, median over the texts.
@@ -120,7 +116,7 @@ def tune_drafters(
         raise UsageError("There is no text to tune with.", "Give at least one.")
     with model._idle() as parts:
         before = parts.speculator.state()
-        usual = tuple(name for name in parts.speculator.auto if name != _UNMEASURED)
+        usual = tuple(name for name in parts.speculator.auto if not drafter_method(name).free)
     visits = _Visits(model, before, prompts, max_tokens, repeats)
     try:
         alone, unusable = visits.usable()
@@ -143,7 +139,9 @@ def tune_drafters(
 def _paying(gains: Sequence[DrafterGain]) -> tuple[str, ...]:
     """The drafters that pay alone, of those that share a cache the fastest."""
     fastest = sorted((gain for gain in gains if gain.pays), key=lambda gain: -gain.speedup)
-    second = {gain.drafters for gain in [gain for gain in fastest if gain.drafters in _SHARING][1:]}
+    # Drafters that work on one and the same draft model's cache: the best of them is kept.
+    sharing = [gain for gain in fastest if drafter_method(gain.drafters).runs == "model"]
+    second = {gain.drafters for gain in sharing[1:]}
     return tuple(gain.drafters for gain in gains if gain in fastest and gain.drafters not in second)
 
 
@@ -200,9 +198,8 @@ class _Visits:
     def usable(self) -> tuple[list[str], dict[str, str]]:
         """The drafters that can draft here, and why the others cannot."""
         usable, reasons = list[str](), dict[str, str]()
-        for name in DRAFTERS:
-            if name == _UNMEASURED:
-                continue
+        # A grammar's tokens are drafted for nothing, and texts to tune with have no grammar.
+        for name in (method.name for method in drafter_methods() if not method.free):
             try:
                 self._model.generate([1], max_tokens=2, ignore_eos=True, speculation=name)
             except (UsageError, CapabilityError) as error:

@@ -11,6 +11,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.option_types import GenerationOptions
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.backends.wrapped import ExpertCounts
+from edgeinfer.runtime.layer_skip.reduced_compute import compute_method
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure
 from edgeinfer.runtime.tuning.measure import ReplyReading, WorkTimes
@@ -86,11 +87,14 @@ def read_reply(
         CapabilityError: the backend cannot compute so.
     """
     asked = GenerationConfig.of(**options)
-    if asked.compute == "steps":
-        message = "compute='steps' writes a text of its own and cannot read a given reply."
+    less = asked.compute != "full"
+    if less and not compute_method(asked.compute).follows_replies:
+        message = f"compute={asked.compute!r} writes a text of its own and cannot read a given reply."
         raise UsageError(message, "Read it with another method, or compare replies.")
     with model._idle() as parts:
-        return read(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))
+        return read(
+            parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler) if less else None
+        )
 
 
 def drafting_state(model: Model) -> dict[str, Any]:

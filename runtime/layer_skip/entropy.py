@@ -7,16 +7,31 @@ that the large model really makes: what a text lacks or has too much of is made 
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import StorageError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
+from edgeinfer.runtime.layer_skip.strategy import (
+    ReducedDecoding,
+    SmallModel,
+    StrategyArguments,
+    SwitchPolicy,
+    entropy_bits,
+    feed,
+    whole_pass,
+)
 
 # Name of its array in a profile.
 ENTROPY = "entropy"
@@ -25,6 +40,9 @@ _WINDOW = 5
 _MOST = 2048
 # How far one token moves the level.
 _PULL = 0.01
+# Tokens that the small model may write before the large one looks at them, where divergence is limited: at first few,
+# as nothing is known yet.
+_FIRST, _LONGEST = 4, 8
 
 
 def rolling_means(entropies: Sequence[float]) -> list[float]:
@@ -141,27 +159,117 @@ class EntropyPolicy:
             self._entropies.made(self._share, True)
 
 
-class RandomPolicy:
-    """Draws at random which model makes a stretch of tokens: the baseline that any policy has to beat.
+class ModelSwitchDecoding(ReducedDecoding):
+    """A reply that two models write by turns, one token at a time.
 
     Args:
-        share: of tokens that the large model makes, on average.
-        stay: tokens that a model makes at least.
-        seed: of the draws.
+        given: what it works with; its backend is the large model's.
+        small: the small model, which follows texts lazily.
+        policy: decides whose turn it is.
+        parameters: of the small model over those of the large one.
     """
 
-    def __init__(self, share: float, stay: int, seed: int) -> None:
-        self._share = share
-        self._stay = Stay(stay)
-        self._length, self._left, self._drawn = stay, 0, True
-        self._random = np.random.default_rng(seed)
+    def __init__(self, given: StrategyArguments, small: SmallModel, policy: SwitchPolicy, parameters: float) -> None:
+        super().__init__(given)
+        self._small = small
+        self._policy = policy
+        self._parameters = parameters
+        self._active_large = True
+        self._switches = 0
+        self._kept: dict[int, Floats] = {}  # of tokens the large model has not fed: index into the text, said behind it
+        self._window = _FIRST
+        self._large_ms: list[float] = []  # of its passes over one token
 
-    def seen(self, entropy: float) -> None:
-        """Ignores the entropy."""
+    def _begin(self, logits: Floats) -> None:
+        self._kept.clear()
+        self._small.begin(self._tokens)
+        self._policy.seen(entropy_bits(logits))
+        if not self._statistics.tokens:
+            options = self._options
+            self._try(1 - options.compute_share if options.entropy_threshold is None else 1.0)
 
-    def large(self) -> bool:
-        """Draws once for each stretch of the least length."""
-        if self._left == 0:
-            self._drawn, self._left = bool(self._random.random() < self._share), self._length
-        self._left -= 1
-        return self._stay.choose(self._drawn)
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        # The last ones, in one pass: the small model keeps what it has read.
+        said = self._small.behind(self._tokens[:-1], len(wanted)) or []
+        return {len(tokens) - len(said) + place: logits for place, logits in enumerate(said)}
+
+    def _logits(self, lost: int) -> Floats:  # (V,)
+        seen = self._backend.cache.length + lost  # tokens that the large model has evaluated
+        unseen = len(self._tokens) - seen
+        large = self._policy.large() or self._limit.stopped
+        if self._limit.watching:
+            # What a run of the small one's tokens may cost must have been earned by the large one's before.
+            begins = unseen == 1 and not self._limit.allows(
+                self._window, self._statistics.reduced, self._statistics.tokens
+            )
+            large = large or unseen > self._window or begins
+        # All that is unseen must fit its cache.
+        large = large or self._backend.cache.length + unseen >= self._backend.cache.capacity
+        logits = None if large else self._small.after(self._tokens)
+        large = logits is None  # also where the text is too long for the small one
+        if logits is None:
+            logits = self._of_large(seen, unseen)
+        else:
+            self._statistics.reduced += 1
+            if self._limit.watching and (unseen - 1) % -(-self._window // self._samples) == 0:
+                self._kept[len(self._tokens) - 1] = logits.copy()
+        self._switches += large != self._active_large
+        self._active_large = large
+        return logits
+
+    def _of_large(self, seen: int, unseen: int) -> Floats:  # (V,)
+        """The large model's turn: it evaluates what it has not seen."""
+        started = time.perf_counter()
+        wanted = [*(index - seen for index in sorted(self._kept)), unseen - 1]
+        last: Floats | None = None
+        run = whole_pass(self._backend)
+        for index, logits in feed(run, self._tokens[seen:], self._backend.cache.length, wanted, self._chunk):
+            if index < unseen - 1:
+                self._limit.add(logits, self._kept[seen + index])
+            last = logits
+        assert last is not None, "the root is always unseen"
+        if unseen == 1:
+            self._large_ms.append((time.perf_counter() - started) * 1e3)
+        self._kept.clear()
+        self._statistics.caught_up += unseen - 1
+        self._limit.check(self._statistics.reduced, self._statistics.tokens)
+        if self._limit.easy:
+            self._window = min(2 * self._window, _LONGEST)
+        return last
+
+    def _chosen(self, logits: Floats) -> None:
+        self._policy.seen(entropy_bits(logits))
+
+    def leave(self) -> None:
+        """Drops nothing: the large model's rows are its own."""
+
+    def compute_use(self) -> ComputeUse:
+        """What reduced compute did so far; without another measure, the large model's own passes time a plain one."""
+        if self._plain_ms is None and self._large_ms:
+            self._plain_ms = median(self._large_ms)
+        tokens = max(self._statistics.tokens, 1)
+        share = 1 - self._statistics.reduced / tokens
+        return dataclasses.replace(
+            super().compute_use(),
+            large_share=share,
+            switches=self._switches,
+            parameter_share=share + (1 - share) * self._parameters,
+        )
+
+
+def kept_entropies(strategies: ReducedComputeStrategies) -> Entropies:
+    """What is known of how unsure the small model is; replies add to it."""
+    return strategies.kept(ENTROPY, Entropies.from_state, Entropies())
+
+
+def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> ModelSwitchDecoding:
+    options = given.options
+    policy = EntropyPolicy(
+        kept_entropies(strategies), options.compute_share, options.entropy_threshold, options.entropy_stay
+    )
+    return ModelSwitchDecoding(given, strategies.require_small(), policy, strategies.parameters)
+
+
+METHODS = (
+    ComputeMethod(name="entropy", help="the draft model writes the parts that are easy", make=_make, remote=True),
+)

@@ -17,9 +17,8 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import feed
-from edgeinfer.runtime.layer_skip.divergence import likeliest
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments, feed, likeliest
 
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens that may wait for the deeper layers.
@@ -33,11 +32,6 @@ class EarlyExitDecoding(ReducedDecoding):
         given: what it works with.
         exit_layer: E, layers that run for every token.
         costs: of blocks here.
-
-    Raises:
-        CapabilityError: the backend cannot leave a pass and resume it, or cannot copy its cache where that is to be
-            filled from below.
-        UsageError: there is no such exit.
     """
 
     def __init__(self, given: StrategyArguments, exit_layer: int, costs: BlockCosts) -> None:
@@ -150,3 +144,19 @@ def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tupl
             source = layer
     backend.cache.trim(start)
     backend.cache.append(CopiedRows(copied.length, tuple(keys), tuple(values), copied.kv, copied.scales))
+
+
+def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> EarlyExitDecoding:
+    """Exit where it was asked for, else at the bundle's exit unless every layer is one, else as tuned, else after two
+    thirds of the layers."""
+    strategies.require_skipping()
+    layers, exits = given.backend.geometry.num_layers, strategies.exits
+    trained = exits[0] if 1 < len(exits) < layers else None
+    exit_layer = given.options.exit_layer or trained or strategies.tuned_exit() or max(1, layers * 2 // 3)
+    costs = strategies.block_costs()
+    return EarlyExitDecoding(given.timed(costs), exit_layer, costs)
+
+
+METHODS = (
+    ComputeMethod(name="exit", help="a pass ends once the first layers are sure of the token", make=_make, refuses=()),
+)

@@ -1,26 +1,236 @@
-"""What all strategies of reduced compute share: the first token, a reply's statistics, its limit of divergence."""
+"""The base of strategies that compute less: what they promise, the limit of their divergence, and what they count."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgeinfer.adaptive import ComputeOptions, ComputeUse
+from edgeinfer.adaptive import ComputeUse
+from edgeinfer.bundle.arithmetic import log_softmax
+from edgeinfer.config import GenerationConfig
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
-from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
 from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.text.contract import TokenizerLike
 
+_LN2 = float(np.log(2))
+# Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
+_ENOUGH, _SPREADS = 8, 2.0
 # Tokens of the prompt that are tried before anything is left out.
 _TRIED = 32
+Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
+
+
+@dataclass(frozen=True)
+class SpeedTarget:
+    """What a set of layers is chosen for.
+
+    Attributes:
+        speedup: of a pass, over the whole model's.
+        costs: of the blocks here.
+    """
+
+    speedup: float
+    costs: BlockCosts
+
+    def reached(self, mask: Mask) -> bool:
+        """Whether passes of these blocks are that fast."""
+        whole = self.costs.ms(np.ones_like(mask))
+        # Sums of floats: what is equal on paper counts as reached.
+        return self.costs.ms(mask) * self.speedup <= whole * (1 + 1e-9)
+
+
+class EvaluatedPrompt(Protocol):
+    """A prompt that the whole model evaluated, as policies may look at it."""
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, L."""
+
+    def states(self) -> Floats:
+        """Hidden states of its last tokens: those entering each layer, then those leaving the last. (L + 1, S, D)"""
+
+
+class SkipPolicy(Protocol):
+    """Decides once per reply what runs for its tokens.
+
+    Attributes:
+        reads_states: of the prompt, which its passes then keep.
+    """
+
+    reads_states: ClassVar[bool]
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+        """Chooses the blocks that run."""
+
+
+class SmallModel(Protocol):
+    """A small model with a cache of its own, which evaluates of a growing text what it has not seen yet."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Starts with a text; what its cache shares with it stays."""
+
+    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+        """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
+
+    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+        """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
+
+
+class SwitchPolicy(Protocol):
+    """Decides token by token which of two models makes it."""
+
+    def seen(self, entropy: float) -> None:
+        """A token was predicted with so many bits of entropy, by whichever model made it."""
+
+    def large(self) -> bool:
+        """Whether the large model makes the next token."""
+
+
+def feed(
+    run: Callable[[Ints, Ints, Ints], Floats], tokens: Sequence[int], start: int, wanted: Sequence[int], chunk: int
+) -> Iterator[tuple[int, Floats]]:
+    """Feeds tokens from row `start` on, chunk by chunk, and yields the logits (V,) after those of these indices.
+
+    Args:
+        run: a pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V).
+        wanted: indices into the tokens, ascending.
+    """
+    for at in range(0, len(tokens), chunk):
+        size = min(chunk, len(tokens) - at)
+        rows = [index - at for index in wanted if at <= index < at + size]
+        logits = run(np.array(tokens[at : at + size], np.int64), start + at + np.arange(size), np.array(rows, np.int64))
+        yield from ((at + row, each) for row, each in zip(rows, logits, strict=True))
+
+
+def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
+    """Passes of the whole model, as `feed` takes them."""
+    return lambda tokens, positions, rows: backend.forward(ForwardInput(tokens, positions, rows)).logits
+
+
+def entropy_bits(logits: Floats) -> float:  # (V,)
+    """Entropy of the next token before any temperature."""
+    shifted = logits - logits.max()
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    # Tokens that are impossible are minus infinity, and add nothing.
+    shifted = np.where(weights > 0, shifted, 0)
+    return max(0.0, (float(np.log(total)) - float(weights @ shifted) / total) / _LN2)
+
+
+def likeliest(logits: Floats) -> tuple[int, float]:  # (V,)
+    """The likeliest token and its probability."""
+    best = int(logits.argmax())
+    return best, 1.0 / float(np.exp(logits - logits[best]).sum())
+
+
+def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
+    """Kullback-Leibler divergence of the reduced model's prediction from the whole model's, in nats."""
+    ours, theirs = log_softmax(reduced, np.float64), log_softmax(whole, np.float64)
+    probabilities = np.exp(theirs)
+    possible = probabilities > 0
+    return max(0.0, float((probabilities[possible] * (theirs[possible] - ours[possible])).sum()))
+
+
+class DivergenceLimit:
+    """A limit on the mean divergence of a reply's tokens.
+
+    Args:
+        nats: the limit; None only counts.
+
+    Attributes:
+        stopped_at: tokens of the reply when it was exceeded; None as long as it is not.
+    """
+
+    def __init__(self, nats: float | None) -> None:
+        self.nats = nats
+        self.sampled = 0
+        self.stopped_at: int | None = None
+        self._sum = self._squares = 0.0
+        self._worst = math.inf  # of a token, as the prompt tells
+
+    @property
+    def watching(self) -> bool:
+        """Whether samples may still stop the reduction."""
+        return self.nats is not None and self.stopped_at is None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing more is to be left out."""
+        return self.stopped_at is not None
+
+    def add(self, whole: Floats, reduced: Floats) -> None:  # (V,), (V,)
+        """Adds a sampled token, as the whole model predicts it and as the reduced one did."""
+        nats = divergence(whole, reduced)
+        self.sampled += 1
+        self._sum += nats
+        self._squares += nats * nats
+
+    @property
+    def mean(self) -> float | None:
+        """The mean divergence of the samples."""
+        return self._sum / self.sampled if self.sampled else None
+
+    @property
+    def bound(self) -> float:
+        """What the mean may be: it and one standard error, taken from a spread that is never below the mean.
+
+        Divergences are spread at least as widely as that; a few samples that happen to agree would say otherwise.
+        """
+        if not self.sampled:
+            return 0.0
+        mean = self._sum / self.sampled
+        return mean + max(self._spread, mean) / math.sqrt(self.sampled)
+
+    @property
+    def _spread(self) -> float:
+        mean = self._sum / self.sampled
+        return math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0))
+
+    @property
+    def worst(self) -> float:
+        """What a token is likely to diverge by at worst."""
+        if self.sampled < _ENOUGH:
+            return self._worst
+        mean = self._sum / self.sampled
+        return mean + _SPREADS * max(self._spread, mean)
+
+    def expect(self, prompt: DivergenceLimit) -> None:
+        """Takes over from samples of the prompt what a token may diverge by at worst."""
+        if prompt.sampled:
+            mean = prompt._sum / prompt.sampled
+            self._worst = mean + _SPREADS * max(prompt._spread, mean)
+
+    def allows(self, further: int, reduced: int, tokens: int) -> bool:
+        """Whether so many further tokens, at their worst, leave the reply's mean within the limit as it is now."""
+        if self.nats is None:
+            return True
+        return self.bound * reduced + self.worst * further <= self.nats * tokens
+
+    def check(self, reduced: float, tokens: int) -> bool:
+        """Whether the reply may go on as it does, `reduced` of whose tokens were made with less."""
+        if self.nats is not None and self.stopped_at is None and self.bound * reduced > self.nats * tokens:
+            self.stopped_at = tokens
+        return self.stopped_at is None
+
+    @property
+    def easy(self) -> bool:
+        """Whether the samples are so far below the limit that fewer of them will do."""
+        return self.nats is not None and self.bound <= self.nats / 2
+
+    def refuse(self) -> None:
+        """Stops from the beginning, as samples of the prompt diverge too far."""
+        self.stopped_at = 0
 
 
 @dataclass(frozen=True)
@@ -34,14 +244,21 @@ class StrategyArguments:
         chunk: most tokens of a pass.
         rows: most logit rows of a pass, as memory was planned for.
         plain_ms: a pass of the whole model over one token, as far as that is known already.
+        tokenizer, stop_ids: of the reply.
     """
 
     backend: Backend
     sampler: Sampler
-    options: ComputeOptions
+    options: GenerationConfig
     chunk: int
     rows: int
     plain_ms: float | None
+    tokenizer: TokenizerLike | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+    def timed(self, costs: BlockCosts) -> StrategyArguments:
+        """The same, with a plain pass as block costs have it where nothing else tells."""
+        return self if self.plain_ms is not None else dataclasses.replace(self, plain_ms=costs.whole[0])
 
 
 class ReducedDecoding(DecodingStrategy, ABC):

@@ -291,7 +291,7 @@ def _prospects(plan_input: PlanInput, profile: DeviceProfile, passes: PassCosts)
     options, costs = plan_input.option_bytes, profile.costs()
     assert options is not None, "whoever plans a target says what drafters promise"
     priors = options.priors(plan_input, TunedDrafting.of(profile, plan_input.manifest.geometry.num_layers))
-    records = drafter_records(profile.arrays(DRAFTED))
+    records = drafter_records(profile.arrays(DRAFTED), priors)
     return prospects_by(priors, passes.ms(1), costs.drafts.guess_ms if costs else {}, records)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import DrafterUse
@@ -77,6 +78,10 @@ _HALF_LIFE = 2000.0
 # count as much as what is reckoned with before anything was seen.
 _MOST_ROUNDS, _PRIOR_ROUNDS, _PRIOR_TOKENS = 100.0, 400.0, 100.0
 _Uses = Mapping[str, DrafterUse]
+# A drafter's name.
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+# Begins the names of the arrays of a drafter's tokens.
+_TOKENS = "tokens."
 # Steps of a bisection, which ends within a thousandth of a percent.
 _HALVINGS = 16
 
@@ -94,6 +99,10 @@ class TunedDrafting:
     exit_layer: int | None = None
     layer_mask: NDArray[np.bool_] | None = None
     drafters: tuple[str, ...] | None = None
+
+    def paid(self, drafter: str) -> bool:
+        """Whether `edgeinfer tune --drafters` found that a drafter pays."""
+        return self.drafters is not None and drafter in self.drafters
 
     def state(self) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {}
@@ -130,7 +139,7 @@ class TunedDrafting:
 
 def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
     names = tuple(kept.tobytes().decode("ascii", "replace").split(",")) if kept.size else ()
-    if kept.dtype != np.uint8 or not set(names) <= set(DRAFTERS):
+    if kept.dtype != np.uint8 or not all(map(_NAME.fullmatch, names)):
         raise StorageError("The tuned drafters are not known here.", "Run edgeinfer tune --drafters again.")
     return names
 
@@ -146,10 +155,11 @@ class DraftHistory:
 
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._rounds: NDArray[np.float64] = np.zeros(2)  # all of them, and those with a draft
-        self._tokens: NDArray[np.float64] = np.zeros((len(DRAFTERS), 2))  # drafted and accepted
+        self._tokens: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))  # drafted and accepted
         self._seen = SeenTexts()
         if kept is not None and _is_sound(kept):
-            self._rounds[:], self._tokens[:], self._seen = kept["rounds"], kept["tokens"], SeenTexts(kept["seen"])
+            self._rounds[:], self._seen = kept["rounds"], SeenTexts(kept["seen"])
+            self._tokens |= {name: tokens.copy() for name, tokens in _tokens(kept).items()}
 
     def add(self, prompt: Sequence[int], reply: Sequence[int], rounds: int, plain: int, drafters: _Uses) -> None:
         """Counts a reply, if it is of a new text.
@@ -163,13 +173,15 @@ class DraftHistory:
         share = min(1.0, _MOST_ROUNDS / rounds)
         faded = 0.5 ** (share * rounds / _HALF_LIFE)
         self._rounds *= faded
-        self._tokens *= faded
+        for tokens in self._tokens.values():
+            tokens *= faded
         self._rounds += share * rounds, share * (rounds - plain)
         for name, use in drafters.items():
-            self._tokens[DRAFTERS.index(name)] += share * use.drafted, share * use.accepted
+            self._tokens[name] += share * use.drafted, share * use.accepted
 
     def state(self) -> dict[str, NDArray[Any]]:
-        return {"rounds": self._rounds.copy(), "tokens": self._tokens.copy(), "seen": self._seen.fingerprints}
+        tokens = {_TOKENS + name: tokens.copy() for name, tokens in self._tokens.items()}
+        return {"rounds": self._rounds.copy(), "seen": self._seen.fingerprints} | tokens
 
 
 @dataclass(frozen=True)
@@ -189,20 +201,22 @@ class DrafterRecord:
     accepted_trust: float
 
 
-def drafter_records(kept: Mapping[str, NDArray[Any]] | None) -> dict[str, DrafterRecord]:
-    """The record of every drafter; empty if no round was seen."""
+def drafter_records(kept: Mapping[str, NDArray[Any]] | None, drafters: Iterable[str]) -> dict[str, DrafterRecord]:
+    """The record of each of these drafters; empty where no round was seen."""
     if kept is None or not _is_sound(kept) or not kept["rounds"][0]:
         return {}
     rounds, drafting = (float(count) for count in kept["rounds"])
-    drafted, accepted = kept["tokens"].T
-    total, trust = float(drafted.sum()), rounds / (rounds + _PRIOR_ROUNDS)
-    if not total:
-        return {name: DrafterRecord(0.0, 0.0, trust, 0.0) for name in DRAFTERS}
-    # A round that several drafted counts for each by its tokens.
-    shares, length = drafting / rounds * drafted / total, total / drafting
+    counts = _tokens(kept)
+    total, trust = sum(float(drafted) for drafted, _ in counts.values()), rounds / (rounds + _PRIOR_ROUNDS)
     found = {}
-    for name, share, tokens, right in zip(DRAFTERS, shares, drafted, accepted, strict=True):
-        rate = _rate(float(right / tokens) * length, length) if tokens else 0.0
+    for name in drafters:
+        tokens, right = counts.get(name, (0.0, 0.0))
+        if not tokens:
+            found[name] = DrafterRecord(0.0, 0.0, trust, 0.0)
+            continue
+        # A round that several drafted counts for each by its tokens.
+        share, length = drafting / rounds * tokens / total, total / drafting
+        rate = _rate(float(right / tokens) * length, length)
         found[name] = DrafterRecord(float(share), rate, trust, float(tokens / (tokens + _PRIOR_TOKENS)))
     return found
 
@@ -217,14 +231,19 @@ def _rate(accepted: float, length: float) -> float:
     return low
 
 
+def _tokens(kept: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:  # of (2,)
+    return {name.removeprefix(_TOKENS): array for name, array in kept.items() if name.startswith(_TOKENS)}
+
+
 def _is_sound(kept: Mapping[str, NDArray[Any]]) -> bool:
-    shapes = {"rounds": (2,), "tokens": (len(DRAFTERS), 2)}
-    if set(kept) != {"seen", *shapes} or any(kept[name].shape != shape for name, shape in shapes.items()):
+    if not {"rounds", "seen"} <= kept.keys() or len(kept) != 2 + len(_tokens(kept)):
         return False
-    rounds, tokens, seen = kept["rounds"], kept["tokens"], kept["seen"]
-    if seen.dtype != np.uint64 or seen.ndim != 1 or len(seen) > MOST_SEEN:
+    rounds, seen, counts = kept["rounds"], kept["seen"], _tokens(kept)
+    if seen.dtype != np.uint64 or seen.ndim != 1 or len(seen) > MOST_SEEN or not all(map(_NAME.fullmatch, counts)):
         return False
-    counts = all(array.dtype == np.float64 and np.isfinite(array).all() for array in (rounds, tokens))
+    pairs = (rounds, *counts.values())
+    if any(pair.shape != (2,) or pair.dtype != np.float64 or not np.isfinite(pair).all() for pair in pairs):
+        return False
     # Sums fade alike, but each rounds on its own.
-    ordered = (rounds[1] <= rounds[0] + 1e-6) and (tokens[:, 1] <= tokens[:, 0] + 1e-6).all()
-    return bool(counts and ordered and (tokens >= 0).all() and (rounds >= 0).all())
+    ordered = rounds[1] <= rounds[0] + 1e-6 and all(pair[1] <= pair[0] + 1e-6 for pair in counts.values())
+    return bool(ordered and all((pair >= 0).all() for pair in pairs))

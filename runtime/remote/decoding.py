@@ -22,8 +22,8 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCance
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
-from edgeinfer.runtime.layer_skip.divergence import entropy_bits
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy
+from edgeinfer.runtime.layer_skip.strategy import entropy_bits
 from edgeinfer.runtime.remote.channel import Channel, Prices
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess, RemoteReply, RemoteServer
 from edgeinfer.runtime.sampling.sampler import Sampler
@@ -425,10 +425,9 @@ class RemoteDeciding:
 
 def remote_deciding(
     config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], end_ids: frozenset[int]
-) -> RemoteDeciding | None:
-    """Set up remote replies as configured; None if this model decides."""
-    if config.remote is None:
-        return None
+) -> RemoteDeciding:
+    """Set up replies that the configured server decides."""
+    assert config.remote is not None
     url = config.remote.rstrip("/").removesuffix("/v1")
     given = (config.remote_key, config.remote_model, config.remote_digest)
     return RemoteDeciding(config, RemoteAccess(url, *given, tokenizer, begin_ids, end_ids))

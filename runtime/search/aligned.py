@@ -18,7 +18,7 @@ from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
 
 
@@ -153,3 +153,14 @@ class Aligned(SearchStrategy):
         draw.path.append(here.after(token, float(probabilities[token])))
         draw.score += logprob(logits, token)
         draw.text.push(token)
+
+
+METHODS = (
+    SearchMethod(
+        name="aligned",
+        help="replies of a form as likely as the model finds them",
+        make=Aligned,
+        draws="always",
+        constrained=True,
+    ),
+)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from edgeinfer.errors import ContextLengthError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.layer_skip.contract import SmallModel
-from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.layer_skip.strategy import SmallModel
+from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.searching import SearchUse
 
 Distribution = NDArray[np.float64]
@@ -185,3 +185,23 @@ def _said(said: T | None, text: Sequence[int]) -> T:
         message = f"The draft model's context has no room for {len(text)} tokens, so it cannot anchor the reply."
         raise ContextLengthError(message, "Ask for a shorter reply, or choose a draft model with a larger context.")
     return said
+
+
+def _make(parts: SearchParts) -> Anchored:
+    assert parts.small is not None, "replies are searched for with a draft model, or with the reason for none"
+    return Anchored(parts, parts.small())
+
+
+METHODS = (
+    SearchMethod(
+        name="anchored",
+        help="replies that stay near the draft model's distribution",
+        make=_make,
+        draws="always",
+        branches=False,
+        rereads=True,
+        constrained=True,
+        thinks=True,
+        shares=False,
+    ),
+)

@@ -15,7 +15,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, likeliest, log_probabilities
 
 Logs = NDArray[np.float64]
 
@@ -161,3 +161,14 @@ class Beam(SearchStrategy):
     def _forked(beginning: _Beginning, branches: Branches) -> _Beginning:
         branch = branches.begin() if beginning.branch is None else branches.fork(beginning.branch)
         return replace(beginning, branch=branch)
+
+
+METHODS = (
+    SearchMethod(
+        name="beam",
+        help="beam search: several of the likeliest beginnings are kept",
+        make=Beam,
+        draws="never",
+        constrained=True,
+    ),
+)

@@ -1,4 +1,4 @@
-"""Several replies drawn side by side, and the one that answers: the first to end, or the one most agree with."""
+"""Several replies drawn side by side: all of them, or one: the first to end, the likeliest, or most agreed with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
+from edgeinfer.searching import SearchUse
 
 _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
@@ -64,6 +65,73 @@ def draw_next(replies: Sequence[Drawn], branches: Branches, prompt: int) -> list
     for reply, row in zip(live, branches.feed(fed), strict=True):
         reply.draw(row, prompt)
     return live
+
+
+class ParallelSamples(SearchStrategy):
+    """Answers with reply 0; the others stand in the result."""
+
+    lossless = True
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._replies: list[Drawn] = []
+        self._prompt = 0  # its tokens
+        self._given = 0  # tokens of reply 0
+        self._branches: Branches | None = None
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The first tokens of reply 0."""
+        count, parts = self._config.samples, self._parts
+        share = self._share(count, room)
+        self._prompt = self._backend.cache.length
+        samplers = [parts.sampler, *(parts.another_sampler(prompt, index) for index in range(1, count))]
+        self._replies = [Drawn(sampler, parts.reply_text(prompt), share) for sampler in samplers]
+        self._statistics.trials = count
+        self._branches = Branches(self._passes)
+        for reply in self._replies:
+            reply.draw(logits, self._prompt)
+        for reply in self._replies[1:]:
+            reply.branch = self._branches.begin()
+        # Last, as the others begin where the prompt ends.
+        self._replies[0].branch = self._branches.begin_trunk()
+        return self._give(self._branches, room)
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """The next tokens of reply 0."""
+        assert self._branches is not None, "first comes before"
+        return self._give(self._branches, self._given + room)
+
+    def leave(self) -> None:
+        """Drops the rows of other replies."""
+        super().leave()
+        self._branches = None
+        for reply in self._replies:
+            reply.branch = None
+
+    def search_use(self) -> SearchUse:
+        """What was done so far; replies that were cut off are told as far as they came."""
+        self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in self._replies)
+        return super().search_use()
+
+    def _give(self, branches: Branches, most: int) -> Sequence[int]:
+        """What is certain of reply 0, of which its caller ends: its last token waits for the other replies.
+
+        Args:
+            most: tokens that reply 0 may have; as many as others only where others are done.
+        """
+        reply, others = self._replies[0], self._replies[1:]
+        while True:
+            fresh, ended = reply.text.tokens[self._given :], reply.text.ended or len(reply.text.tokens) >= most
+            if fresh and ended and not all(other.over for other in others):
+                fresh = fresh[:-1]
+            if fresh:
+                self._given += len(fresh)
+                return fresh
+            if all(other.over for other in others):
+                reply.most = most
+            for drawn in draw_next(self._replies, branches, self._prompt):
+                if drawn.over and drawn is not reply:
+                    drawn.leave(branches)  # its pages are others' now
 
 
 class DrawnSearch(SearchStrategy):
@@ -161,3 +229,22 @@ class Vote(DrawnSearch):
         voters = most_steps(texts, self._config.voters or len(texts))
         answers = [answer_of(texts[index], self._config.answer) for index in voters]
         return voters[elect(answers, [replies[index].mean for index in voters])]
+
+
+METHODS = (
+    SearchMethod(
+        name="samples",
+        help="several replies at once, each the text that it has alone",
+        make=ParallelSamples,
+        draws="always",
+        thinks=True,
+        order=0,
+    ),
+    SearchMethod(
+        name="first-finish", help="the first of several to end", make=FirstFinish, draws="always", thinks=True, order=10
+    ),
+    SearchMethod(name="best-of", help="the likeliest of several", make=BestOf, draws="always", thinks=True, order=20),
+    SearchMethod(
+        name="vote", help="the most common answer of several", make=Vote, draws="always", thinks=True, order=30
+    ),
+)

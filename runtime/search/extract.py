@@ -16,7 +16,7 @@ from edgeinfer.errors import Setting, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy
+from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
@@ -157,3 +157,8 @@ def _log_sum(row: Floats, ids: Ints | None) -> float:  # (V,), (A,)
     some = row if ids is None else row[ids]
     best = float(some.max())
     return best + math.log(float(np.exp(some - np.float32(best)).sum(dtype=np.float64)))
+
+
+METHODS = (
+    SearchMethod(name="extract", help="the likeliest span of --passage, word for word", make=Extract, draws="never"),
+)

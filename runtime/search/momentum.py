@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, likeliest, log_probabilities
 
 _CANDIDATES = 5
 # Earlier places of a token that are looked at: those of a longer text's commonest tokens would take too long.
@@ -75,3 +75,14 @@ class Momentum(SearchStrategy):
         self._statistics.trials += token != int(candidates[0])
         self._runs.push(token)
         return self._accept(token, logits)
+
+
+METHODS = (
+    SearchMethod(
+        name="momentum",
+        help="less repetition: greedy, but repeated runs of tokens are resisted",
+        make=Momentum,
+        draws="never",
+        branches=False,
+    ),
+)

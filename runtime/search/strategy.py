@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import Setting, UsageError
+from edgeinfer.errors import CapabilityError, Setting, UsageError
+from edgeinfer.methods import DeclaredMethod, find_method, product_methods
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
-from edgeinfer.runtime.backends.forks import copied_bytes
+from edgeinfer.runtime.backends.forks import can_fork, copied_bytes
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
-from edgeinfer.runtime.layer_skip.contract import SmallModel
+from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
@@ -45,10 +46,9 @@ class SearchParts:
         fed: tokens of the text that the cache held when the strategy was last asked for some.
         chunk: tokens of a pass at most where a text is evaluated again.
         continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
-        uncertainty: entropy in nats above which the next token is uncertain.
         spare_bytes: that copies of rows may take; None is any.
-        lame: tokens of the worse prompt; empty where the option's text is it.
-        anchor: gives the model that anchors the reply, or raises a UsageError where there is none.
+        rephrased: gives the tokens of the same chat with another last message of the user; None where there is no chat.
+        small: gives the draft model, or raises a UsageError where there is none.
     """
 
     backend: Backend
@@ -60,10 +60,9 @@ class SearchParts:
     fed: Callable[[], Sequence[int]]
     chunk: int
     continues: bool
-    uncertainty: float
     spare_bytes: int | None = None
-    lame: tuple[int, ...] = ()
-    anchor: Callable[[], SmallModel] | None = None
+    rephrased: Callable[[str], list[int]] | None = None
+    small: Callable[[], SmallModel] | None = None
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""
@@ -242,16 +241,84 @@ class SearchStrategy(DecodingStrategy):
         return SearchedText(reply.text, tuple(reply.tokens), score / len(reply.tokens), reason)
 
 
-def asked_score(scorer: Callable[[str, bool], float], text: str, ended: bool) -> float:
-    """What a caller's scorer says of a text."""
-    try:
-        score = float(scorer(text, ended))
-    except Exception as error:
-        message = f"The scorer failed on a text of {len(text)} characters: {type(error).__name__}: {error}"
-        raise UsageError(message, "It is called with the text so far and whether that is all.") from error
-    if math.isnan(score) or score == math.inf:
-        raise UsageError(f"The scorer gave {score}.", "Return a number, or -inf for what is never to be chosen.")
-    return score
+@dataclass(frozen=True, kw_only=True)
+class SearchMethod(DeclaredMethod):
+    """A search as its file declares it, and what it goes together with.
+
+    Attributes:
+        draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
+            leave no place for the options of sampling, else "either".
+        branches: whether it looks at several continuations.
+        rereads: whether it reads the text again, of which the cache then has to hold every row.
+        constrained: whether it follows a grammar or a list of choices.
+        checked: whether it follows a checker.
+        thinks: whether a limit on thoughts holds in all that it looks at.
+        shares: whether its passes can be shared with other replies.
+    """
+
+    make: Callable[[SearchParts], SearchStrategy]
+    draws: Literal["always", "never", "either"]
+    branches: bool = True
+    rereads: bool = False
+    constrained: bool = False
+    checked: bool = False
+    thinks: bool = False
+    shares: bool = True
+
+
+def search_method(name: str) -> SearchMethod:
+    """The declaration of a search; UsageError where there is none."""
+    return cast(SearchMethod, find_method("searches", name))
+
+
+def _product() -> Iterable[SearchMethod]:
+    return cast("Iterable[SearchMethod]", product_methods("searches").values())
+
+
+def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
+    """Makes the search that the options ask for."""
+    name = parts.config.search
+    kind = search_method(name)
+    _check_sampling(kind, parts.config)
+    if parts.config.thinking_budget is not None:
+        if not kind.thinks:
+            message = f"search={name!r} cannot limit thoughts."
+            raise UsageError(message, "Leave out " + Setting("thinking_budget") + ", or search in another way.")
+    elif parts.sampler.constrained and not kind.constrained:
+        others = ", ".join(other.name for other in _product() if other.constrained)
+        message = f"search={name!r} cannot follow a grammar, schema or list of choices."
+        raise UsageError(message, f"Leave that out, or search by one of {others}.")
+    if parts.sampler.checked and not kind.checked:
+        raise UsageError(f"search={name!r} cannot follow a checker.", "Leave one of them out.")
+    if (kind.branches or kind.rereads) and forgets:
+        message = f"search={name!r} needs a context that forgets nothing."
+        raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
+    if kind.branches and not can_fork(parts.backend):
+        message = f"The {parts.backend.name} backend cannot copy what search={name!r} goes on from in several ways."
+        others = " or ".join(other.name for other in _product() if not other.branches)
+        raise CapabilityError(message, f"Export the checkpoint to ONNX, or search by {others}.")
+    return kind.make(parts)
+
+
+def _check_sampling(kind: SearchMethod, config: GenerationConfig) -> None:
+    name = kind.name
+    if kind.draws == "always" and config.greedy:
+        message = f"search={name!r} draws tokens at random, which needs sampling."
+        raise UsageError(
+            message,
+            "Set "
+            + Setting("temperature", 0.7)
+            + " or another value above 0, and leave out "
+            + Setting("top_k", 1)
+            + ".",
+        )
+    plain = GenerationConfig()
+    options = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
+    asked = [option for option in options if getattr(config, option) != getattr(plain, option)]
+    asked = ["logit_bias (or steering)" if option == "logit_bias" else option for option in asked]
+    if kind.draws == "never" and asked:
+        message = f"search={name!r} chooses tokens by a rule of its own, without {' and '.join(asked)}."
+        raise UsageError(message, "Leave that out.")
 
 
 def log_probabilities(logits: Floats) -> NDArray[np.float64]:  # (V,) -> (V,)

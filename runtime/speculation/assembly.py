@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle.additions import read_heads
 from edgeinfer.bundle.opening import nested_drafter, trained_depths
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import LoadConfig
@@ -18,12 +17,9 @@ from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.runtime.speculation.registry import DrafterParts
+from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.weights.layouts import runs_native
-
-# Drafters that run a draft model.
-_OF_A_MODEL = frozenset({"model", "hierarchical", "rapid"})
 
 
 def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
@@ -31,11 +27,12 @@ def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
     names = drafters_in(config.speculation)
     found = nested_drafter(target) if names else None
     module = None if found is None else found.manifest.module
-    users = _OF_A_MODEL if module is None else {module.drafter}
-    if found is None or users.isdisjoint(names):
+    if found is None:
         return None
     if module is None:
-        return found
+        return found if any(drafter_method(name).runs == "model" for name in names) else None
+    if module.drafter not in names:
+        return None
     ours = config.backend in (None, "onnx") and config.native is not False
     return found if ours and runs_native() else None
 
@@ -68,7 +65,6 @@ def make_speculator(
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
         cached_experts = target.expert_cache.bias
     tuning = TunedDrafting.of(profile, target.geometry.num_layers)
-    acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
     parts = DrafterParts(
         target,
         model,
@@ -77,10 +73,8 @@ def make_speculator(
         config.draft_experts,
         cached_experts,
         bundle,
-        acceptance,
         () if drafter is None else trained_depths(drafter.bundle.manifest),
         None if drafter is None or drafter.manifest.module is None else drafter.bundle,
-        None if bundle is None else read_heads(bundle, "judge"),
     )
     drafters = plan.configuration.drafters
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)

@@ -109,11 +109,11 @@ class SequenceDrafting:
         self.texts = texts
         self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {}
 
-    def beside(self, drafters: Sequence[Drafter]) -> list[Drafter]:
+    def of_sequence(self, drafters: Sequence[Drafter]) -> list[Drafter]:
         """The sequence's own of these drafters, without those of which a text beside others can have none."""
         for drafter in drafters:
             if self._drafters.get(drafter.name, (None,))[0] is not drafter:
-                self._drafters[drafter.name] = drafter, drafter.beside()
+                self._drafters[drafter.name] = drafter, drafter.for_sequence()
         found = [self._drafters[drafter.name][1] for drafter in drafters]
         return [own for own in found if own is not None]
 

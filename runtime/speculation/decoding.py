@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
@@ -21,7 +21,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     DraftContext,
     Drafter,
     Probabilities,
-    ProbingDrafter,
     Resumption,
     Round,
     Verdict,
@@ -29,11 +28,83 @@ from edgeinfer.runtime.speculation.drafters.contract import (
 )
 from edgeinfer.runtime.speculation.evaluated import Evaluated, LogitRows, head_of
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.probing import tree_rows
-from edgeinfer.runtime.speculation.verification import RoundView, VerificationRule
+from edgeinfer.runtime.speculation.selfcheck import near_edge
+from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
+# Nats below the likeliest token at which a token may not follow: forms and biases forbid it.
+_BANNED = 40.0
 # Plain steps between two entries in the statistics where there is no drafter to ask.
 _UNASKED = 64
+
+
+class RoundView:
+    """A `TargetView` of one pass: the sampler's choices after each node, whose path it knows.
+
+    Args:
+        sampler: of the reply.
+        draft: that the pass verified.
+        logits: after the root and after each node of the draft, by row. (S, V)
+        position: absolute position of the token after the root.
+        hidden: states of the same rows after the last layer; None where the backend gives none. (S, D)
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        draft: Draft,
+        logits: LogitRows,
+        position: int,
+        hidden: Floats | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self._draft = draft
+        self._logits = logits
+        self._position = position
+        self._hidden = hidden
+        self._chain = draft.is_chain
+
+    def token(self, node: int) -> int:
+        """The keyed choice after a node."""
+        return self._sampler.sample(self._logits.row(node + 1), self.position(node), self.path(node))
+
+    def probabilities(self, node: int) -> Probabilities:
+        """The distribution after a node."""
+        return self._sampler.probabilities(self._logits.row(node + 1), self.path(node))
+
+    def uniform(self, depth: int, draw: int) -> float:
+        """A uniform draw of the position `depth` tokens after the root's successor."""
+        return self._sampler.uniform(self._position + depth, draw)
+
+    def state(self, node: int) -> Floats:  # (D,)
+        """The target's state in the row of a node."""
+        assert self._hidden is not None, "rules that read states require a backend that gives them"
+        state: Floats = self._hidden[node + 1]
+        return state
+
+    def may_follow(self, node: int) -> bool:
+        """Whether forms and biases leave the token of a node a chance behind its path."""
+        above = self._draft.parents[node]
+        logits = self._sampler.adjusted(self._logits.row(above + 1), self.path(above))
+        return float(logits[self._draft.guesses[node].token]) > float(logits.max()) - _BANNED
+
+    def near_tie(self, node: int, noise: float) -> bool:
+        """Whether the choice after a node would be another if each logit were off by at most `noise`."""
+        if self._sampler.takes_likeliest:
+            row = self._logits.row(node + 1)
+            # What `near_edge` finds then, in a twentieth of its time over a large vocabulary.
+            return bool(np.count_nonzero(row >= row.max() - np.float32(2 * noise)) > 1)
+        position, path = self.position(node), self.path(node)
+        return near_edge(lambda logits: self._sampler.sample(logits, position, path), self._logits.row(node + 1), noise)
+
+    def position(self, node: int) -> int:
+        """Absolute position of the token after a node."""
+        if node < 0:
+            return self._position
+        return self._position + 1 + (node if self._chain else self._draft.depth(node))
+
+    def path(self, node: int) -> Sequence[int]:
+        """Drafted tokens up to a node, where choices depend on them."""
+        return self._draft.path(node) if self._sampler.follows_paths else ()
 
 
 class SpeculativeDecoding(DecodingStrategy):
@@ -70,7 +141,6 @@ class SpeculativeDecoding(DecodingStrategy):
         self.statistics = statistics or SpeculationStatistics()
         self.texts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        self._probing = next((drafter for drafter in drafters if isinstance(drafter, ProbingDrafter)), None)
         self._governor, self._verification, self._noise = governor, verification, noise
         # Where rounding may have decided, choices are taken again with the other rows at hand.
         head = head_of(backend)
@@ -84,7 +154,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = self._lost = self._begin = 0
         # Of tokens drafted behind rows of this round whose logits are no longer in memory, by row and token.
-        self._told: dict[tuple[int, int], TokenLogprobs] = {}
+        self._drafted_logprobs: dict[tuple[int, int], TokenLogprobs] = {}
         further, lost = self._draw_further, lambda: self._lost
         self._context = DraftContext([], self._draw, sampler.forced, further, lost, self._chance)
 
@@ -160,7 +230,7 @@ class SpeculativeDecoding(DecodingStrategy):
         verified = time.perf_counter_ns()
         draft = draft.first(len(passed.fed) - 1)
         rule, size = self._verification, len(self._context.tokens)
-        target = RoundView(self._sampler, draft, passed.logits, size, rule.judge, passed.hidden)
+        target = RoundView(self._sampler, draft, passed.logits, size, passed.hidden)
         verdict = rule.verify(draft, target)
 
         # The cache keeps the rows of the root and of the accepted path.
@@ -191,50 +261,46 @@ class SpeculativeDecoding(DecodingStrategy):
         if not self._sampler.tells_logprobs:
             return [None] * len(tokens)
         pairs = zip(rows, tokens, strict=False)  # behind a choice that was taken again nothing is committed
-        return [self._told.get(pair) or self._sampler.logprobs_of(pair[1], logits[pair[0]]) for pair in pairs]
+        return [
+            self._drafted_logprobs.get(pair) or self._sampler.logprobs_of(pair[1], logits.row(pair[0]))
+            for pair in pairs
+        ]
 
     def _note(self, draft: Draft, row: int, logits: Floats) -> None:  # (V,)
         """Notes what would be told of the tokens drafted behind a row that leaves memory."""
         for guess, parent in zip(draft.guesses, draft.parents, strict=True):
             if parent + 1 == row:
-                self._told[row, guess.token] = self._sampler.logprobs_of(guess.token, logits)
+                self._drafted_logprobs[row, guess.token] = self._sampler.logprobs_of(guess.token, logits)
 
     def _evaluate(self, draft: Draft, base: int) -> Evaluated:
-        """The target's pass over the root and a draft: whole, or resumed from drafting, or with probe rows behind."""
-        self._told.clear()
+        """Run the target's pass over the root and a draft, whole or resumed from drafting."""
+        self._drafted_logprobs.clear()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resume(draft, base)
-        probes = () if resumption is not None else self._probe_rows(draft, base)
-        states = self._probe_states(probes, fed, base) if probes else None
         started, size = time.perf_counter_ns(), len(fed)
-        rows = np.arange(size if states is None else len(states))
+        rows = np.arange(size)
         # Of a draft that the head is run for apart, the first rows have their logits now; no other text shares it.
-        head = self._head if states is None and size > HEAD_ROWS else None
+        head = self._head if size > HEAD_ROWS else None
         wanted = rows if head is None else rows[:HEAD_ROWS]
-        gains = (1.0, *draft.likely) if draft.likely and states is None else None
+        gains = (1.0, *draft.likely) if draft.likely else None
         if resumption is not None:
             batch = ForwardInput(fed, rows + base, wanted, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
+        elif draft.is_chain:
+            batch = ForwardInput(fed, rows + base, wanted, gains=gains)
         else:
-            # Of probe rows the states count, not the tokens.
-            tokens = fed if states is None else np.pad(fed, (0, len(rows) - size))
-            if draft.is_chain and not any(probes[:-1]):
-                batch = ForwardInput(tokens, rows + base, wanted, hidden=states, gains=gains)
-            else:
-                tree, depths = tree_rows(draft, probes if states is not None else ())
-                places, parents = np.array(depths) + base, np.array(tree)
-                batch = ForwardInput(tokens, places, wanted, tree=parents, hidden=states, gains=gains)
+            depths = np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
+            parents = np.array([-1, *(parent + 1 for parent in draft.parents)])
+            batch = ForwardInput(fed, depths + base, wanted, tree=parents, gains=gains)
         output = self._backend.forward(batch)
-        given, hidden, resumed = output.logits, output.hidden, resumption is not None
-        if head is not None:
-            assert hidden is not None, "its head reads the states"
-            hidden = hidden.copy()  # the head's passes overwrite them
-            leaving = partial(self._note, draft) if self._sampler.tells_logprobs else None
-            logits, probed = LogitRows(given, hidden, head, leaving), given[:0]
-        else:
-            size = min(size, len(given))
-            logits, probed = LogitRows(given[:size]), given[size:]
-        told = probes if states is not None else ()
-        return Evaluated(fed[:size], logits, told, probed, hidden, started, resumed, batch.tree is None)
+        hidden, chain = output.hidden, batch.tree is None
+        if head is None:
+            size = len(output.logits)  # of a pass that others share it has as much of the draft as pays there
+            return Evaluated(fed[:size], LogitRows(output.logits), hidden, started, resumption is not None, chain)
+        assert hidden is not None, "its head reads the states"
+        hidden = hidden.copy()  # the head's passes overwrite them
+        leaving = partial(self._note, draft) if self._sampler.tells_logprobs else None
+        logits = LogitRows(output.logits, hidden, head, leaving)
+        return Evaluated(fed, logits, hidden, started, resumption is not None, chain)
 
     def _resume(self, draft: Draft, base: int) -> Resumption | None:
         """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
@@ -246,24 +312,6 @@ class SpeculativeDecoding(DecodingStrategy):
             self._backend.cache.trim(base)
         return resumption
 
-    def _probe_rows(self, draft: Draft, base: int) -> tuple[int, ...]:
-        """Probe rows of a pass over a draft, behind the root and behind each node; empty where there is none."""
-        if (probing := self._probing) is None:
-            return ()
-        most = min(probing.most_probes, self._backend.cache.capacity - base - 1 - len(draft))
-        # Where attention reads no pages, rows of side branches would round otherwise than a chain's.
-        can = self._backend.capabilities
-        spread = can.tree and (can.paged or self._noise > 0)
-        return self._governor.probe_rows(probing.name, draft, probing.probes, most, spread=spread)
-
-    def _probe_states(self, probes: Sequence[int], fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
-        """What enters the first layer of a pass with a drafter's probe rows; None where that cannot be had."""
-        assert self._probing is not None, "there are probe rows"
-        states = self._probing.embed(fed, probes)
-        if self._backend.cache.length != base:
-            self._backend.cache.trim(base)
-        return states
-
     def _recheck(self, verdict: Verdict, target: RoundView, passed: Evaluated, base: int) -> tuple[Verdict, LogitRows]:
         """Repeats the first choice that rounding may have decided, by the pass that plain decoding would run.
 
@@ -272,7 +320,7 @@ class SpeculativeDecoding(DecodingStrategy):
         Returns:
             The verdict, and the logits, which are copied before such a pass overwrites them, with what that gave.
         """
-        if not self._noise or len(passed.fed) + len(passed.probed) == 1:
+        if not self._noise or len(passed.fed) == 1:
             return verdict, passed.logits
         for place, node in enumerate((-1, *verdict.accepted)):
             if not target.near_tie(node, self._noise):
@@ -289,11 +337,12 @@ class SpeculativeDecoding(DecodingStrategy):
     def _round_of(
         self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: Evaluated, logits: LogitRows
     ) -> Round:
-        hidden, probed = passed.hidden, passed.behind((verdict.accepted or (-1,))[-1])
-        if logits is not passed.logits:  # another pass has overwritten what the output shows
-            hidden = probed = None
-        rows = passed.fed, logits.rows, hidden, len(passed.probed), probed
-        return Round(draft, verdict, committed, *rows, branches=self._governor.width > 1, first_row=logits.first)
+        # Another pass has overwritten the states that the output shows.
+        hidden = passed.hidden if logits is passed.logits else None
+        branches = self._governor.width > 1
+        return Round(
+            draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
+        )
 
     def _catch_up(self) -> None:
         """Tells drafters of the plain steps since the last round."""
@@ -325,7 +374,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
     def _count_round(self, round: Round, passed: Evaluated, times: tuple[int, int, int]) -> None:
         (started, drafted, verified), ended = times, time.perf_counter_ns()
-        draft, verdict, rows = round.draft, round.verdict, len(passed.fed) + round.probes
+        draft, verdict, rows = round.draft, round.verdict, len(passed.fed)
         head_ms = passed.logits.head_ms  # is time of the pass, which would have had all rows at once
         pass_ms, other_ms = (verified - drafted) / 1e6 + head_ms, (ended - verified) / 1e6 - head_ms
         spent = RoundTimes((drafted - started) / 1e6, pass_ms, other_ms)
@@ -351,7 +400,6 @@ class SpeculativeDecoding(DecodingStrategy):
         self._most = min(self._most, most)
         if not most:
             self._drafters.clear()
-            self._probing = None
 
     def finish(self) -> None:
         """The reply is over: statistics are complete afterwards."""
@@ -368,11 +416,10 @@ class SpeculativeDecoding(DecodingStrategy):
         return self._sampler.sample_from(probabilities, position, _stream(drafted, 0)), probabilities
 
     def _draw_further(self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
-        if not self._verification.iid_chains:
-            probabilities = probabilities.copy()
-            probabilities[list(taken)] = 0
-            if not probabilities.any():
-                return None
+        probabilities = probabilities.copy()
+        probabilities[list(taken)] = 0
+        if not probabilities.any():
+            return None
         position = len(self._context.tokens) + len(drafted)
         return self._sampler.sample_from(probabilities, position, _stream(drafted, len(taken)))
 

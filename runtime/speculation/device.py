@@ -46,7 +46,6 @@ _ROUND_MS = 0.12
 _PULL = 0.4
 # A pass so slow that larger ones are not measured.
 _SLOW_MS = 100.0
-_MOST_PROBES = 8
 # Rounds that tell what one costs, and texts that were read that tell what reading does.
 _ENOUGH = 5
 # Passes that texts shared of which the latest count.
@@ -307,10 +306,8 @@ class DeviceCosts:
         """A round that committed nothing and shows made-up states, for drafters that guess from those."""
         size, vocabulary = self._backend.geometry.hidden_size, self._backend.geometry.vocab_size
         hidden = np.zeros((1, size), np.float32) if self._backend.capabilities.hidden else None
-        # Zeros of no memory, as many as the probe rows of any drafter.
-        probed = np.broadcast_to(np.float32(0), (_MOST_PROBES, vocabulary))
         no_logits, no_tokens = np.zeros((0, vocabulary), np.float32), np.zeros(0, np.int64)
-        return Round(Draft(), Verdict((), root, True), (), no_tokens, no_logits, hidden, _MOST_PROBES, probed)
+        return Round(Draft(), Verdict((), root, True), (), no_tokens, no_logits, hidden)
 
     def _save(self) -> None:
         assert self._passes is not None

@@ -41,7 +41,8 @@ class LogitRows:
         self._left = 0 if hidden is None else len(hidden) - len(rows)  # rows that were never computed
         self._hidden, self._head, self._leaving = hidden, head, leaving
 
-    def __getitem__(self, row: int) -> Floats:  # (V,)
+    def row(self, row: int) -> Floats:  # (V,)
+        """The logits after a row; runs the head where they are not in memory, which overwrites those that are."""
         if not 0 <= row - self.first < len(self.rows):
             self._compute(row)
         found: Floats = self.rows[row - self.first]
@@ -70,9 +71,7 @@ class Evaluated:
     Attributes:
         fed: the root, then the draft's nodes. (S,)
         logits: after each of them.
-        probes: probe rows behind the root and behind each node; empty where there is none.
-        probed: logits after them, node by node. (P, V)
-        hidden: states after the last layer; None where the backend gives none. (S + P, D)
+        hidden: states after the last layer; None where the backend gives none. (S, D)
         started: when the pass began, in nanoseconds.
         resumed: the pass went on where drafting had left the target.
         chain: its rows follow one another.
@@ -80,20 +79,10 @@ class Evaluated:
 
     fed: Ints
     logits: LogitRows
-    probes: tuple[int, ...]
-    probed: Floats
     hidden: Floats | None
     started: int
     resumed: bool
     chain: bool
-
-    def behind(self, node: int) -> Floats | None:
-        """Logits after the probe rows behind a node, -1 being the root; None where it has none. (k, V)"""
-        if not self.probes or not self.probes[node + 1]:
-            return None
-        start = sum(self.probes[: node + 1])
-        found: Floats = self.probed[start : start + self.probes[node + 1]]
-        return found
 
 
 def head_of(backend: Backend) -> HeadBackend | None:

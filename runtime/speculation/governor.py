@@ -22,7 +22,6 @@ from edgeinfer.runtime.speculation.account import LossAccount, Trials
 from edgeinfer.runtime.speculation.draft_tree import Asked, NodeCandidate, Tree
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.mixing import Answer, Mixer, Mixture
-from edgeinfer.runtime.speculation.probing import choose_probe_rows
 
 # A draft must beat the empty one by this factor: a measured c(m) is good to a few percent.
 _MARGIN = 1.02
@@ -100,7 +99,7 @@ class Governor:
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
         self._first_estimates = dict(self._estimates)
         self._asked: dict[tuple[int, ...], list[Asked]] = {}
-        self._mixer = Mixer(acceptance.mixing, frozenset(drafter.name for drafter in drafters if drafter.draws))
+        self._mixer = Mixer(acceptance.mixing, drafters)
         self._mixtures: dict[tuple[int, ...], Mixture] = {}  # of the places in `_asked` where several may be asked
         self._at_work: Drafter | None = None
         self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
@@ -112,12 +111,11 @@ class Governor:
         self._rounds_left = 1.0  # that the reply is expected to have
         self.timed_guesses: list[tuple[str, float]] = []
         self.timed_reading: list[tuple[str, float]] = []
-        self._tries = self._probe_tries = _TRIES
+        self._tries = _TRIES
 
     def _reprice(self, costs: RoundCosts) -> None:
         """Goes by other costs of passes from now on, by which it finds out again whether drafting is faster."""
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, self._most + 2)]
-        self._pass_ms_of = costs.pass_ms
         self._confirmed, self._longer_tries = costs.confirmed, _LONGER_TRIES
         known = self._pass_ms[: self._confirmed]
         hoped = self._pass_ms[self._confirmed : 2 * self._confirmed]
@@ -207,22 +205,6 @@ class Governor:
             if not self._longer_tries:
                 self._prices = self._pass_ms
 
-    def probe_rows(self, name: str, draft: Draft, each: int, most: int, *, spread: bool) -> tuple[int, ...]:
-        """How many probe rows the pass over the last draft has, for a drafter's next guesses.
-
-        They must promise more tokens than their milliseconds could decode otherwise, and be paid for like any draft.
-
-        Returns:
-            Of the root and of each node those behind it; empty where there is none.
-        """
-        estimate = self._estimates[name]
-        rows = choose_probe_rows(draft, estimate, each, most, self._pass_ms_of, self.rate, spread=spread)
-        if rows.counts and rows.ms > self._account.free:
-            if not self._probe_tries:
-                return ()
-            self._probe_tries -= 1
-        return rows.counts
-
     def observe(self, round: Round) -> None:
         """Learns from what became of the last draft."""
         committed = round.committed
@@ -241,9 +223,7 @@ class Governor:
             recovered = estimate + (self._first_estimates[name] - estimate) * _RECOVERY
             self._estimates[name] = self._acceptance.mean(name) if name in asked_now else recovered
         kept = 1 - 1 / _ROUNDS
-        size, probes = len(round.draft), round.probes
-        ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
-        ms += self._spent + self._round_ms
+        ms = self._pass_ms[len(round.draft)] + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
         self._account.book_round(len(committed), ms)
         self._trials.book_round(ms - len(committed) * self._pass_ms[0])

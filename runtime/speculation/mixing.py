@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.drafters.contract import Guess
+from edgeinfer.runtime.speculation.drafters.contract import Drafter, Guess
 
 # How fast weights follow what comes, and the terms of a reply.
 _RATE, _REPLY_RATE = 0.04, 0.1
@@ -39,7 +39,6 @@ _REPLY_MEMORY, _STATE_MEMORY, _KNOWN = 20.0, 200.0, 8.0
 _SHARE, _HUMILITY = 0.25, 0.5
 # Places that the share of copies that came true runs over, what it begins with, and the upper edges of its states.
 _COPIES, _FIRST_SHARE, _EDGES = 8.0, 0.5, (0.3, 0.7)
-_COPY = "copy"
 _DIFFERENCES = "differences"
 
 
@@ -109,11 +108,13 @@ class Mixer:
 
     Args:
         learnt: from other replies; learns on.
-        with_logits: names of the drafters that have logits; the others are tables.
+        drafters: those that draw have logits, the others are tables.
     """
 
-    def __init__(self, learnt: MixingWeights, with_logits: frozenset[str]) -> None:
-        self._learnt, self._with_logits = learnt, with_logits
+    def __init__(self, learnt: MixingWeights, drafters: Sequence[Drafter]) -> None:
+        self._learnt = learnt
+        self._with_logits = frozenset(drafter.name for drafter in drafters if drafter.draws)
+        self._copying = frozenset(drafter.name for drafter in drafters if drafter.copies)
         self._terms: defaultdict[str, float] = defaultdict(float)
         self._right = [0.0, 0.0]
         self._copied = _FIRST_SHARE
@@ -189,7 +190,7 @@ class Mixer:
                 for counts, memory in ((self._right, _REPLY_MEMORY), (learnt, _STATE_MEMORY)):
                     counts[:] = [count * (1 - 1 / memory) for count in counts]
                     counts[int(token == other)] += 1
-        copied = any(answer.drafter == _COPY and answer.guess.token == token for answer in firsts)
+        copied = any(answer.drafter in self._copying and answer.guess.token == token for answer in firsts)
         self._copied += (copied - self._copied) / _COPIES
 
 

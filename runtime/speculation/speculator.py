@@ -27,9 +27,10 @@ from edgeinfer.runtime.speculation.company import CompanyGovernor, SequenceDraft
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
+from edgeinfer.runtime.speculation.drafters.method import DrafterParts, asked_by_auto, drafter_method
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
-from edgeinfer.runtime.speculation.registry import DrafterParts, asked_by_auto, make_drafter
-from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification, verification_of
+from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.verification.rule import VerificationRule, find_verification
 
 _log = logging.getLogger("edgeinfer")
 
@@ -37,8 +38,6 @@ _log = logging.getLogger("edgeinfer")
 _SAVE_S = 60.0
 # Plain steps whose median stands for plain decoding.
 _PLAIN_STEPS = 64
-# Chains that k-SEQ is given where nothing else is said.
-_CHAINS = 2
 _ACCEPTANCE = "acceptance"
 
 
@@ -123,12 +122,13 @@ class Speculator:
         names, limit = self._names(config.speculation), self._limit
         if not names or not limit:
             return DecodingStrategy(self._parts.target, sampler)
-        verification, most = verification_of(config.verification, self._parts), min(limit, config.draft_max or limit)
+        verification, most = find_verification(config.verification, self._parts), min(limit, config.draft_max or limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if not self._may_pay(config, drafters, costs):
             return DecodingStrategy(self._parts.target, sampler)
-        governor = _governor(verification, config)(drafters, costs, self._acceptance, most, width)
+        kind = StochasticGovernor if verification.stochastic else Governor
+        governor = kind(drafters, costs, self._acceptance, most, width)
         strategy = SpeculativeDecoding(
             self._parts.target,
             sampler,
@@ -141,7 +141,7 @@ class Speculator:
         self._live.add(strategy)
         return strategy
 
-    def strategy_beside(
+    def sequence_strategy(
         self,
         sampler: Sampler,
         config: GenerationConfig,
@@ -156,8 +156,8 @@ class Speculator:
             before: decoded the reply until now; None where it begins.
         """
         verification, names = find_verification(config.verification), self._names(config.speculation)
-        drafters = drafting.beside([self._drafter(name) for name in names]) if self._limit else []
-        if verification.name != "keyed" or not drafters:
+        drafters = drafting.of_sequence([self._drafter(name) for name in names]) if self._limit else []
+        if not verification.exact or not drafters:
             return DecodingStrategy(drafting.backend, sampler)
         costs, width = self._costs.of(drafters), self._width(config, verification)
         if not self._may_pay(config, drafters, costs):
@@ -263,19 +263,17 @@ class Speculator:
         return self._drafters[name]
 
     def _made(self, name: str) -> Drafter:
-        return make_drafter(name, self._parts)
+        return drafter_method(name).make(self._parts)
 
     def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
-        if verification.iid_chains:
-            return max(_CHAINS, config.draft_width)
-        width = max((config.draft_width, *config.branching))
+        width = config.draft_width
         if width > 1 and not self._parts.target.capabilities.tree:
             message = f"The {self._parts.target.name} backend cannot verify trees."
             raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
         # Where attention reads no pages, rows of side branches have other bits than a chain's, so where text is to be
         # plain decoding's bit for bit no token behind them could be kept.
         settled = self._costs.exact is not None and self._costs.exact.bit_identical
-        if settled and verification.name == "keyed" and not self._parts.target.capabilities.paged:
+        if settled and verification.exact and not self._parts.target.capabilities.paged:
             return 1
         return width
 
@@ -316,7 +314,7 @@ class Speculator:
         )
 
     def _is_exact(self, config: GenerationConfig) -> bool | None:
-        if config.verification != "keyed" and config.speculation != "off":
+        if config.speculation != "off" and not find_verification(config.verification).exact:
             return False
         exact = self._costs.exact
         return None if exact is None else exact.bit_identical
@@ -324,7 +322,7 @@ class Speculator:
     def tuned(self, tuning: TunedDrafting) -> None:
         """Drafts as this says from now on, and keeps it and what that costs."""
         self._parts = replace(self._parts, tuning=tuning)
-        stale = self._drafters.keys() & {"exit", "skip"}
+        stale = {name for name in self._drafters if drafter_method(name).tuned}
         self._close(stale)
         for name in stale:
             self._costs.forget(name)
@@ -379,11 +377,3 @@ class Speculator:
             drafter.close()
         if self._parts.model is not None:
             self._parts.model.close()
-
-
-def _governor(verification: VerificationRule, config: GenerationConfig) -> Callable[..., Governor]:
-    if verification.stochastic:
-        from edgeinfer.runtime.speculation.shaped_governor import stochastic_governor
-
-        return stochastic_governor(verification, config)
-    return Governor

@@ -9,7 +9,6 @@ anything (DySpec). What was drawn is never dropped.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import field
 from itertools import count
@@ -169,49 +168,3 @@ class StochasticGovernor(Governor):
     def _estimated(self, name: str, rank: int, guess: Guess, depth: int) -> Asked:
         raw = self._acceptance.estimate(name, guess.sign, depth, rank)
         return Asked(name, guess, rank, raw, self._acceptance.reliable(name, raw))
-
-
-class ChainsGovernor(StochasticGovernor):
-    """Builds `width` chains drawn independently from the most promising drafter; equal ones stay apart."""
-
-    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
-        """What to verify next; see `Governor.draft`."""
-        self._begin(context, depth)
-        most = min(min(rows, self._most) // self.width, depth)
-        drafter, estimate = self._most_promising(context, (), 1.0, 0)
-        length = 0 if drafter is None else self._length(drafter, estimate, most)
-        if drafter is None or length == 0:
-            return Draft()
-        guesses: list[Guess] = []
-        parents: list[int] = []
-        ends = [-1] * self.width
-        paths: list[tuple[int, ...]] = [()] * self.width
-        for _ in range(length):
-            groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for chain, path in enumerate(paths):
-                groups[path].append(chain)
-            for path, chains in groups.items():
-                # A distribution is the same for all chains of a path; their draws are not.
-                asked = self._ask_one(drafter, context, list(path), len(chains))
-                for chain, a in zip(chains, asked, strict=False):
-                    parents.append(ends[chain])
-                    guesses.append(a.guess)
-                    ends[chain] = len(guesses) - 1
-                    paths[chain] = (*path, a.guess.token)
-        self._hope_for(len(guesses))
-        return Draft(tuple(guesses), tuple(parents), (drafter.name,) * len(guesses))
-
-    def _length(self, drafter: Drafter, estimate: float, most: int) -> int:
-        """The length at which so many chains are worth most."""
-        ms, due = self._price(drafter.name), self._due(drafter)
-        either = 1 - (1 - estimate) ** self.width
-        best, length, gained, likely = 0.0, 0, 0.0, 1.0
-        for depth in range(1, most + 1):
-            likely *= either
-            gained += likely
-            rows = depth * self.width
-            guessing = ms if drafter.at_once else rows * ms
-            worth = gained - self.rate * (self._prices[rows] - self._prices[0] + guessing)
-            if worth > best and self._account.affords(self._prices[rows] + guessing + due):
-                best, length = worth, depth
-        return length

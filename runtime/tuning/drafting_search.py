@@ -26,11 +26,10 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
-from edgeinfer.runtime.layer_skip.contract import Mask
-from edgeinfer.runtime.layer_skip.divergence import entropy_bits
-from edgeinfer.runtime.layer_skip.entropy import Entropies, rolling_means
-from edgeinfer.runtime.layer_skip.policies import SkipLevels, layers_mask
+from edgeinfer.runtime.layer_skip.calibrated import SKIP_LEVELS, SkipLevels, layers_mask
+from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies, rolling_means
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
+from edgeinfer.runtime.layer_skip.strategy import Mask, entropy_bits
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 
@@ -81,7 +80,7 @@ def calibrate_skips(
         )
     finally:
         reduced.engine.forget()
-    reduced.keep_levels(levels)
+    reduced.keep(SKIP_LEVELS, levels)
     return levels, costs
 
 
@@ -100,7 +99,7 @@ def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sampl
             text.append(token)
         means += rolling_means(bits)
     entropies = Entropies(means)
-    reduced.keep_entropies(entropies)
+    reduced.keep(ENTROPY, entropies)
     return entropies
 
 

@@ -19,7 +19,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.layer_skip.divergence import divergence
+from edgeinfer.runtime.layer_skip.strategy import divergence
 from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.evaluated import head_of

@@ -18,7 +18,7 @@ from edgeinfer.runtime.planning.plan_input import Configuration
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.speculation.prospects import TABLES
+from edgeinfer.runtime.speculation.drafters.method import table_priors
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.tuning.measure import pass_times, turn_times
 
@@ -90,7 +90,7 @@ def fitting(work: Work, context: int) -> Work:
 def _token_ms(configuration: Configuration, plain_ms: float, passes: Mapping[int, float]) -> float:
     """A token of a reply, drafted where that is predicted to pay."""
     costs = PassCosts(((1, plain_ms), *sorted(passes.items())))
-    prospects = prospects_by(TABLES, plain_ms)
+    prospects = prospects_by(table_priors(), plain_ms)
     pace = Pace(costs, measured=True, round_ms=ROUND_MS, prospects=prospects)
     drafting = dataclasses.replace(configuration, draft_max=min(configuration.draft_max, costs.largest - 1))
     return 1e3 / SpeedModel(lambda _: pace).speed(drafting).tokens_per_second

@@ -8,23 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.drafting import VERIFICATIONS
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
-from edgeinfer.runtime.layer_skip.policies import SKIPPING, SWITCHING
-from edgeinfer.runtime.search.registry import SEARCH_KINDS
-from edgeinfer.runtime.speculation.registry import KINDS
+from tests.methods import all_methods
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("kind", "method", "asked for by", "definition", "beside plain decoding", "verdict")
 # What there is by the flag that asks for it.
 REGISTRIES: dict[str, Iterable[str]] = {
-    "--speculation": KINDS,
-    "--verification": VERIFICATIONS,
-    "--compute": [*SKIPPING, *(name for name in SWITCHING if name != "random"), "exit", "steps"],
+    "--speculation": all_methods("drafters"),
+    "--verification": all_methods("verifiers"),
+    "--compute": [name for name in all_methods("compute") if name != "random"],
     "--overflow": POLICIES,
     "--method": METHODS,
-    "--search": SEARCH_KINDS,
+    "--search": all_methods("searches"),
 }
 
 

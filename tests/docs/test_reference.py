@@ -9,12 +9,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from edgeinfer.adaptive import COMPUTES
 from edgeinfer.config import KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 from edgeinfer.device_options import DEVICES
-from edgeinfer.drafting import DRAFTERS, VERIFICATIONS
 from edgeinfer.errors import BudgetError, EdgeInferError, ModelError, UsageError
-from edgeinfer.searching import SEARCHES
+from edgeinfer.methods import product_methods
 from tests.docs.pages import DOCS, ROOT
 
 
@@ -27,9 +25,9 @@ def test_pages_name_every_choice() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     table: dict[str, Iterable[str]] = {
         "guide/install.md": set(extras) - {"dev", "docs", "wheels"},
-        "guide/speculation.md": {*DRAFTERS, *VERIFICATIONS},
-        "guide/search.md": set(SEARCHES) - {"off"},
-        "guide/compute.md": set(COMPUTES) - {"full"},
+        "guide/speculation.md": {*product_methods("drafters"), *product_methods("verifiers")},
+        "guide/search.md": product_methods("searches"),
+        "guide/compute.md": product_methods("compute"),
         "guide/memory.md": {*WEIGHTS_MODES, *OVERFLOWS},
         "guide/devices.md": DEVICES,
         "guide/gguf.md": {kind for kind in KV_TYPES if not kind.startswith("int")},

@@ -46,8 +46,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"search": "beam", "beams": 3, "beam_groups": 3},
     {"temperature": 0.8, "seed": 2, "search": "vote", "samples": 2},
     {"temperature": 1.1, "seed": 4, "search": "cautious"},
-    {"search": "lookahead", "uncertainty": 0.5},
-    {"search": "contrast", "lame_prompt": "A dog. The"},
+    {"search": "lookahead", "method_options": {"uncertainty": 0.5}},
+    {"search": "contrast", "method_options": {"lame_prompt": "A dog. The"}},
 ]
 TOKENS = 24
 

@@ -38,10 +38,7 @@ WITH: dict[str, dict[str, Any]] = {
     "beam_groups": {"search": "beam"},
     "diversity": {"search": "beam", "beam_groups": 2},
     "length_penalty": {"search": "beam"},
-    "look_ahead": {"search": "lookahead", "uncertainty": 0.0},
     "candidates": {"search": "momentum"},
-    "uncertainty": {"search": "lookahead"},
-    "contrast_strength": {"search": "contrast", "lame_prompt": "A dog", "uncertainty": 0.0},
     "resistance": {"search": "momentum"},
     "resistance_weight": {"search": "momentum"},
     "draft_max": {"speculation": "ngram"},
@@ -156,4 +153,5 @@ def test_together_they_stay_numbers(model: edgeinfer.Model) -> None:
             for temperature in (ends["temperature"], 5e-324, 1.0):
                 options = ends | {"temperature": temperature, "logit_bias": {5: bias, 6: bias}, "max_tokens": 12}
                 assert reply(model, options | {"logprobs": 20, "top_p": 5e-324, "seed": 2**64 - 1})
-                assert reply(model, options | {"search": "contrast", "lame_prompt": "A", "contrast_strength": 100})
+                own = {"lame_prompt": "A", "contrast_strength": 100}
+                assert reply(model, options | {"search": "contrast", "method_options": own})

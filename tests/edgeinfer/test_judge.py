@@ -17,8 +17,9 @@ from edgeinfer.bundle.additions import Heads, add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.tools import judging, tune_judge
-from edgeinfer.tools.judging import Mismatch, RightReply, find_mismatches, read_questions
+from edgeinfer.runtime.research import judge
+from edgeinfer.runtime.research.judge import Mismatch, RightReply, find_mismatches, read_questions
+from edgeinfer.tools import tune_method
 from tests.speculation import BUILTIN, PROMPT, known_costs, needs_builtin
 from tests.tables import each_row
 
@@ -73,7 +74,7 @@ def test_the_score_parts_what_matters_from_the_rest_on_other_questions() -> None
     chance = np.random.default_rng(4)
     states = chance.normal(size=(600, 24)).astype(np.float32) * np.linspace(0.1, 3, 24, dtype=np.float32)
     wrong = states[:, 3] - states[:, 7] + 0.3 * chance.normal(size=600) > 0.4
-    weight, bias, gain = judging._taught(states, wrong, np.arange(600) % 30)
+    weight, bias, gain = judge._taught(states, wrong, np.arange(600) % 30)
     scores = states @ weight + bias
     kinds = scores[~wrong][:, None] > scores[wrong]
     assert gain.area == pytest.approx(kinds.mean(), abs=0.03) and gain.area > 0.9
@@ -83,7 +84,7 @@ def test_the_score_parts_what_matters_from_the_rest_on_other_questions() -> None
     assert len(np.unique((np.arange(600) % 30)[wrong & (scores > 0)])) <= 5
     assert (gain.questions, gain.tokens) == (30, 600) and gain.matter == wrong.mean()
     with pytest.raises(UsageError, match="of a few questions"):
-        judging._taught(states, wrong, wrong.astype(np.int64))
+        judge._taught(states, wrong, wrong.astype(np.int64))
 
 
 @each_row(
@@ -120,7 +121,7 @@ def test_a_judge_that_finds_all_right_leaves_the_draft_and_one_that_finds_nothin
     judged = {"speculation": "model", "verification": "judge", "draft_max": 8}
     with pytest.raises(UsageError, match="no judge") as caught:
         said(None, **judged)
-    assert "--judge" in caught.value.hint
+    assert "--method judge" in caught.value.hint
     plain, never, always = said(None), said(-1.0, **judged), said(1.0, **judged)
     assert never.token_ids == plain.token_ids != always.token_ids
     found = always.speculation
@@ -129,10 +130,10 @@ def test_a_judge_that_finds_all_right_leaves_the_draft_and_one_that_finds_nothin
     # Too few questions teach nothing, and the command says so.
     text = tmp_path / "questions.jsonl"
     text.write_text('{"messages": [{"role": "user", "content": "Tell me a story."}], "words": ["the"]}\n')
-    assert main(["tune", "-m", str(bundle), "--judge", "--text", str(text)]) == 2
+    assert main(["tune", "-m", str(bundle), "--method", "judge", "--text", str(text)]) == 2
     assert "teaches nothing" in capsys.readouterr().err
     assert read_heads(open_bundle(bundle), "judge") is not None
     with pytest.raises(UsageError, match="draft model"):
-        tune_judge(bundle / "drafter", text.read_text())
+        tune_method("judge", bundle / "drafter", text.read_text())
     with pytest.raises(UsageError, match="are not the model's"):
-        tune_judge(bundle, text.read_text(), draft_model=str(small_bundle))
+        tune_method("judge", bundle, text.read_text(), draft_model=str(small_bundle))

@@ -20,7 +20,7 @@ from edgeinfer.options import options_of
 
 # Flags with a name of their own: they turn something off, or give one of several.
 FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "choices": "--choice"}
-FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora"}
+FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora", "method_options": "--method-option"}
 
 
 def hints(owner: Any) -> dict[str, Any]:
@@ -74,14 +74,13 @@ def test_flags_and_requests_have_the_options_name() -> None:
         "logit_bias": {"5": 1.0},
         "resistance": [1.0],
         "seed": 3,
-        "lame_prompt": "Hm",
         "passage": "Hm",
         "parse_special": True,
         "adapter": "terse",
         "steering": "story:1.5",
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
-    elsewhere = {"max_tokens", "logprobs", "checker", "scorer"}  # what OpenAI's endpoints name in different ways
+    elsewhere = {"max_tokens", "logprobs", "checker"}  # what OpenAI's endpoints name in different ways
     for name in options_of(GenerationConfig).keys() - elsewhere:
         option = options_of(GenerationConfig)[name]
         fields = Fields({name: values.get(name, 3 if option.default is None else option.default)})
@@ -119,8 +118,8 @@ WRONG: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: GenerationConfig.of(speculation="copi"), "'copi'", "Did you mean 'copy'?"),
     (lambda: GenerationConfig.of(search="bean"), "'bean'", "Did you mean 'beam'?"),
     (lambda: edgeinfer.Search("beam", beams=99), "beams=99", "from 1 to 16"),
-    (lambda: edgeinfer.Search("contrast"), "lame_prompt", "Give both"),
-    (lambda: edgeinfer.ReducedCompute("unified", skip_cache="below"), "skip_cache", "exit"),
+    (lambda: edgeinfer.Search("extract"), "passage", "Give both"),
+    (lambda: edgeinfer.ReducedCompute("unified", skip_cache="below"), "skip_cache", "Leave"),
     (lambda: edgeinfer.Sampling(logit_bias={"a": 1}), "logit_bias", "token ids"),  # type: ignore[dict-item]
 ]
 

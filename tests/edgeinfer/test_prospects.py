@@ -10,11 +10,10 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle.opening import nest_drafter
 from edgeinfer.config import LoadConfig
-from edgeinfer.drafting import DRAFTERS
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.runtime.speculation.prospects import PRIORS, priors_of
+from edgeinfer.runtime.speculation.drafters.method import priors_of
 from tests.heads import with_heads
 from tests.runtime.models import bundle_of
 from tests.speculation import known_costs, load_eager, random_bundle
@@ -30,12 +29,11 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
-    assert set(PRIORS) == set(DRAFTERS) - {"forced"}
     plain, drafter = random_bundle(tmp_path / "plain"), random_bundle(tmp_path / "small", num_hidden_layers=1)
-    headed = with_heads(plain, tmp_path / "headed", "medusa", "routers")
+    headed = with_heads(plain, tmp_path / "headed", "routers")
     bundles = {
         plain: {"copy", "ngram", "recycle"},
-        nest_drafter(headed, drafter, tmp_path / "rich").path: {"copy", "ngram", "recycle", "medusa", "model"},
+        nest_drafter(headed, drafter, tmp_path / "rich").path: {"copy", "ngram", "recycle", "model"},
         bundle_of("llama-tied", ExportConfig(bits=8, keep_small=False)).path: {"copy", "ngram", "recycle", "bits"},
         bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False)).path: {"copy", "ngram", "recycle", "experts"},
     }

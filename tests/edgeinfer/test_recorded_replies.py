@@ -11,6 +11,7 @@ import pytest
 import edgeinfer
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
+from tests.methods import nested
 
 RECORDED = Path(__file__).with_name("recorded_replies.json")
 PROMPT = "Tom and Mia went to the park. They saw"
@@ -27,7 +28,7 @@ def replies() -> list[dict[str, Any]]:
     made = []
     with edgeinfer.load(**ORACLE) as model:
         for entry in json.loads(RECORDED.read_text("utf-8")):
-            result = model.generate(PROMPT, max_tokens=9, **entry["options"])
+            result = model.generate(PROMPT, max_tokens=9, **nested(entry["options"]))
             search, compute = result.search, result.compute
             made.append(
                 {

@@ -15,10 +15,16 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.results import Result
-from edgeinfer.searching import SEARCHES, SearchMethod
 from tests.cache import made
 from tests.factories import make_checkpoint
+from tests.methods import all_methods
 from tests.speculation import BUILTIN, PROMPT, known_costs, needs_builtin
+
+
+def count_a(text: str, ended: bool) -> float:
+    """A scorer."""
+    return float(text.count("a"))
+
 
 WARM: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -28,13 +34,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vote": WARM,
     "cautious": WARM,
     "lookahead": {},
-    "contrast": {"lame_prompt": "A dog. The"},
+    "contrast": {"method_options": {"lame_prompt": "A dog. The"}},
     "momentum": {},
     "extract": {"passage": "Tom had a red ball. He met a dog in the park."},
     # Truncation may leave nothing of a form.
     "aligned": WARM | {"top_p": 1.0, "choices": ("He met a dog.", "She met a cat.", "They went home.")},
-    "particles": WARM | {"resample_every": 4, "scorer": lambda text, ended: float(text.count("a"))},
-    "astar": WARM | {"samples": 2, "rounds": 3, "scorer": lambda text, ended: float(text.count("a"))},
+    "particles": WARM | {"method_options": {"resample_every": 4, "scorer": count_a}},
+    "astar": WARM | {"samples": 2, "rounds": 3, "method_options": {"scorer": count_a}},
     "beam": {"beams": 4, "beam_groups": 2},
     "anchored": WARM,
 }
@@ -65,7 +71,7 @@ def fresh(model: edgeinfer.Model, prompt: str | list[int] = PROMPT, **options: A
 
 
 def test_every_way_is_tried_here() -> None:
-    assert ("off", *OPTIONS) == SEARCHES
+    assert {*OPTIONS} == {*all_methods("searches")}
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"stop": ("was", " a")}])
@@ -107,7 +113,7 @@ def test_the_same_is_found_again(model: edgeinfer.Model, search: str) -> None:
 
 
 @pytest.mark.parametrize("search", OPTIONS)
-def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: SearchMethod) -> None:
+def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: str) -> None:
     asked = OPTIONS[search] | {"seed": 11}
     found = list(model.stream(PROMPT, search=search, max_tokens=10, logprobs=0, **asked))
     told = [entry for chunk in found for entry in chunk.logprobs]
@@ -119,7 +125,7 @@ def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: SearchMetho
 
 
 @pytest.mark.parametrize("search", [name for name in OPTIONS if name != "momentum"])
-def test_a_cancelled_search_leaves_the_model_ready(model: edgeinfer.Model, search: SearchMethod) -> None:
+def test_a_cancelled_search_leaves_the_model_ready(model: edgeinfer.Model, search: str) -> None:
     wanted = fresh(model, max_tokens=8)
     stream = model.stream(PROMPT, search=search, max_tokens=60, **OPTIONS[search])
     next(stream)
@@ -142,7 +148,7 @@ def test_a_search_is_not_paused(small_bundle: Path) -> None:
 def test_what_excludes_each_other(model: edgeinfer.Model) -> None:
     excluded: tuple[tuple[dict[str, Any], str], ...] = (
         ({"speculation": "copy"}, "cannot be combined"),
-        ({"compute": "unified"}, "cannot be combined"),
+        ({"compute": "exit"}, "cannot be combined"),
         ({"regex": "a+"}, "grammar"),
         ({"choices": ("one", "two")}, "grammar"),
         ({"max_tokens": 300}, "do not fit"),

@@ -14,7 +14,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import UsageError
-from edgeinfer.searching import SEARCHES
+from tests.methods import all_methods
 from tests.speculation import known_costs
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -57,13 +57,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "best-of": WARM,
     "vote": WARM,
     "cautious": WARM,
-    "lookahead": {"uncertainty": 0.0},
+    "lookahead": {"method_options": {"uncertainty": 0.0}},
     # Every token is moved, and far: what is plausible among all tokens is seldom what a form allows.
-    "contrast": {"lame_prompt": "A dog. The", "uncertainty": 0.0, "contrast_strength": 100.0},
+    "contrast": {"method_options": {"lame_prompt": "A dog. The", "uncertainty": 0.0, "contrast_strength": 100.0}},
     "momentum": {},
     "extract": {"passage": "Tom had a red ball. He met a dog in the park."},
     "aligned": WARM,
-    "particles": WARM | {"resample_every": 2},
+    "particles": WARM | {"method_options": {"resample_every": 2}},
     "astar": WARM | {"samples": 2, "rounds": 2},
     "beam": {"beams": 4, "beam_groups": 2},
     "anchored": WARM,
@@ -116,7 +116,7 @@ def check(model: edgeinfer.Model, way: str, form: str, extra: str) -> bool:
 
 
 def test_all_ways_and_extras_are_tried() -> None:
-    assert tuple(WAYS) == SEARCHES
+    assert {*WAYS} == {"off", *all_methods("searches")}
 
 
 def test_all_ways_and_forms(model: edgeinfer.Model) -> None:

@@ -19,7 +19,7 @@ from edgeinfer.results import DrafterUse, SpeculationUse
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, DENSE, PROMPT, check_figures, load_eager, needs_builtin, plain, same
 
-WHO = ("auto", *DENSE, "copy,ngram,recycle", "hierarchical,model", "bits,exit,skip,model")
+WHO = ("auto", *DENSE, "copy,ngram,recycle", "bits,exit,skip,model")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -243,7 +243,7 @@ def test_a_reply_of_one_token_has_no_rounds(tales: edgeinfer.Model) -> None:
 
 
 @needs_builtin
-@pytest.mark.parametrize("verification", ["rejection", "k-seq", "typical"])
+@pytest.mark.parametrize("verification", ["rejection", "typical"])
 @pytest.mark.parametrize("who", ["auto", "model", "exit", "copy,ngram,recycle"])
 def test_other_verifications(tales: edgeinfer.Model, who: str, verification: str) -> None:
     options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "speculation": who, "verification": verification}
@@ -352,7 +352,7 @@ def test_lists_that_are_none(tales: edgeinfer.Model, options: dict[str, Any], sa
 
 
 @needs_builtin
-@pytest.mark.parametrize("who", ["auto", "hierarchical", "copy,ngram,recycle", "model,exit"])
+@pytest.mark.parametrize("who", ["auto", "copy,ngram,recycle", "model,exit"])
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_what_was_learnt_decides_and_can_be_put_back(tales: edgeinfer.Model, who: str, way: str) -> None:
     def choices(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.results import DrafterUse
-from edgeinfer.runtime.speculation.registry import KINDS
 from tests.cache import made
 from tests.cli import contents
 from tests.factories import make_checkpoint, make_tokenizer
@@ -72,7 +70,7 @@ def test_draft_max_holds() -> None:
 
 def test_a_draft_model_with_a_smaller_context(small_bundle: Path, short_drafter: Path) -> None:
     with load_eager(small_bundle, context=80, draft_model=short_drafter) as model:
-        for who in ("model", "hierarchical", "auto"):
+        for who in ("model", "auto"):
             edgeinfer.tools.restore_drafting(model, {})
             for length in (3, 30, 31, 32, 33, 60):
                 found = same(model, who, prompt=[5 + i % 9 for i in range(length)], ignore_eos=True)
@@ -85,7 +83,7 @@ def test_a_draft_model_with_a_smaller_context(small_bundle: Path, short_drafter:
 @pytest.mark.slow
 @needs_builtin
 def test_the_drafter_inside_is_loaded_for_whoever_runs_one() -> None:
-    for who in ("model", "hierarchical"):
+    for who in ("model",):
         with load_eager(context=128, speculation=who, remember=False) as model:
             assert same(model, who, max_tokens=20, ignore_eos=True).per_drafter[who].drafted > 0
 
@@ -149,7 +147,7 @@ def test_trees_on_a_backend_of_chains(bigrams: Path, caplog: pytest.LogCaptureFi
 
 
 def test_what_a_drafter_needs_and_does_not_get(small_bundle: Path) -> None:
-    for who in ("model", "hierarchical", "copy,model"):
+    for who in ("model", "copy,model"):
         refused(UsageError, 2, "No draft model was given", model=small_bundle, speculation=who)
     refused(CapabilityError, 2, "cannot read one plane", model=small_bundle, speculation="bits")
     with load_eager(small_bundle) as model:
@@ -176,7 +174,3 @@ def test_options_out_of_range(small_bundle: Path, option: dict[str, Any]) -> Non
     refused(UsageError, 2, "Unknown drafter|draft_max", model=small_bundle, **option)
     with pytest.raises(UsageError):
         edgeinfer.plan(small_bundle, **option)
-
-
-def test_the_registry_knows_every_drafter() -> None:
-    assert tuple(KINDS) == DRAFTERS

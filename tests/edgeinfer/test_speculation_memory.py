@@ -43,8 +43,7 @@ def test_the_plan_has_terms_for_drafting(small_bundle: Path, short_drafter: Path
     assert (
         logits <= auto.terms["drafting"] - one.terms["drafting"] < logits + 4 * 14 * manifest.geometry.hidden_size * 4
     )
-    # Beside a draft model the tables of `hierarchical` are there.
-    assert auto.terms["drafting"] < both.terms["drafting"] and "draft_model" not in auto.terms
+    assert auto.terms["drafting"] == both.terms["drafting"] and "draft_model" not in auto.terms
     weights = open_bundle(short_drafter).manifest.weight_bytes
     kv = 2 * 2 * 2 * 16 * 4 * 33
     assert both.terms["draft_model"] > weights + kv
@@ -66,7 +65,7 @@ def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, 
         assert small is not None
         # The draft model has a term of its own.
         held = sum(
-            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "hierarchical", "rapid") else 0)
+            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "rapid") else 0)
             for d in drafters.values()
         )
         assert held <= model.plan.terms["drafting"]
@@ -116,7 +115,7 @@ with edgeinfer.load(**options) as model:
     [
         {"speculation": "auto", "tight": False},
         {"speculation": "auto", "tight": True},
-        {"speculation": "copy,ngram,recycle,hierarchical,exit,skip,bits", "draft_model": str(BUILTIN), "tight": True},
+        {"speculation": "copy,ngram,recycle,model,exit,skip,bits", "draft_model": str(BUILTIN), "tight": True},
     ],
     ids=["auto", "tight", "all"],
 )

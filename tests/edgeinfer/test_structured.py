@@ -102,7 +102,7 @@ def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, form: str, who: 
 
 
 @needs_builtin
-@each_row("verification", ["rejection", "k-seq", "typical"])
+@each_row("verification", ["rejection", "typical"])
 def test_other_verifications_keep_to_the_grammar(tales: edgeinfer.Model, verification: str) -> None:
     options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0, "draft_width": 3, "verification": verification}
     drafted = 0

@@ -105,17 +105,6 @@ def test_what_may_be_chance_does_not_pay(small_bundle: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_of_drafters_that_share_a_draft_model_the_fastest_is_kept(
-    small_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_up(monkeypatch, model=2.0, hierarchical=1.5)
-    with load_eager(small_bundle, draft_model=small_bundle) as model:
-        found = edgeinfer.tools.tune_drafters(model, TEXTS, max_tokens=30, repeats=2)
-        assert found.kept == ("copy", "recycle", "hierarchical")
-        assert "hierarchical" in same(model, "auto", max_tokens=40, ignore_eos=True).per_drafter
-
-
-@pytest.mark.slow
 @each_row(
     "says, texts, options",
     [
@@ -146,6 +135,6 @@ def test_models_that_draft_nothing_have_nothing_to_tune(small_bundle: Path) -> N
 def test_kept_drafters_are_taken_back_or_refused() -> None:
     for names in (None, (), ("copy", "recycle")):
         assert TunedDrafting.from_state(TunedDrafting(drafters=names).state(), 2).drafters == names
-    for damaged in (np.frombuffer(b"copy,cpoy", np.uint8), np.array([255, 1], np.uint8), np.zeros(2)):
+    for damaged in (np.frombuffer(b"copy,", np.uint8), np.array([255, 1], np.uint8), np.zeros(2)):
         with pytest.raises(StorageError, match="--drafters"):
             TunedDrafting.from_state({"drafters": damaged}, 2)

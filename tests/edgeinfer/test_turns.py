@@ -111,7 +111,7 @@ def check_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[
 
 
 @needs_builtin
-@pytest.mark.parametrize("drafters", ["copy,ngram,recycle", "model", "exit,skip", "hierarchical,model", "bits"])
+@pytest.mark.parametrize("drafters", ["copy,ngram,recycle", "model", "exit,skip", "bits"])
 def test_drafters_take_turns(tales: edgeinfer.Model, drafters: str) -> None:
     alone = [tales.generate(prompt, max_tokens=30, ignore_eos=True, speculation="off") for prompt in PROMPTS]
     streams = [started(tales, prompt, max_tokens=30, speculation=drafters) for prompt in PROMPTS]

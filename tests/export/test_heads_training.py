@@ -24,10 +24,10 @@ from edgeinfer.export.training.trainer import Trainer, TrainOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.research.heads import StateDrafter
+from edgeinfer.runtime.research.hydra import HydraDrafter
+from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
-from edgeinfer.runtime.speculation.drafters.heads import StateDrafter
-from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
-from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
@@ -73,11 +73,10 @@ def train(task: Any, until: int | None = None, work: Path | None = None) -> tupl
     return Trainer(task, OPTIONS, work).run(until=until).losses
 
 
-def shown(hidden: Floats, committed: tuple[int, ...] = (), probed: Floats | None = None) -> Round:
-    """The result of a pass over the root alone."""
+def shown(hidden: Floats, committed: tuple[int, ...] = ()) -> Round:
+    """The round of a pass over the root alone."""
     fed, nothing = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
-    probes = 0 if probed is None else len(probed)
-    return Round(Draft(), Verdict((), 0, True), committed, fed, nothing, hidden, probes, probed)
+    return Round(Draft(), Verdict((), 0, True), committed, fed, nothing, hidden)
 
 
 @each_row("kind", KINDS)

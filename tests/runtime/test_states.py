@@ -270,7 +270,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
     {"search": "samples", "temperature": 0.8, "seed": 3},
     {"search": "beam", "temperature": 0},
     {"search": "lookahead", "temperature": 0},
-    {"search": "contrast", "temperature": 0, "lame_prompt": "A dog"},
+    {"search": "contrast", "temperature": 0, "method_options": {"lame_prompt": "A dog"}},
 )
 
 

@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import edgeinfer
 from edgeinfer.apps.bench.render import markdown_table
+from edgeinfer.runtime.research.judge import RightReply, read_questions
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.tools.judging import RightReply, read_questions
 from tests.tools.priced_drafting import CURVE, Pricing, Reckoned
 
 _RULES = ("keyed", "typical", "judge")

@@ -70,7 +70,7 @@ class Pricing:
         """Prices do not follow the clock."""
 
     def observe(self, governor: Governor, round: Round) -> None:
-        rows = 1 + len(round.draft) + round.probes
+        rows = 1 + len(round.draft)
         self._count(len(round.committed), 1, self.passes.ms(rows) + governor.guessed_ms + self.round_ms)
         _OBSERVE(governor, round)
 

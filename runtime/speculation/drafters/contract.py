@@ -37,10 +37,7 @@ class Further(Protocol):
     def __call__(
         self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]
     ) -> int | None:  # (V,)
-        """The next draw after `taken`: without replacement, or independent where the verification wants that.
-
-        None where nothing is left.
-        """
+        """The next draw after `taken`, without replacement; None where nothing is left."""
 
 
 def _nothing(probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
@@ -91,7 +88,7 @@ class Guess:
     Attributes:
         token: its id.
         sign: the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart.
-        distribution: what it was drawn from, for verification by ratio; None is deterministic.
+        probabilities: what it was drawn from, for verification by ratio; None is deterministic.
     """
 
     token: int
@@ -187,8 +184,6 @@ class Round:
         hidden: states after the last layer of each of them, or, of plain steps, of the last one alone, which predicted
             the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
             (S, D) or (1, D)
-        probes: probe rows of the pass.
-        probed: logits after those behind the node where the accepted path ended; a view, None where it has none. (k, V)
         branches: the reply's drafts may branch, so that drafters are asked for further guesses of a place.
         first_row: of the rows whose logits are there; those before it had theirs, those behind may not have any.
     """
@@ -199,8 +194,6 @@ class Round:
     fed: Ints
     logits: Floats
     hidden: Floats | None = None
-    probes: int = 0
-    probed: Floats | None = None
     branches: bool = True
     first_row: int = 0
 
@@ -233,8 +226,11 @@ class TargetView(Protocol):
         Independent for each draw, of the draw behind `token` and of drafters' draws.
         """
 
-    def judged(self, node: int) -> bool:
-        """Whether a judge finds the token of this node, never the root, right though the target may choose another."""
+    def state(self, node: int) -> Floats:  # (D,)
+        """The target's state after the last layer in the row of this node."""
+
+    def may_follow(self, node: int) -> bool:
+        """Whether forms and biases leave the token of this node, never the root, a chance behind its path."""
 
 
 class Verifier(Protocol):
@@ -255,6 +251,7 @@ class Drafter:
         follows_passes: whether it guesses only behind rows that it has seen passes of the target over.
         at_once: whether the first guess of a round computes what all of them take; the others cost nothing.
         draws: whether its guesses are drawn by `DraftContext.draw`, so that they may carry distributions.
+        copies: whether its guesses repeat the conversation.
     """
 
     name: str
@@ -262,6 +259,7 @@ class Drafter:
     uses_target: bool = False
     branches: bool = False
     draws: bool = False
+    copies: bool = False
     follows_passes: bool = False
     at_once: bool = False
 
@@ -289,8 +287,8 @@ class Drafter:
     def repeat(self) -> None:
         """Forgets what the first of guesses made `at_once` computed for a round, so that it can be timed again."""
 
-    def beside(self) -> Drafter | None:
-        """Another of its kind for a text that is decoded beside, which shares what both learn; None where none can."""
+    def for_sequence(self) -> Drafter | None:
+        """Another of its kind for one of several sequences, with which it shares what both learn; None if none can."""
         return None
 
     def observe(self, round: Round) -> None:
@@ -309,29 +307,6 @@ class Drafter:
 
     def close(self) -> None:
         """Frees what it holds."""
-
-
-class ProbingDrafter(Drafter):
-    """A drafter that adds probe rows to the verification pass and learns from their logits.
-
-    Behind the root and behind each node of a draft there may be some, one behind the other; nothing of the text sees
-    them, and they leave no rows in the cache.
-
-    Attributes:
-        probes: probe rows behind a node at most, P.
-        most_probes: probe rows of a pass at most.
-    """
-
-    probes: int
-    most_probes: int
-
-    def embed(self, fed: Ints, probes: Sequence[int]) -> Floats | None:  # (S,) -> (S + rows, D)
-        """What enters the first layer: embeddings of the tokens of a pass, the model's own to the last bit, and those
-        of the probe rows; None where they cannot be had now.
-
-        May run passes of the target, whose rows the engine drops. A view that is valid until the next call.
-        """
-        raise NotImplementedError
 
 
 def main_branch_first(draft: Draft) -> Draft:
@@ -356,11 +331,3 @@ def main_branch_first(draft: Draft) -> Draft:
         tuple(draft.sources[node] for node in order),
         tuple(draft.likely[node] for node in order) if draft.likely else (),
     )
-
-
-def main_branch_end(draft: Draft) -> int:
-    """The last node of a draft's main branch, which comes first in it; -1, the root, where it is empty."""
-    length = 0
-    while length < len(draft) and draft.parents[length] == length - 1:
-        length += 1
-    return length - 1

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
 
@@ -26,7 +28,7 @@ class ForcedDrafter(Drafter):
         forced = context.forced(drafted)
         return (Guess(forced[0], 0),) if forced else ()
 
-    def beside(self) -> ForcedDrafter:
+    def for_sequence(self) -> ForcedDrafter:
         """Another."""
         return ForcedDrafter()
 
@@ -79,6 +81,7 @@ class CopyDrafter(Drafter):
     """
 
     name = "copy"
+    copies = True
     priors: Sequence[float] = _PRIORS
     branches = True
 
@@ -87,11 +90,6 @@ class CopyDrafter(Drafter):
         self._aligner = Aligner(self._index)
         # Of every path that was asked about since the last round.
         self._places: dict[tuple[int, ...], _Place] = {(): _Place(NONE, 0, None)}
-
-    @staticmethod
-    def planned_bytes(context: int) -> int:
-        """What a conversation of so many tokens will take at most."""
-        return SuffixIndex.planned_bytes(context)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Indexes what is new of a prompt; substitutions of the last generation are forgotten."""
@@ -131,7 +129,7 @@ class CopyDrafter(Drafter):
             self._index.append(token)
         self._places = {(): place}
 
-    def beside(self) -> CopyDrafter:
+    def for_sequence(self) -> CopyDrafter:
         """Another, for a conversation of its own."""
         return CopyDrafter()
 
@@ -188,3 +186,27 @@ def _beaten(cursor: Cursor, position: int, length: int) -> bool:
     """Whether a match elsewhere speaks for its place louder than all evidence does for the cursor's."""
     elsewhere = cursor.position != position and cursor.done == 0  # a replacement is finished first
     return elsewhere and length > max(cursor.evidence.run, cursor.evidence.trust)
+
+
+METHODS = (
+    DrafterMethod(
+        name="forced",
+        help="tokens that a grammar or a list of choices leaves no choice about",
+        make=lambda parts: ForcedDrafter(),
+        in_auto=lambda parts: True,
+        free=True,
+        order=0,
+    ),
+    DrafterMethod(
+        name="copy",
+        help="continuations of earlier places of the same text, through substitutions",
+        make=lambda parts: CopyDrafter(),
+        in_auto=lambda parts: True,
+        # Shares of the rounds left to each, and of tokens: means of 24 replies to prompts that were never seen before,
+        # of two models that answer (docs/log, 2026-11-28); so for the other tables.
+        prior=Prior(0.3, 0.4, tables=True),
+        nbytes=lambda bundle, context: SuffixIndex.planned_bytes(context),
+        sequence_bytes=SuffixIndex.planned_bytes,
+        order=10,
+    ),
+)

@@ -13,6 +13,7 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
+from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule
 from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
@@ -74,3 +75,15 @@ class DflashDrafter(ModuleDrafter):
     def _trim(self, rows: int) -> None:
         self._logits_of = None
         self._module.cache.trim(rows)
+
+
+METHODS = (
+    module_method(
+        "dflash",
+        DflashDrafter,
+        what="DFlash drafter",
+        hint="Export it with one (edgeinfer export --drafter FOLDER) and run it on the native kernel, or leave it out.",
+        help="a DFlash module in the bundle, which fills a block at once",
+        order=62,
+    ),
+)

@@ -12,6 +12,7 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
+from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
 
 
@@ -80,3 +81,23 @@ class MtpDrafter(EagleDrafter):
     """Drafts with the module for multi-token prediction that a model ships with (DeepSeek-V3, Qwen3-Next)."""
 
     name = "mtp"
+
+
+METHODS = (
+    module_method(
+        "eagle",
+        EagleDrafter,
+        what="EAGLE head",
+        hint="Export it with one (edgeinfer export --drafter FOLDER) and run it on the native kernel, or leave it out.",
+        help="an EAGLE head in the bundle",
+        order=60,
+    ),
+    module_method(
+        "mtp",
+        MtpDrafter,
+        what="module for multi-token prediction",
+        hint="Export a checkpoint that has one and run it on the native kernel, or leave it out.",
+        help="the model's own module for multi-token prediction",
+        order=61,
+    ),
+)

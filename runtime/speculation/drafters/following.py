@@ -12,8 +12,6 @@ from edgeinfer.runtime.backends.contract import Backend
 
 # Runs one pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V), valid until the backend's next pass.
 Pass = Callable[[Ints, Ints, Ints], Floats]
-# The same over rows of a tree, given the parent of each, -1 being the context; None is a chain.
-TreePass = Callable[[Ints, Ints, Ints, Ints | None], Floats]
 
 # Whose rows each backend holds: several followers may take turns at one, and rows look the same from outside whoever
 # wrote them. A mark, not the follower, which would keep its backend alive.
@@ -37,7 +35,6 @@ class Follower:
         self._agreed = 0  # how many of them are known to be the head's
         self._last: Floats | None = None  # logits after the last of them, while they are valid
         self._mark = object()
-        self._tree: tuple[int, Sequence[int], int] | None = None  # row, tokens and rows before them of a last tree pass
         self.start = 0
 
     @property
@@ -117,56 +114,6 @@ class Follower:
         logits = self._feed(missing[at:], wanted) if at < len(missing) else np.empty((0, 0), np.float32)
         self._last = logits[-1:] if wanted else None
         return logits
-
-    def explore(
-        self, head: Sequence[int], drafted: Sequence[int], tokens: Sequence[int], parents: Sequence[int], run: TreePass
-    ) -> Floats:
-        """Feeds what the cache lacks of a path and, in the pass of its end, a tree behind it; `keep` has to follow.
-
-        Args:
-            tokens, parents: of the tree's nodes, parents before children; -1 is the path's last token.
-
-        Returns:
-            Logits after the path and after each node, a view that the backend's next pass overwrites. (1 + N, V)
-        """
-        if not self.owns:
-            self.restart(self.start)
-        total = len(head) + len(drafted)
-        shared = min(self.shared(head, drafted), total - 1)
-        if shared < len(self._fed):
-            shared = self._cut(shared)
-        self._backend.cache.hold(self.start + len(head) - 1)
-        missing, at = [*head[shared:], *drafted[max(0, shared - len(head)) :]], 0
-        root = np.empty((0, 0), np.float32)
-        # A tree needs a row before it: where there is none, the path goes first, alone.
-        while len(missing) - at > (self._chunk if self.end or not tokens else 0):
-            root = self._feed(missing[at : at + self._chunk], 1).copy()
-            at += self._chunk
-        last, first = missing[at:], self.end
-        above = [row - 1 for row in range(len(last))] + [len(last) + parent for parent in parents]
-        depths: list[int] = []
-        for row in above:
-            depths.append(0 if row < 0 else depths[row] + 1)
-        chain = above == list(range(-1, len(above) - 1))
-        self._last = None
-        logits = run(
-            np.array([*last, *tokens], np.int64),
-            np.array(depths) + first,
-            np.arange(max(len(last) - 1, 0), len(above)),
-            None if chain else np.array(above),
-        )
-        if not last:
-            logits = np.concatenate([root, logits])
-        self._tree = first, tokens, len(last)
-        self._fed.extend(last)
-        return logits
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Of the tree that was explored these nodes stay, a path from its root; its other rows go."""
-        assert self._tree is not None, "a tree was explored"
-        (first, tokens, before), self._tree = self._tree, None
-        self._backend.cache.keep(first, [*range(before), *(before + node for node in nodes)])
-        self._fed.extend(tokens[node] for node in nodes)
 
     def _cut(self, rows: int) -> int:
         """Cuts the rows to so many, or fewer where the cache can go on from those alone; tells how many are left."""

@@ -14,6 +14,7 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
+from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
 
 _FIRST_ROW = np.zeros(1, np.int64)
@@ -63,3 +64,15 @@ class HydraPlusDrafter(StepDrafter):
     def nbytes(self) -> int:
         """Bytes that its module's backend allocated, and its own."""
         return super().nbytes() + self._prefix.nbytes
+
+
+METHODS = (
+    module_method(
+        "hydra-plus",
+        HydraPlusDrafter,
+        what="Hydra++ module",
+        hint="Train one (edgeinfer distill hydra-plus) and run it on the native kernel, or leave it out.",
+        help="Hydra++ heads in the bundle",
+        order=63,
+    ),
+)

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
+from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 
 # Contexts of up to six tokens: in simulation on stories 2.6 times plain decoding, 2.4 with up to three.
 _ORDERS = 6
@@ -53,20 +55,20 @@ class NgramDrafter(Drafter):
     Args:
         vocabulary: V; token ids lie in [0, V).
         bits: the tables have 2**bits slots of 24 bytes.
-        beside: whose tables it shares, instead of having its own.
+        shared: whose tables it shares, instead of having its own.
     """
 
     name = "ngram"
     priors: Sequence[float] = _PRIORS
     branches = True
 
-    def __init__(self, vocabulary: int, bits: int = _BITS, *, beside: NgramDrafter | None = None) -> None:
+    def __init__(self, vocabulary: int, bits: int = _BITS, *, shared: NgramDrafter | None = None) -> None:
         self._vocabulary = vocabulary
         self._bits = bits
         self._shift = 64 - bits
-        self._shares = beside is not None
-        if beside is not None:
-            self._hold(beside._tags, beside._tokens, beside._counts)
+        self._shares = shared is not None
+        if shared is not None:
+            self._hold(shared._tags, shared._tokens, shared._counts)
         else:
             slots = 1 << bits
             tokens, counts = np.full((slots, _WAYS), _NONE, np.int32), np.zeros((slots, _WAYS), np.uint8)
@@ -92,7 +94,7 @@ class NgramDrafter(Drafter):
 
     @staticmethod
     def text_bytes() -> int:
-        """What the text will take, which a drafter beside another has of its own."""
+        """What the text will take, which each drafter has of its own."""
         return 4 * _REMEMBERED
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -133,9 +135,9 @@ class NgramDrafter(Drafter):
                 self._text[self._length] = token
                 self._length += 1
 
-    def beside(self) -> NgramDrafter:
+    def for_sequence(self) -> NgramDrafter:
         """Another with the same tables, which both fill."""
-        return NgramDrafter(self._vocabulary, self._bits, beside=self)
+        return NgramDrafter(self._vocabulary, self._bits, shared=self)
 
     def nbytes(self) -> int:
         """Bytes of the tables, where they are its own, and of the text; the same from the beginning."""
@@ -250,3 +252,17 @@ class NgramDrafter(Drafter):
         count, total = counts[way], sum(counts)
         share = 3 if count == total else 2 if 10 * count >= 7 * total else 1 if 10 * count >= 4 * total else 0
         return (order * _COUNTS + min(count.bit_length(), _COUNTS) - 1) * _SHARES + share
+
+
+METHODS = (
+    DrafterMethod(
+        name="ngram",
+        help="what most often followed the latest tokens in all texts seen",
+        make=lambda parts: NgramDrafter(parts.target.geometry.vocab_size),
+        in_auto=lambda parts: True,
+        prior=Prior(0.15, 0.33, tables=True),
+        nbytes=lambda bundle, context: NgramDrafter.planned_bytes(),
+        sequence_bytes=lambda context: NgramDrafter.text_bytes(),
+        order=20,
+    ),
+)

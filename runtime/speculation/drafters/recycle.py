@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 
 _BEST = 8
 _NONE = -1
@@ -98,17 +100,17 @@ class RecycleDrafter(Drafter):
 
     Args:
         vocabulary: V; token ids lie in [0, V).
-        beside: whose matrix it shares, instead of having its own.
+        shared: whose matrix it shares, instead of having its own.
     """
 
     name = "recycle"
     priors: Sequence[float] = _PRIORS
     branches = True
 
-    def __init__(self, vocabulary: int, *, beside: RecycleDrafter | None = None) -> None:
+    def __init__(self, vocabulary: int, *, shared: RecycleDrafter | None = None) -> None:
         self._vocabulary = vocabulary
-        self._shares = beside is not None
-        self._hold(_Rows.empty(vocabulary) if beside is None else beside._rows)
+        self._shares = shared is not None
+        self._hold(_Rows.empty(vocabulary) if shared is None else shared._rows)
         self._last = _NONE
 
     def _hold(self, rows: _Rows) -> None:
@@ -164,9 +166,9 @@ class RecycleDrafter(Drafter):
                 self._rows.came[row] = 0
             self._rows.best[row, : len(found)] = found
 
-    def beside(self) -> RecycleDrafter:
+    def for_sequence(self) -> RecycleDrafter:
         """Another with the same matrix, which both fill."""
-        return RecycleDrafter(self._vocabulary, beside=self)
+        return RecycleDrafter(self._vocabulary, shared=self)
 
     def nbytes(self) -> int:
         """Bytes of the matrix and the counts, where they are its own; the same from the beginning."""
@@ -219,3 +221,16 @@ class RecycleDrafter(Drafter):
         best[start + 1 : end + 1] = best[start:end]
         best[start] = follower
         self._came_at[row] = 0
+
+
+METHODS = (
+    DrafterMethod(
+        name="recycle",
+        help="what the model found likeliest when a token was fed before",
+        make=lambda parts: RecycleDrafter(parts.target.geometry.vocab_size),
+        in_auto=lambda parts: True,
+        prior=Prior(0.3, 0.38, tables=True),
+        nbytes=lambda bundle, context: RecycleDrafter.planned_bytes(bundle.manifest.geometry.vocab_size),
+        order=30,
+    ),
+)

@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from edgeinfer.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
+from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, DrafterParts, pass_prior
 
 
 class SelfDrafter(LogitDrafter):
@@ -279,3 +282,115 @@ class CachedExpertsDrafter(ExpertsDrafter):
 
     def _choice(self) -> ExpertChoice:
         return ExpertChoice(self._count, self._bias())
+
+
+# Of a pass: half of the layers or of the experts; 8-bit weights without their low bits. The acceptance of what the
+# target drafts itself is guessed.
+_HALF = _PLANE = 0.5
+
+
+def _default_exit(layers: int) -> int:
+    """Two thirds of the layers: earlier exits of models that were not trained for it predict little."""
+    return max(1, layers * 2 // 3)
+
+
+def _exit_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
+    layers = plan_input.manifest.geometry.num_layers
+    if tuning.exit_layer is not None:
+        return tuning.exit_layer / layers
+    return _default_exit(layers) / layers if tuning.paid("exit") else None
+
+
+def _skip_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
+    if tuning.layer_mask is not None:
+        return float(tuning.layer_mask.mean())
+    return _HALF if tuning.paid("skip") else None
+
+
+def _bits_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
+    return _PLANE if plan_input.capabilities.high_planes else None
+
+
+def _experts_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
+    return _HALF if len(plan_input.capabilities.expert_counts) > 1 else None
+
+
+def _bits_and_experts_share(plan_input: PlanInput, tuning: TunedDrafting) -> float | None:
+    bits, experts = _bits_share(plan_input, tuning), _experts_share(plan_input, tuning)
+    return None if bits is None or experts is None else bits * experts
+
+
+def _has_fewer_experts(parts: DrafterParts) -> bool:
+    return len(parts.target.capabilities.expert_counts) > 1
+
+
+def _exit(parts: DrafterParts) -> EarlyExitDrafter:
+    exit_layer = parts.tuning.exit_layer or _default_exit(parts.target.geometry.num_layers)
+    return EarlyExitDrafter(parts.target, exit_layer)
+
+
+def _cached_experts(parts: DrafterParts) -> CachedExpertsDrafter:
+    if parts.cached_experts is None:
+        hint = "Use the drafter experts, or load experts on demand with " + Setting("weights", "experts") + "."
+        raise UsageError("All experts of this model are in memory.", hint)
+    return CachedExpertsDrafter(parts.target, parts.cached_experts, parts.experts)
+
+
+METHODS = (
+    DrafterMethod(
+        name="exit",
+        help="the first layers of the model itself",
+        make=_exit,
+        in_auto=lambda parts: parts.tuning.exit_layer is not None or parts.tuning.paid("exit"),
+        prior=pass_prior(0.5, _exit_share),
+        runs="target",
+        tuned=True,
+        order=50,
+    ),
+    DrafterMethod(
+        name="skip",
+        help="the model itself without some of its blocks",
+        make=lambda parts: SkipDrafter(parts.target, parts.tuning.layer_mask),
+        in_auto=lambda parts: parts.tuning.layer_mask is not None or parts.tuning.paid("skip"),
+        prior=pass_prior(0.5, _skip_share),
+        runs="target",
+        tuned=True,
+        order=51,
+    ),
+    DrafterMethod(
+        name="bits",
+        help="the high 4 bits of the model's 8-bit weights",
+        make=lambda parts: BitsDrafter(parts.target),
+        in_auto=lambda parts: parts.target.capabilities.high_planes,
+        prior=pass_prior(0.8, _bits_share),
+        runs="target",
+        order=52,
+    ),
+    DrafterMethod(
+        name="experts",
+        help="the model with fewer experts per token",
+        make=lambda parts: ExpertsDrafter(parts.target, parts.experts),
+        in_auto=_has_fewer_experts,
+        prior=pass_prior(0.6, _experts_share),
+        runs="target",
+        order=53,
+    ),
+    DrafterMethod(
+        name="bits-experts",
+        help="the high 4 bits of fewer experts",
+        make=lambda parts: BitsAndExpertsDrafter(parts.target, parts.experts),
+        in_auto=lambda parts: parts.target.capabilities.high_planes and _has_fewer_experts(parts),
+        prior=pass_prior(0.5, _bits_and_experts_share),
+        runs="target",
+        order=54,
+    ),
+    # No prior: whether experts are left out of memory is what is being planned.
+    DrafterMethod(
+        name="resident",
+        help="the experts that are in memory, where the others are loaded on demand",
+        make=_cached_experts,
+        in_auto=lambda parts: parts.cached_experts is not None,
+        runs="target",
+        order=55,
+    ),
+)

@@ -138,22 +138,6 @@ def test_drafters_joined_by_a_plus_are_given_as_a_list_and_measured_by_every_rul
     assert (model.calls[-1][1]["verification"], model.calls[-1][1]["draft_width"]) == ("rejection", 2)
 
 
-def test_shapes_of_drafts_are_measured_where_there_are_such() -> None:
-    model = StubModel()
-    rules, shapes = ("keyed", "rejection"), ("adaptive", "2,1,1", "beam")
-    modes = edgeinfer_modes(model, SpecConfig(("auto",), ReplySettings(4), 1, rules, (1, 3), shapes), {})
-    plain = ["off", "auto", "auto width 3", "auto rejection", "auto rejection tree 2,1,1", "auto rejection tree beam"]
-    assert [mode.name for mode in modes] == [*plain, "auto rejection width 3", "auto rejection width 3 tree beam"]
-    modes[-1].reply([5, 6])
-    assert (model.calls[-1][1]["draft_tree"], model.calls[-1][1]["draft_width"]) == ("beam", 3)
-    spec = SpecOptions(verification=("rejection",), draft_tree=("adaptive", "3-2-1"))
-    assert spec.config.shapes == ("adaptive", "3,2,1")
-    with pytest.raises(UsageError, match="verified by rejection"):
-        SpecOptions(draft_tree=("beam",))
-    with pytest.raises(UsageError, match="Unknown draft tree"):
-        SpecOptions(verification=("rejection",), draft_tree=("tall",))
-
-
 def test_each_temperature_is_measured_beside_plain_decoding_at_the_same() -> None:
     model = StubModel()
     axes = SpecConfig(("auto",), ReplySettings(4), widths=(1, 2), temperatures=(0.7, 1.0))

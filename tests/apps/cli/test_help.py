@@ -122,7 +122,6 @@ def test_every_option_of_a_reply_has_a_flag() -> None:
     assert {name for name, option in options_of(GenerationConfig).items() if not option.flags} == {
         "logprobs",
         "checker",
-        "scorer",
     }
 
 

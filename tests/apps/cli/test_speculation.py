@@ -65,7 +65,7 @@ def plain_texts() -> tuple[str, str]:
         "--speculation ngram,bits --draft-width 3",
         "--speculation exit,skip --draft-max 2",
         f"--draft-model {BUILTIN}",
-        f"--speculation model,hierarchical --draft-model {BUILTIN} --draft-max 63",
+        f"--speculation model --draft-model {BUILTIN} --draft-max 63",
         f"--speculation off --draft-model {BUILTIN}",
         "--verification rejection",
     ],
@@ -299,7 +299,7 @@ def test_draft_models_that_do_not_fit(small_bundle: Path, tmp_path: Path) -> Non
 CANNOT: dict[str, tuple[str, int, str, str]] = {
     "unknown": ("small", 2, "Unknown drafter 'nonsense'", "--speculation nonsense"),
     "without-its-model": ("small", 2, "No draft model was given", "--speculation model"),
-    "hierarchy-without-a-model": ("small", 2, "No draft model was given", "--speculation copy,hierarchical"),
+    "hierarchy-without-a-model": ("small", 2, "No draft model was given", "--speculation copy,model"),
     "planes-of-four-bits": ("small", 2, "cannot read one plane", "--speculation bits"),
     "exit-of-a-closed-graph": ("bigrams", 2, "cannot leave a pass early", "--speculation exit"),
     "layers-of-a-closed-graph": ("bigrams", 2, "cannot skip layers", "--speculation copy,skip"),

@@ -23,7 +23,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.paging.layout import pages_of
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.search.samples import ParallelSamples
+from edgeinfer.runtime.search.drawn import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.kernel import require_kernel

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.layer_skip.contract import feed, whole_pass
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments, feed, whole_pass
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.runtime.speculation.drafters.models import export, make_backend
@@ -51,7 +50,7 @@ class Script:
 
 
 def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
-    return StrategyArguments(backend, sampler, ComputeOptions(**options), chunk, 16, 2.0)
+    return StrategyArguments(backend, sampler, GenerationConfig(**options), chunk, 16, 2.0)
 
 
 def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: int = MOST) -> list[int]:

@@ -8,22 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import BASELINES, COMPUTES, kept_layers
+from edgeinfer.adaptive import kept_layers
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import SpeedTarget
-from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit, divergence, entropy_bits, likeliest
-from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy, Stay, rolling_means
-from edgeinfer.runtime.layer_skip.policies import (
-    SKIPPING,
-    SWITCHING,
-    ImportancePolicy,
-    RoutersPolicy,
-    SkipLevels,
-    UnifiedPolicy,
-    importance,
-)
+from edgeinfer.runtime.layer_skip.calibrated import SkipLevels
+from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay, rolling_means
+from edgeinfer.runtime.layer_skip.strategy import DivergenceLimit, SpeedTarget, divergence, entropy_bits, likeliest
+from edgeinfer.runtime.research.layers import ImportancePolicy, RoutersPolicy, UnifiedPolicy, importance
+from edgeinfer.runtime.research.random import RandomPolicy
 
 Floats = NDArray[np.float32]
 
@@ -76,11 +69,6 @@ def test_a_run_of_lesser_tokens_must_be_earned_at_its_worst() -> None:
         floor.add(*_laws(0.5))
     assert floor.worst == pytest.approx(1.5, abs=1e-5)
     assert not floor.allows(1, 8, 60) and floor.allows(1, 8, 80)
-
-
-def test_options_name_what_there_is() -> None:
-    assert set(COMPUTES) == {"full", "exit", "steps", *SKIPPING, *SWITCHING} - set(BASELINES)
-    assert set(BASELINES) < set(SWITCHING)
 
 
 def test_unified_keeps_the_authors_layers() -> None:

@@ -17,9 +17,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.layer_skip.contract import feed, whole_pass
-from edgeinfer.runtime.layer_skip.steps import StepEnds, StepRoutingDecoding, advantage
-from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
+from edgeinfer.runtime.layer_skip.strategy import StrategyArguments, feed, whole_pass
+from edgeinfer.runtime.research.steps import StepEnds, StepRoutingDecoding, advantage
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -85,7 +84,7 @@ def routed(
 def test_steps_go_to_whoever_writes_them_better(
     engine: Engine, backend: Backend, other: Backend, options: dict[str, Any], threshold: float
 ) -> None:
-    config = GenerationConfig(compute="steps", step_advantage=threshold, **options)
+    config = GenerationConfig(compute="steps", method_options={"step_advantage": threshold}, **options)
     sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
     other.cache.trim(0)
     given = StrategyArguments(backend, sampler, config, 4, 3, None)
@@ -124,11 +123,12 @@ def test_a_reply_is_asked_for_by_name(tmp_path: Path) -> None:
     with edgeinfer.load(large, draft_model=small, context=120, threads=1, remember=False) as model:
         plain = model.generate(PROMPT, max_tokens=40, ignore_eos=True, speculation="off")
         asked: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "compute": "steps"}
-        alone = model.generate(PROMPT, step_advantage=-1.0, **asked)
+        taken: dict[str, Any] = asked | {"method_options": {"step_advantage": 50.0}}
+        alone = model.generate(PROMPT, method_options={"step_advantage": -1.0}, **asked)
         assert alone.token_ids == plain.token_ids and alone.compute is not None and alone.compute.lossless
-        free = model.generate(PROMPT, step_advantage=50.0, logprobs=1, **asked)
+        free = model.generate(PROMPT, logprobs=1, **taken)
         assert free.compute is not None and free.compute.reduced == 39 and free.token_ids != plain.token_ids
-        told = [chunk.logprobs for chunk in model.stream(PROMPT, step_advantage=50.0, logprobs=1, **asked)]
+        told = [chunk.logprobs for chunk in model.stream(PROMPT, logprobs=1, **taken)]
         assert sum(map(len, told)) == 40
         with pytest.raises(UsageError, match="a given reply"):
             edgeinfer.tools.read_reply(model, PROMPT, plain.token_ids, compute="steps")

@@ -15,11 +15,11 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
+from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptStates
+from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
-from edgeinfer.runtime.layer_skip.policies import ImportancePolicy, importance
-from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptStates
-from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
+from edgeinfer.runtime.layer_skip.strategy import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
+from edgeinfer.runtime.research.layers import ImportancePolicy, importance
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
 from tests.tables import each_row
@@ -152,7 +152,9 @@ def test_exits_follow_their_confidence(engine: Engine) -> None:
 
 def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> None:
     backend, sampler = engine.backend, Greedy()
-    steps = EarlyExitDecoding(given(backend, sampler, exit_confidence=0.0, skip_cache="below"), 2, COSTS)
+    steps = EarlyExitDecoding(
+        given(backend, sampler, exit_confidence=0.0, compute="exit", skip_cache="below"), 2, COSTS
+    )
     seen: list[Any] = []
     forward = backend.forward
 
@@ -241,7 +243,7 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     part.forward(ForwardInput(np.array(PROMPT[5:]), np.arange(5, len(PROMPT)), np.zeros(0, np.int64)))
     assert np.array_equal(part.states(), again)
     # No more than the last tokens' are kept, wherever a pass begins.
-    monkeypatch.setattr("edgeinfer.runtime.layer_skip.skipping._MOST", 6)
+    monkeypatch.setattr("edgeinfer.runtime.layer_skip.calibrated._MOST", 6)
     backend.cache.trim(0)
     tail = PromptStates(backend, PROMPT, 4)
     list(feed(lambda tokens, places, rows: tail.forward(ForwardInput(tokens, places, rows)).logits, PROMPT, 0, [], 4))

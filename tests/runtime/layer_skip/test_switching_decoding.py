@@ -7,9 +7,8 @@ import pytest
 
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.layer_skip.contract import feed, whole_pass
-from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
-from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
+from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
+from edgeinfer.runtime.layer_skip.strategy import DivergenceLimit, feed, whole_pass
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
 from tests.runtime.speculation.drafters.models import export, make_backend

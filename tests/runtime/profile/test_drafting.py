@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.drafting import DRAFTERS
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.planning.economics import Prior, prospects_by
 from edgeinfer.runtime.profile.drafting import MOST_SEEN, DraftHistory, SeenTexts, drafter_records
 
 _NUMBERS = itertools.count()
+NAMES = ("copy", "ngram", "model")
 
 
 def text(length: int = 60) -> list[int]:
@@ -29,22 +29,22 @@ def add(history: DraftHistory, rounds: int, plain: int, drafters: dict[str, Draf
 
 def test_shares_of_rounds_and_rates_of_tokens() -> None:
     history = DraftHistory()
-    assert drafter_records(history.state()) == {}
+    assert drafter_records(history.state(), NAMES) == {}
     add(history, 40, 20, {"copy": DrafterUse(20, 80, 60)})
-    few = drafter_records(history.state())["copy"]
+    few = drafter_records(history.state(), NAMES)["copy"]
     # Drafts of four tokens at a rate of 0.8: 0.8 + 0.64 + 0.512 + 0.4096 are accepted of each.
     again = DraftHistory(history.state())
     for _ in range(20):
         add(again, 100, 50, {"copy": DrafterUse(30, 120, 71), "ngram": DrafterUse(20, 80, 47)})
-    found = drafter_records(again.state())
-    assert set(found) == set(DRAFTERS)
+    found = drafter_records(again.state(), NAMES)
+    assert set(found) == set(NAMES)
     assert found["copy"].share == pytest.approx(0.3, abs=0.01) and found["ngram"].share == pytest.approx(0.2, abs=0.01)
     assert found["copy"].accepted == pytest.approx(0.8, abs=0.01) == found["ngram"].accepted
     assert (found["model"].share, found["model"].accepted_trust) == (0.0, 0.0)
     assert few.trust < 0.1 and found["copy"].trust > 0.7
     for _ in range(200):
         add(again, 100, 100, {})
-    assert max(record.share for record in drafter_records(again.state()).values()) < 0.01
+    assert max(record.share for record in drafter_records(again.state(), NAMES).values()) < 0.01
 
 
 def test_a_text_that_was_made_before_teaches_nothing() -> None:
@@ -68,7 +68,7 @@ def test_a_text_that_was_made_before_teaches_nothing() -> None:
     again = DraftHistory(history.state())
     again.add(text(7), reply, 20, 0, right)
     again.add(text(40), text(200), 0, 0, right)  # in a batch
-    for name in ("rounds", "tokens"):
+    for name in ("rounds", "tokens.copy"):
         assert np.array_equal(again.state()[name], state[name])
     # A new question, and the next turn of a conversation, are new.
     turn = [*prompt, *reply, *text(10)]
@@ -86,7 +86,7 @@ def test_one_text_is_one_text() -> None:
         history = DraftHistory()
         for count in rounds:
             add(history, count, 0, {"copy": DrafterUse(count, 4 * count, 4 * count)})
-        (found,) = prospects_by(priors, 10.0, {"copy": 0.01}, drafter_records(history.state()))
+        (found,) = prospects_by(priors, 10.0, {"copy": 0.01}, drafter_records(history.state(), NAMES))
         return found.covers, found.accepted
 
     assert expected() == (0.25, 0.75)
@@ -106,16 +106,16 @@ def test_only_the_latest_texts_are_remembered() -> None:
 
 def test_damage_counts_as_nothing() -> None:
     seen = np.zeros(1, np.uint64)
-    sound = {"rounds": np.array([100.0, 50.0]), "tokens": np.ones((len(DRAFTERS), 2)), "seen": seen}
-    assert drafter_records(sound)
+    sound = {"rounds": np.array([100.0, 50.0]), "tokens.copy": np.ones(2), "seen": seen}
+    assert drafter_records(sound, NAMES)
     damaged: list[dict[str, NDArray[Any]]] = [
         {},
         {"rounds": np.ones(2)},
         {name: array for name, array in sound.items() if name != "seen"},
         sound | {"rounds": np.zeros(3)},
         sound | {"rounds": np.array([50.0, 100.0])},
-        sound | {"tokens": np.full((len(DRAFTERS), 2), np.nan)},
-        sound | {"tokens": np.full((len(DRAFTERS), 2), -1.0)},
+        sound | {"tokens.copy": np.full(2, np.nan)},
+        sound | {"tokens.copy": np.full(2, -1.0)},
         sound | {"rounds": np.ones(2, np.int64)},
         sound | {"seen": np.zeros(1)},
         sound | {"seen": np.zeros((1, 1), np.uint64)},
@@ -123,5 +123,5 @@ def test_damage_counts_as_nothing() -> None:
         sound | {"more": np.ones(1)},
     ]
     for kept in damaged:
-        assert drafter_records(kept) == {} == drafter_records(None)
-        assert not DraftHistory(kept).state()["tokens"].any()
+        assert drafter_records(kept, NAMES) == {} == drafter_records(None, NAMES)
+        assert set(DraftHistory(kept).state()) == {"rounds", "seen"}

@@ -19,8 +19,8 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.constraint import Constraint
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.search.registry import make_search
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, make_search
+from tests.methods import nested
 from tests.runtime.test_engine import TableBackend, TableCache
 
 LETTERS = "abcdefgh.,"
@@ -152,7 +152,7 @@ class Trial:
         anchor: LettersAnchor | None = None,
         **options: Any,
     ) -> None:
-        self.config = GenerationConfig(**({"max_tokens": 12, "seed": 5} | options))
+        self.config = GenerationConfig(**nested({"max_tokens": 12, "seed": 5} | options))
         self.engine = Engine(backend, 4)
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
         self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt, constraint)
@@ -166,8 +166,7 @@ class Trial:
             fed=lambda: self.engine.cached_tokens,
             chunk=self.engine.chunk,
             continues=False,
-            uncertainty=1.5 if self.config.uncertainty is None else self.config.uncertainty,
-            anchor=lambda: anchor or LettersAnchor(),
+            small=lambda: anchor or LettersAnchor(),
         )
         self.strategy: SearchStrategy = make_search(parts, forgets=forgets)
 

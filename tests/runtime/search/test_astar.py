@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.runtime.search import astar
+from edgeinfer.runtime.research import astar
 from edgeinfer.runtime.search.strategy import logprob
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, letters_logits
 

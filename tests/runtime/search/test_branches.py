@@ -37,7 +37,7 @@ CAPACITY = 64
 def parts_of(backend: Backend, cancelled: bool = False) -> SearchParts:
     config = GenerationConfig()
     sampler = Sampler(LogitsProcessor(config, V, 0), PROMPT)
-    given: dict[str, Any] = {"fed": tuple, "chunk": 4, "continues": False, "uncertainty": 1.5}
+    given: dict[str, Any] = {"fed": tuple, "chunk": 4, "continues": False}
     return SearchParts(backend, sampler, config, frozenset(), Letters(), cancelled=lambda: cancelled, **given)
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.research.particles import Particles, systematic
+from edgeinfer.runtime.research.scoring import asked_score
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, TextCheck
-from edgeinfer.runtime.search.particles import Particles, systematic
-from edgeinfer.runtime.search.strategy import asked_score, log_probabilities
+from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, Letters, LettersBackend, Trial, V, letters_logits
 
 Reply = tuple[int, ...]
@@ -168,7 +169,3 @@ def test_a_scorer_that_fails_or_refuses_all_says_so() -> None:
         with pytest.raises(UsageError, match=message):
             trial_of("plain", scorer=scorer).tokens()
     assert asked_score(lambda text, ended: len(text), "abc", False) == 3.0
-    with pytest.raises(UsageError, match="needs search='particles' or 'astar'"):
-        Trial(LettersBackend(), search="vote", temperature=1.0, scorer=scores)
-    with pytest.raises(UsageError, match="scorer"):
-        Trial(LettersBackend(), search="particles", temperature=1.0, scorer="len")

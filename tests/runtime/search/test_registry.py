@@ -12,12 +12,13 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.search.registry import SEARCH_KINDS, make_search
-from edgeinfer.runtime.search.strategy import SearchParts
-from edgeinfer.searching import SEARCHES, SearchOptions
+from edgeinfer.runtime.search.strategy import SearchParts, make_search, search_method
+from edgeinfer.searching import SearchOptions
+from tests.methods import all_methods, nested
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersAnchor, LettersBackend, Trial, V
 from tests.tables import each_row
 
+SEARCH_KINDS = {name: search_method(name) for name in all_methods("searches")}
 DRAWING = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "always"]
 RULED = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "never"]
 # Those that follow one text.
@@ -28,10 +29,6 @@ def options_of(name: str) -> dict[str, Any]:
     warm = {"temperature": 0.7} if name in DRAWING else {}
     needed = {"contrast": {"lame_prompt": "ab"}, "extract": {"passage": "abcabd"}}
     return {"search": name} | warm | needed.get(name, {})
-
-
-def test_names_are_the_options() -> None:
-    assert ("off", *SEARCH_KINDS) == SEARCHES
 
 
 def test_every_way_tells_what_it_did() -> None:
@@ -71,7 +68,7 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
 @each_row("name", SEARCH_KINDS)
 def test_only_some_follow_a_constraint(name: str) -> None:
     choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
-    config = GenerationConfig(**options_of(name), max_tokens=8)
+    config = GenerationConfig(**nested(options_of(name)), max_tokens=8)
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
     parts = SearchParts(
@@ -84,8 +81,7 @@ def test_only_some_follow_a_constraint(name: str) -> None:
         tuple,
         16,
         continues=False,
-        uncertainty=1.5,
-        anchor=LettersAnchor,
+        small=LettersAnchor,
     )
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):
@@ -115,6 +111,9 @@ def test_branches_need_a_backend_that_can_and_a_context_that_keeps() -> None:
     assert len(trial.tokens()) == 5
 
 
+LOOKAHEAD: list[dict[str, Any]] = [{"look_ahead": 0}, {"look_ahead": "x"}, {"uncertainty": -1}, {"lame_prompt": "a"}]
+
+
 def test_wrong_values_are_refused() -> None:
     wrongs: list[dict[str, Any]] = [
         {"search": "magic"},
@@ -128,22 +127,20 @@ def test_wrong_values_are_refused() -> None:
         {"beams": 0},
         {"beams": 4, "beam_groups": 3},
         {"beam_groups": "2"},
-        {"look_ahead": 0},
         {"candidates": 1},
         {"candidates": "3"},
-        {"uncertainty": -1},
-        {"uncertainty": float("nan")},
         {"diversity": float("inf")},
         {"length_penalty": None},
-        {"contrast_strength": "much"},
         {"resistance": ()},
         {"resistance": (1, -1)},
         {"resistance": (float("nan"),)},
         {"resistance": "1,2"},
         {"resistance_weight": False},
-        {"search": "contrast"},
-        {"lame_prompt": "ab"},
-        {"search": "contrast", "lame_prompt": 3},
+        {"method_options": {"look_ahead": 3}},
+        {"method_options": 3},
+        *({"search": "lookahead", "method_options": given} for given in LOOKAHEAD),
+        {"search": "contrast", "method_options": {"lame_prompt": 3}},
+        {"search": "particles", "temperature": 1.0, "method_options": {"scorer": "len"}},
     ]
     for wrong in wrongs:
         with pytest.raises(UsageError) as caught:

@@ -20,7 +20,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Verdict,
 )
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
-from edgeinfer.runtime.speculation.verification import verify_keyed
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.prices import Prices
 
 

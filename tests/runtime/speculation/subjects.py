@@ -31,10 +31,10 @@ from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
+from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
-from edgeinfer.runtime.speculation.verification import find_verification
+from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING, random_heads
@@ -126,7 +126,7 @@ class Subject:
         self, sampler: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
     ) -> SpeculativeDecoding:
         verification = find_verification(config.verification)
-        model = self._model() if {"model", "hierarchical", "rapid"} & {*names} else None
+        model = self._model() if {"model", "rapid"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
         parts = DrafterParts(self.backend, model, 8, TunedDrafting(), bundle=self.bundle)
@@ -134,13 +134,11 @@ class Subject:
             names = [name for name in names if name != "bits"]
             if not names:
                 pytest.skip("these weights have one plane")
-        made = [make_drafter(name, parts) for name in names]
+        made = [drafter_method(name).make(parts) for name in names]
         acceptance = Acceptance()
         for drafter in made:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-        kind = Governor
-        if verification.stochastic:
-            kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
+        kind = StochasticGovernor if verification.stochastic else Governor
         if isinstance(self.backend, GraphBackend) and not self.backend.capabilities.paged:
             width = 1
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)

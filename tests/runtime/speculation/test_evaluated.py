@@ -18,10 +18,11 @@ from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.speculation.decoding import RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.evaluated import LogitRows, head_of
-from edgeinfer.runtime.speculation.verification import RoundView, verify_keyed
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from edgeinfer.runtime.tuning.measure import token_logits
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
@@ -72,7 +73,7 @@ def test_rows_behind_the_first_refused_guess_are_not_computed() -> None:
 def test_rows_that_were_overwritten_are_computed_again() -> None:
     head = Head()
     rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, head)
-    assert [int(rows[row].argmax()) for row in (0, 9, 1, 2)] == [1, 10, 2, 3]
+    assert [int(rows.row(row).argmax()) for row in (0, 9, 1, 2)] == [1, 10, 2, 3]
     assert (head.asked, rows.first) == ([[9, 10], [1, 2, 3, 4]], 1)
 
 
@@ -81,7 +82,7 @@ def test_rows_are_complete_when_as_many_were_computed_as_there_are() -> None:
     rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, Head())
     found = [rows.complete]
     for row in (HEAD_ROWS, 2 * HEAD_ROWS):
-        assert len(rows[row]) == VOCABULARY
+        assert len(rows.row(row)) == VOCABULARY
         found.append(rows.complete)
     assert found == [False, False, True]
 

@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.drafters.contract import Guess
+from edgeinfer.runtime.speculation.drafters.contract import Drafter, Guess
 from edgeinfer.runtime.speculation.mixing import Answer, Mixer, MixingWeights
 
-MODELS = frozenset({"model"})
+
+class Table(Drafter):
+    """A drafter by name alone."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.draws, self.copies = name, name == "model", name == "copy"
+
+
+MODELS = [Table(name) for name in ("copy", "ngram", "recycle", "model")]
 
 
 def answers(**said: tuple[int, float]) -> list[Answer]:

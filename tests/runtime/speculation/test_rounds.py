@@ -21,14 +21,12 @@ DRAFTERS = (
     ("ngram",),
     ("recycle",),
     ("model",),
-    ("hierarchical",),
     ("exit",),
     ("skip",),
     ("bits",),
     ("medusa",),
     ("hydra",),
-    ("prompt",),
-    ("copy", "model", "hydra", "prompt"),
+    ("copy", "model", "hydra"),
     ("copy", "ngram", "recycle", "model", "exit", "bits"),
 )
 
@@ -72,7 +70,7 @@ def test_the_text_is_that_of_plain_decoding_bit_for_bit(
     assert_same(drafted, plain)
 
 
-@pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("hydra", "prompt")], ids="+".join)
+@pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("hydra",)], ids="+".join)
 def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, drafters: tuple[str, ...]) -> None:
     plain = subject.plain(SAMPLED)
     drafted = subject.decode(SAMPLED, drafters, width=3)

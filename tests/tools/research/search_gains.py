@@ -22,6 +22,8 @@ from typing import Any
 import edgeinfer
 from edgeinfer import Model
 from edgeinfer.results import Result
+from edgeinfer.runtime.research.judge import RightReply, read_questions
+from tests.methods import nested
 from tests.tools.research.reporting import report_figures
 from tests.tools.research.search_references import SEEN
 
@@ -72,20 +74,20 @@ class SearchGain:
     passes: float
 
 
-def read_first(path: Path, most: int) -> list[edgeinfer.tools.RightReply]:
+def read_first(path: Path, most: int) -> list[RightReply]:
     """The first questions of each kind in a file.
 
     Raises:
         UsageError: a line is none.
     """
-    found: dict[str, list[edgeinfer.tools.RightReply]] = {}
-    for question in edgeinfer.tools.read_questions(path.read_text("utf-8")):
+    found: dict[str, list[RightReply]] = {}
+    for question in read_questions(path.read_text("utf-8")):
         found.setdefault(question.kind, []).append(question)
     return [question for questions in found.values() for question in questions[:most]]
 
 
 def measure(
-    model: Model, questions: Sequence[edgeinfer.tools.RightReply], seeds: int, only: Sequence[str] = ()
+    model: Model, questions: Sequence[RightReply], seeds: int, only: Sequence[str] = ()
 ) -> Iterator[SearchGain]:
     """Every method, or only some, over every kind of questions."""
     for kind in dict.fromkeys(question.kind for question in questions):
@@ -103,7 +105,7 @@ def measure(
                         scored["lame_prompt"] = model.detokenize(
                             model.tokenize_chat([_worse(question.messages)]), special=True
                         )
-                    result = _reply(model, question, {**options, **scored, "seed": seed})
+                    result = _reply(model, question, nested({**options, **scored, "seed": seed}))
                     texts = [result.text]
                     if method == "best of 8" and result.search is not None:
                         texts = [each.text for each in result.search.texts]
@@ -118,7 +120,7 @@ def measure(
             yield SearchGain(method, kind, len(scores), statistics.fmean(scores), error, visible, passes / tokens)
 
 
-def _reply(model: Model, question: edgeinfer.tools.RightReply, options: Mapping[str, Any]) -> Result:
+def _reply(model: Model, question: RightReply, options: Mapping[str, Any]) -> Result:
     return model.generate(
         model.tokenize_chat(question.messages), **{"max_tokens": 100, "speculation": "off", **options}
     )
@@ -131,7 +133,7 @@ def _worse(messages: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
     return last if len(messages) > 1 else {**last, "content": " ".join(words[: len(words) // 2])}
 
 
-def _nats(question: edgeinfer.tools.RightReply, text: str, ended: bool) -> float:
+def _nats(question: RightReply, text: str, ended: bool) -> float:
     """What a scorer says that is told the words."""
     return _WORD * len(question.met(text))
 

@@ -22,6 +22,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer import Model
 from edgeinfer.errors import UsageError
+from tests.methods import nested
 from tests.tools.research.reporting import report_figures
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
@@ -116,7 +117,7 @@ def measure_references(
                     worse["lame_prompt"] = text.worse + model.detokenize(before, special=True)
                 prompt = [*model.tokenize_prompt(text.prompt), *before]
                 for seed in draws:
-                    result = model.generate(prompt, seed=seed, speculation="off", **worse, **options)
+                    result = model.generate(prompt, seed=seed, speculation="off", **nested({**worse, **options}))
                     right += result.token_ids[0] == token
                     tried += 1
                     passes += 0 if result.search is None else result.search.passes

@@ -37,9 +37,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "anchored 0.15": {"search": "anchored"},
     "anchored 0.05": {"search": "anchored", "anchor_budget": 0.05},
     "anchored 0": {"search": "anchored", "anchor_budget": 0.0},
-    "steps 0": {"compute": "steps", "step_advantage": 0.0},
+    "steps 0": {"compute": "steps", "method_options": {"step_advantage": 0.0}},
     "steps 0.5": {"compute": "steps"},
-    "steps 1": {"compute": "steps", "step_advantage": 1.0},
+    "steps 1": {"compute": "steps", "method_options": {"step_advantage": 1.0}},
     "entropy": {"compute": "entropy"},
 }
 

@@ -29,9 +29,9 @@ from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
+from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.verification import find_verification
+from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -90,7 +90,7 @@ class Writer:
         parts = DrafterParts(self.backend, small, 8, TunedDrafting())
         if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
-        made = [make_drafter(name, parts) for name in names]
+        made = [drafter_method(name).make(parts) for name in names]
         acceptance = Acceptance()
         for drafter in made:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
+from edgeinfer.runtime.speculation.drafters.suffixes import SuffixIndex
 from tests.runtime.speculation.drafters.rounds import ask, chain, searched, settled
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
@@ -203,5 +204,5 @@ def test_memory_is_told_and_planned_for() -> None:
     for count in (0, 500, 2000):
         drafter = told([token % 700 for token in range(count)])
         sizes.append(drafter.nbytes())
-        assert drafter.nbytes() <= CopyDrafter.planned_bytes(count)
+        assert drafter.nbytes() <= SuffixIndex.planned_bytes(count)
     assert all(small < large for small, large in pairwise(sizes))

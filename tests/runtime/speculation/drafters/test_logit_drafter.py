@@ -27,13 +27,6 @@ class Given(LogitDrafter):
         return self.logits
 
 
-class Judged(Given):
-    """Has a judge of its own, who is all but sure of the likeliest token."""
-
-    def _judged(self, path: tuple[int, ...]) -> float:
-        return 0.96
-
-
 def drafter(*chances: float) -> Given:
     """With these probabilities of its tokens."""
     return Given([np.log(uniform) + 3 if uniform else -np.inf for uniform in chances])
@@ -46,10 +39,6 @@ def test_the_sign_of_a_drawn_token_is_its_probability() -> None:
         rest = (1 - uniform) / 2
         one = drafter(uniform, rest, rest)
         assert one.guesses(context([1], lambda logits, drafted: (0, None)), [], 1)[0].sign == sign
-    # A judge learnt about the likeliest token: of another one that is drawn it says nothing.
-    logits = np.log([0.3, 0.5, 0.2]).tolist()
-    assert Judged(logits).guesses(context([1], lambda logits, drafted: (1, None)), [], 1)[0].sign == 7
-    assert Judged(logits).guesses(context([1], lambda logits, drafted: (0, None)), [], 1)[0].sign == 2
 
 
 def test_signs_are_priors_that_rise_with_it() -> None:

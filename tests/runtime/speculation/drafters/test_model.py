@@ -191,10 +191,6 @@ def test_nothing_is_guessed_beyond_its_cache(bundle: Bundle) -> None:
     drafter.begin(PROMPT)
     assert drafter.guesses(context(PROMPT), [5], 1)
     assert not drafter.guesses(context(PROMPT), [5, 6], 1)
-    drafter.look_ahead(context(PROMPT), [6], [7, 8], [-1, 0], 1)
-    assert drafter.knows([6])
-    drafter.look_ahead(context(PROMPT), [6, 7], [8], [-1], 1)
-    assert not drafter.knows([6, 7])
 
 
 def test_it_counts_its_backend(bundle: Bundle) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgeinfer
-from edgeinfer.runtime.speculation.drafters import rapid
-from edgeinfer.runtime.speculation.drafters.rapid import RapidDrafter, bm25, retrieved
+from edgeinfer.runtime.research import rapid
+from edgeinfer.runtime.research.rapid import RapidDrafter, bm25, retrieved
 from tests.runtime.speculation.drafters.models import committed, context, export, make_backend, take_in
 from tests.speculation import known_costs, random_bundle, same
 

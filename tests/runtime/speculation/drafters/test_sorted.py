@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
+from edgeinfer.runtime.research.sorted import SortedDrafter
 from tests.runtime.speculation.drafters.models import context, export, make_backend
 
 LAYERS, DEPTHS, CHUNK = 3, (1, 2), 5

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, Verdict, Verifier
 
 Path = tuple[int, ...]
@@ -48,8 +49,11 @@ class TableTarget:
         assert draw >= 0
         return self._numbers(depth, draw)
 
-    def judged(self, node: int) -> bool:
-        return False
+    def state(self, node: int) -> Floats:
+        raise AssertionError("a table has no states")
+
+    def may_follow(self, node: int) -> bool:
+        return True
 
 
 def random_laws(seed: int, size: int, sharpness: float = 1.0, zeros: int = 0) -> Laws:

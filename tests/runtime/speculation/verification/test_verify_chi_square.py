@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from scipy.special import gammaincc
 
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities
-from edgeinfer.runtime.speculation.verification import VERIFIERS
+from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.runtime.speculation.verification.enumeration import plain_probabilities, random_laws
 
 Path = tuple[int, ...]
@@ -37,8 +38,11 @@ class NumberedTarget:
     def uniform(self, depth: int, draw: int) -> float:
         return self._numbers[(len(self._text) + depth) * DRAWS + draw]
 
-    def judged(self, node: int) -> bool:
-        raise AssertionError("no rule but one asks a judge")
+    def state(self, node: int) -> Floats:
+        raise AssertionError("rules by ratio read no states")
+
+    def may_follow(self, node: int) -> bool:
+        raise AssertionError("rules by ratio ask for probabilities")
 
 
 @cache
@@ -86,13 +90,6 @@ def mixed(rng: np.random.Generator, text: Path) -> list[Node]:
     return [*nodes, (0, 0, None), (0, draw(rng, (*text, first)), below)]
 
 
-def chains(rng: np.random.Generator, text: Path, k: int = 2, length: int = 2) -> list[Node]:
-    nodes: list[Node] = []
-    for _ in range(k):
-        nodes += chain(rng, text, length, size=len(nodes))
-    return nodes
-
-
 each_way = pytest.mark.parametrize(
     ("name", "drafting"),
     [
@@ -100,10 +97,8 @@ each_way = pytest.mark.parametrize(
         ("rejection", tree),
         ("rejection", lambda rng, text: tree(rng, text, 3)),
         ("rejection", mixed),
-        ("k-seq", chains),
-        ("k-seq", lambda rng, text: chains(rng, text, 3, 1)),
     ],
-    ids=["chain", "two siblings", "three siblings", "mixed siblings", "two chains", "three chains"],
+    ids=["chain", "two siblings", "three siblings", "mixed siblings"],
 )
 
 
@@ -111,7 +106,7 @@ def check_distribution(name: str, drafting: Drafting, texts: int) -> None:
     """Chi-square of so many texts; false of one right rule in ten thousand, however many they are."""
     rng = np.random.default_rng(53)
     numbers = rng.random((texts, (LENGTH + 3) * DRAWS))
-    verify = VERIFIERS[name].verify
+    verify = find_verification(name).verify
     seen = np.zeros((SIZE,) * LENGTH)
     rounds = 0
     for row in numbers:

@@ -6,10 +6,14 @@ import numpy as np
 
 from edgeinfer.bundle.additions import STATE_EPS, Heads
 from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.research.judge import TokenJudge
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.speculation.decoding import RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
-from edgeinfer.runtime.speculation.verification import RoundView, TokenJudge, verify_judge, verify_keyed
+from edgeinfer.runtime.speculation.evaluated import LogitRows
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.verification.enumeration import make_draft
 
 
@@ -22,14 +26,21 @@ class JudgedTarget:
     def token(self, node: int) -> int:
         return self._choices[node + 1]
 
-    def judged(self, node: int) -> bool:
-        return node in self._right
+    def state(self, node: int) -> Floats:
+        return np.array([1.0 if node in self._right else -1.0], np.float32)
+
+    def may_follow(self, node: int) -> bool:
+        return True
 
     def probabilities(self, node: int) -> Probabilities:
         raise AssertionError("choices and judgments are all there is to it")
 
     def uniform(self, depth: int, draw: int) -> float:
         raise AssertionError("choices and judgments are all there is to it")
+
+
+# Finds right what the target says is.
+JUDGE = TokenJudge(np.ones(1, np.float32), 0.0)
 
 
 def chain(*tokens: int) -> Draft:
@@ -46,16 +57,16 @@ def test_of_a_chain_it_keeps_what_matches_or_is_right() -> None:
         stays = [choices[node] == draft.guesses[node].token or node in right for node in range(size)]
         kept = int(np.cumprod(stays).sum())
         target = JudgedTarget(choices, right)
-        assert verify_judge(draft, target) == Verdict(tuple(range(kept)), choices[kept], bonus=kept == size)
-        assert verify_judge(draft, JudgedTarget(choices, set())) == verify_keyed(draft, JudgedTarget(choices, set()))
+        assert JUDGE.verify(draft, target) == Verdict(tuple(range(kept)), choices[kept], bonus=kept == size)
+        assert JUDGE.verify(draft, JudgedTarget(choices, set())) == verify_keyed(draft, JudgedTarget(choices, set()))
 
 
 def test_of_a_tree_the_targets_own_choice_goes_first() -> None:
     tree = make_draft((-1, 5, None), (-1, 7, None), (1, 1, None), (1, 2, None))
-    assert verify_judge(tree, JudgedTarget([7, 0, 3, 9, 9], {0, 1, 2, 3})) == Verdict((1, 2), 9, bonus=True)
-    assert verify_judge(tree, JudgedTarget([4, 8, 3, 9, 9], {0, 1})) == Verdict((0,), 8, bonus=True)
-    assert verify_judge(tree, JudgedTarget([4, 8, 2, 9, 9], {1})) == Verdict((1, 3), 9, bonus=True)
-    assert verify_judge(tree, JudgedTarget([4, 8, 3, 9, 9], set())) == Verdict((), 4, bonus=False)
+    assert JUDGE.verify(tree, JudgedTarget([7, 0, 3, 9, 9], {0, 1, 2, 3})) == Verdict((1, 2), 9, bonus=True)
+    assert JUDGE.verify(tree, JudgedTarget([4, 8, 3, 9, 9], {0, 1})) == Verdict((0,), 8, bonus=True)
+    assert JUDGE.verify(tree, JudgedTarget([4, 8, 2, 9, 9], {1})) == Verdict((1, 3), 9, bonus=True)
+    assert JUDGE.verify(tree, JudgedTarget([4, 8, 3, 9, 9], set())) == Verdict((), 4, bonus=False)
 
 
 def test_it_reads_the_row_of_the_token_and_no_banned_one_stays() -> None:
@@ -72,7 +83,7 @@ def test_it_reads_the_row_of_the_token_and_no_banned_one_stays() -> None:
 
     def verdict(config: GenerationConfig) -> Verdict:
         sampler = Sampler(LogitsProcessor(config, 8, 0), [0])
-        return verify_judge(draft, RoundView(sampler, draft, logits, 1, judge, states))
+        return judge.verify(draft, RoundView(sampler, draft, LogitRows(logits), 1, states))
 
     assert verdict(GenerationConfig()) == Verdict((0,), 2, bonus=False)
     assert verdict(GenerationConfig(logit_bias={3: -100.0})) == Verdict((), 1, bonus=False)

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
-from edgeinfer.runtime.speculation.verification import verify_keyed
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.verification.enumeration import (
     Laws,
     TableTarget,
@@ -34,8 +35,11 @@ class ChosenTarget:
     def uniform(self, depth: int, draw: int) -> float:
         raise AssertionError("the choice is all there is to it")
 
-    def judged(self, node: int) -> bool:
-        raise AssertionError("no rule but one asks a judge")
+    def state(self, node: int) -> Floats:
+        raise AssertionError("no rule here reads states")
+
+    def may_follow(self, node: int) -> bool:
+        return True
 
 
 TREE = make_draft((-1, 5, None), (-1, 7, None), (0, 1, None), (1, 1, None), (1, 2, None), (4, 3, None))

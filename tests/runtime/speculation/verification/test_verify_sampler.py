@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.distributions import uniform
 from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
-from edgeinfer.runtime.speculation.verification import VERIFIERS, verify_keyed
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from edgeinfer.runtime.speculation.verification.rule import find_verification
+from tests.methods import all_methods
 from tests.runtime.speculation.verification.enumeration import (
     drafts,
     make_draft,
@@ -23,6 +26,8 @@ from tests.runtime.speculation.verification.enumeration import (
 )
 from tests.tables import each_row
 
+# A judge is bound to a bundle before it verifies.
+RULES = tuple(name for name in all_methods("verifiers") if name != "judge")
 SIZE = 4
 PROMPT, REPLY = (1, 1, 2), (3, 0)
 BANNED = 3
@@ -64,8 +69,11 @@ class SampledTarget:
     def uniform(self, depth: int, draw: int) -> float:
         return uniform(self._processor.seed, len(self._text) + depth, 1 + draw)
 
-    def judged(self, node: int) -> bool:
-        return False
+    def state(self, node: int) -> Floats:
+        raise AssertionError("no rule here reads states")
+
+    def may_follow(self, node: int) -> bool:
+        return True
 
     def _pushed(self, node: int) -> list[int]:
         path = self._draft.path(node)
@@ -119,25 +127,25 @@ def test_the_counts_of_the_path_matter() -> None:
     assert np.abs(with_path - without_path).max() > 0.05
 
 
-@each_row(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("keyed", 2)])
+@each_row(("name", "width"), [("rejection", 1), ("rejection", 2), ("keyed", 2)])
 def test_text_has_the_probabilities_of_plain_sampling(name: str, width: int) -> None:
     # The drafter knows of no penalty and no ban.
     drafter, depth = random_laws(41, SIZE, zeros=1), 3 if width == 1 else 2
     assert drafter(())[BANNED] > 0
-    rule = VERIFIERS[name]
-    made = drafts(lambda path: [drafter(path)] * (1 if path else width), depth, replacement=rule.iid_chains)
+    rule = find_verification(name)
+    made = drafts(lambda path: [drafter(path)] * (1 if path else width), depth)
     got = output_probabilities(rule.verify, made, probabilities_after, depth + 1)
     np.testing.assert_allclose(got, plain_probabilities(probabilities_by_hand, depth + 1), atol=3e-5)
 
 
 def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
-    for name, probabilities in product(VERIFIERS, (None, np.array([0.1, 0.1, 0.1, 0.7]))):
+    for name, probabilities in product(RULES, (None, np.array([0.1, 0.1, 0.1, 0.7]))):
         draft = make_draft(
             (-1, BANNED, probabilities), (0, 1, probabilities), (-1, 2, probabilities), (2, BANNED, probabilities)
         )
         for seed in range(50):
             view = SampledTarget(draft, LogitsProcessor(CONFIG, SIZE, seed), (*PROMPT, *REPLY), len(PROMPT))
-            verdict = VERIFIERS[name].verify(draft, view)
+            verdict = find_verification(name).verify(draft, view)
             assert verdict.accepted in ((), (2,))
             assert verdict.token != BANNED
 

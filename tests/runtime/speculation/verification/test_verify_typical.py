@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.runtime.research.typical import threshold, verify_typical
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
-from edgeinfer.runtime.speculation.verification import find_verification, threshold, verify_keyed, verify_typical
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft, random_laws
 
 

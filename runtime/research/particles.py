@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import Setting, UsageError
+from edgeinfer.methods import method_option
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, asked_score, logprob
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
 from edgeinfer.searching import SearchedText
 
@@ -76,6 +78,7 @@ class Particles(SearchStrategy):
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
+        self._options = METHOD.values(self._config.method_options)
         self.log_evidence = 0.0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
@@ -90,7 +93,7 @@ class Particles(SearchStrategy):
             self._extend(particle, slot, first_logits, len(prompt))
         length = 1
         while not all(particle.over(most) for particle in particles):
-            if length % self._config.resample_every == 0:
+            if length % self._options["resample_every"] == 0:
                 self._weigh(particles)
                 particles = self._resampled(particles, prompt, length, branches)
             self._leave_over(particles, most, branches)
@@ -118,7 +121,7 @@ class Particles(SearchStrategy):
         """Draws a particle's next token, and weighs it by what this token's law gets wrong."""
         tokens = particle.text.tokens
         token, log_weight = self._parts.sampler.weighed_sample(
-            logits, prompt + len(tokens), tokens, self._config.power, slot
+            logits, prompt + len(tokens), tokens, self._options["power"], slot
         )
         particle.log_weight += log_weight
         if token is not None:
@@ -127,7 +130,7 @@ class Particles(SearchStrategy):
 
     def _weigh(self, particles: Sequence[_Particle]) -> None:
         """Weighs particles by what the scorer says of them, in place of what it said before."""
-        scorer = self._config.scorer
+        scorer = self._options["scorer"]
         for particle in particles:
             if scorer is not None and not particle.dead:
                 reward = asked_score(scorer, particle.text.text, particle.text.ended)
@@ -193,3 +196,19 @@ class Particles(SearchStrategy):
 
     def _weighed_text(self, particle: _Particle, weight: float) -> SearchedText:
         return replace(self._searched_text(particle.text, particle.score), weight=weight)
+
+
+METHOD = SearchMethod(
+    name="particles",
+    help="replies by the model's probability to a power and a scorer (Power-SMC)",
+    make=Particles,
+    draws="always",
+    constrained=True,
+    checked=True,
+    thinks=True,
+    options=(
+        SCORER,
+        method_option("power", 2.0, "power to which the model's probabilities are raised", low=0.01, high=32),
+        method_option("resample_every", 16, "tokens after which particles are weighed and resampled", low=1, high=4096),
+    ),
+)

@@ -10,9 +10,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import Setting, UsageError
+from edgeinfer.methods import method_option
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
+from edgeinfer.runtime.search.strategy import (
+    MOST_ROWS,
+    SearchMethod,
+    SearchParts,
+    SearchStrategy,
+    entropy,
+    log_probabilities,
+)
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
 # As the authors ran it (github.com/alphadl/CodeGen-USCD at c4bf692). Tokens below this share of the mean probability
@@ -42,9 +50,12 @@ class Contrast(SearchStrategy):
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
-        lame, tokenizer = self._config.lame_prompt or "", parts.tokenizer
-        if parts.lame:
-            self._lame = list(parts.lame)
+        self._options, tokenizer = METHOD.values(self._config.method_options), parts.tokenizer
+        lame = self._options["lame_prompt"] or ""
+        if not lame:
+            raise UsageError("contrast needs the method option lame_prompt.", "Write a worse prompt.")
+        if parts.rephrased is not None:
+            self._lame = parts.rephrased(lame)
         elif self._config.parses_prompt:
             self._lame = tokenizer.encode(lame)
         else:
@@ -58,8 +69,6 @@ class Contrast(SearchStrategy):
         """The token after both prompts."""
         limit = self._config.max_tokens
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
-        if not self._lame:
-            raise UsageError(Setting("lame_prompt") + " is empty.", "Write a prompt.")
         free, bound = self._parts.room(copied=self._backend.cache.length)
         if wanted > free:
             message = f"The {bound} has no room for both prompts and their replies."
@@ -89,13 +98,36 @@ class Contrast(SearchStrategy):
 
     def _choose(self, own: Floats, lame: Floats) -> tuple[int]:  # (V,), (V,)
         sampler, place = self._parts.sampler, self._prompt + len(self._tokens)
-        probabilities, above = np.exp(log_probabilities(own)), self._config.uncertainty
+        probabilities, above = np.exp(log_probabilities(own)), self._options["uncertainty"]
         uncertain = probabilities @ probabilities <= _CERTAIN if above is None else entropy(probabilities) > above
         plain = sampler.sample(own, place)
         token = plain
         if uncertain:
-            moved = contrasted(own, lame, self._config.contrast_strength, sampler.adjusted(own))
+            moved = contrasted(own, lame, self._options["contrast_strength"], sampler.adjusted(own))
             token = sampler.sample(moved, place)
         self._statistics.trials += token != plain
         self._tokens.append(token)
         return self._accept(token, own)
+
+
+METHOD = SearchMethod(
+    name="contrast",
+    help="steers away from a worse prompt where the next token is uncertain (USCD)",
+    make=Contrast,
+    draws="either",
+    constrained=True,
+    thinks=True,
+    options=(
+        method_option("lame_prompt", None, "worse prompt; in a chat instead of the user's last message", kind=str),
+        method_option("contrast_strength", 0.7, "how strongly to steer away from it", low=0, high=100),
+        method_option(
+            "uncertainty",
+            None,
+            "entropy in nats above which the next token is uncertain; without one, a chance of at most 0.8 that it is "
+            "drawn twice",
+            kind=float,
+            low=0,
+            high=100,
+        ),
+    ),
+)

@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, entropy
 
 _LOWEST, _HIGHEST, _MOST_TRIALS = 0.01, 1.5, 10
 _ENDS = frozenset(".,\n?!:;)]}")
@@ -97,3 +97,13 @@ class Cautious(SearchStrategy):
             text = self._parts.tokenizer.decode([token])
             self._ends[token] = token in self._parts.stop_ids or not _ENDS.isdisjoint(text)
         return self._ends[token]
+
+
+METHOD = SearchMethod(
+    name="cautious",
+    help="more continuations where the next token is uncertain (CNTP)",
+    make=Cautious,
+    draws="always",
+    constrained=True,
+    thinks=True,
+)

@@ -11,9 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, DrafterParts
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 # A guess of at least this probability is not asked of more layers.
@@ -29,6 +31,8 @@ class SortedDrafter(ModelDrafter):
         depths: layers after which it can guess, ascending, fewer than all.
         confident: probability from which on a guess is taken.
     """
+
+    name = "sorted"
 
     def __init__(
         self,
@@ -49,11 +53,6 @@ class SortedDrafter(ModelDrafter):
         self._chunk, self._confident = chunk, confident
         # Guesses by their depth, for whoever wants to know whether it pays.
         self.guessed = [0] * len(self._masks)
-
-    def look_ahead(
-        self, context: DraftContext, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
-    ) -> None:
-        """Nothing: how deep a guess goes is decided token by token."""
 
     def nbytes(self) -> int:
         """Bytes that its backend allocated, and its own."""
@@ -113,3 +112,20 @@ class SortedDrafter(ModelDrafter):
 def _chance(logits: Floats) -> float:  # (V,)
     """Of the likeliest token."""
     return 1 / float(np.exp(logits - logits.max()).sum())
+
+
+def _make(parts: DrafterParts) -> SortedDrafter:
+    model = parts.require_model()
+    if not parts.depths or not (model.capabilities.layer_skip and model.capabilities.hidden):
+        message = "The draft model was not trained to guess after fewer layers, or cannot skip any here."
+        raise UsageError(message, "Train one (edgeinfer distill sorted), or use the drafter model.")
+    return SortedDrafter(model, parts.chunk, parts.depths, parts.target.geometry.vocab_size)
+
+
+METHOD = DrafterMethod(
+    name="sorted",
+    help="a draft model that goes as deep as a token needs (S2D)",
+    make=_make,
+    in_auto=lambda parts: False,
+    runs="model",
+)

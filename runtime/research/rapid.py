@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 # Tokens of a passage, passages that are retrieved, and tokens of the end, which asks for them. The paper retrieves
@@ -89,3 +90,12 @@ class RapidDrafter(ModelDrafter):
             self._short += context.tokens[self._seen :]
         self._seen = len(context.tokens)
         return dataclasses.replace(context, tokens=self._short)
+
+
+METHOD = DrafterMethod(
+    name="rapid",
+    help="the draft model behind a short text retrieved from a long one (RAPID)",
+    make=lambda parts: RapidDrafter(parts.require_model(), parts.chunk, parts.target.geometry.vocab_size),
+    in_auto=lambda parts: False,
+    runs="model",
+)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchStrategy, asked_score, logprob
+from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
 
 # Tokens of a step that meets no end of a line.
@@ -47,6 +48,10 @@ class AStar(SearchStrategy):
     A step is a line, of 48 tokens at most. Beginnings are valued by the scorer, else by the mean log-probability of
     their tokens. Where the best one is not over, the reply goes on from it alone.
     """
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._options = METHOD.values(self._config.method_options)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The reply, or its beginning."""
@@ -110,7 +115,7 @@ class AStar(SearchStrategy):
         node.push(sampler.sample_from(probabilities, prompt + len(tokens), stream), logits)
 
     def _value(self, node: _Node) -> float:
-        scorer = self._config.scorer
+        scorer = self._options["scorer"]
         if scorer is None:
             return node.total / len(node.text.tokens)
         return asked_score(scorer, node.text.text, node.text.ended)
@@ -125,3 +130,14 @@ class AStar(SearchStrategy):
         if node.branch is not None:
             branches.drop(node.branch)
             node.branch = None
+
+
+METHOD = SearchMethod(
+    name="astar",
+    help="grows the best beginnings by drawn lines (A*-decoding)",
+    make=AStar,
+    draws="always",
+    constrained=True,
+    thinks=True,
+    options=(SCORER,),
+)

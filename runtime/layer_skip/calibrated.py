@@ -1,4 +1,4 @@
-"""A reply whose tokens skip the same blocks, chosen after its prompt, and the whole passes that keep watch over it.
+"""Replies whose tokens skip the same blocks, by default those that `edgeinfer tune --skip` found least harmful.
 
 Rows of the cache that were made with blocks left out are `pending`: blocks that
 ran wrote what no whole model had written, others nothing. A watch runs the whole model over all of them in one pass,
@@ -7,19 +7,34 @@ which gives its predictions for many tokens at once and makes their rows whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.decoding.strategy import Run
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, SpeedTarget, feed, whole_pass
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
+from edgeinfer.runtime.layer_skip.strategy import (
+    EvaluatedPrompt,
+    Mask,
+    ReducedDecoding,
+    SkipPolicy,
+    SpeedTarget,
+    StrategyArguments,
+    feed,
+    whole_pass,
+)
 
+# Name of the sets of blocks in a profile.
+SKIP_LEVELS = "ladder"
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
@@ -199,3 +214,96 @@ class PromptStates:
             self._backend.cache.trim(start)
             raise
         return output
+
+
+def layers_mask(layers: int, kept: list[int]) -> Mask:
+    """Attention and MLP of these layers."""
+    mask = np.zeros((layers, 2), np.bool_)
+    mask[kept] = True
+    return mask.reshape(-1)
+
+
+@dataclass(frozen=True)
+class SkipLevels:
+    """Sets by ascending saving, each of no less loss than the one before it; the first leaves nothing out.
+
+    Attributes:
+        masks: blocks that run. (N, 2 L)
+        losses: nats from the whole model's predictions on the texts of the search, mean over tokens. (N,)
+    """
+
+    masks: NDArray[np.bool_]
+    losses: NDArray[np.float64]
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """The arrays to keep, by name."""
+        return {"masks": self.masks, "losses": self.losses}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> SkipLevels | None:
+        """Takes back what `state` gave, for a model of so many layers; None where nothing was kept."""
+        if not state:
+            return None
+        masks, losses = state.get("masks"), state.get("losses")
+        if masks is None or losses is None or not _fit(masks, losses, layers):
+            raise StorageError("The calibrated sets belong to another model.", "Run edgeinfer tune --skip again.")
+        return cls(masks, losses)
+
+    def choose(self, wanted: SpeedTarget) -> Mask:
+        """The least harmful set that is as fast as wanted; where none is, the fastest."""
+        every = range(len(self.masks))
+        fast = [row for row in every if wanted.reached(self.masks[row])]
+        if fast:
+            chosen = min(fast, key=lambda row: float(self.losses[row]))
+        else:
+            chosen = min(every, key=lambda row: wanted.costs.ms(self.masks[row]))
+        mask: Mask = self.masks[chosen]
+        return mask
+
+
+def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
+    """Whether these are levels of a model of so many layers."""
+    shaped = masks.ndim == 2 and masks.shape[1] == 2 * layers and losses.shape == masks.shape[:1] != (0,)
+    typed = masks.dtype == np.bool_ and losses.dtype == np.float64
+    return shaped and typed and bool(np.isfinite(losses).all() and masks[0].all())
+
+
+@dataclass(frozen=True)
+class CalibratedPolicy:
+    """Skips the blocks that `edgeinfer tune --skip` found least harmful."""
+
+    reads_states: ClassVar[bool] = False
+
+    levels: SkipLevels
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+        """The same blocks for every prompt."""
+        return self.levels.choose(wanted)
+
+
+def skipping(strategies: ReducedComputeStrategies, given: StrategyArguments, policy: SkipPolicy) -> LayerSkipDecoding:
+    """The strategy of a reply that skips what a policy chooses."""
+    strategies.require_skipping()
+    costs = strategies.block_costs()
+    return LayerSkipDecoding(given.timed(costs), policy, costs)
+
+
+def kept_levels(strategies: ReducedComputeStrategies) -> SkipLevels | None:
+    """The sets of blocks that tuning found; None where it did not run."""
+    layers = strategies.engine.backend.geometry.num_layers
+    return strategies.kept(SKIP_LEVELS, lambda state: SkipLevels.from_state(state, layers), None)
+
+
+def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> LayerSkipDecoding:
+    levels = kept_levels(strategies)
+    if levels is None:
+        message = "This model has no calibrated sets of blocks to skip."
+        raise UsageError(message, "Run edgeinfer tune --skip on it once.")
+    return skipping(strategies, given, CalibratedPolicy(levels))
+
+
+METHODS = (
+    ComputeMethod(
+        name="calibrated", help="skips the blocks that edgeinfer tune --skip found least harmful", make=_make
+    ),
+)

@@ -13,10 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.methods import method_option
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
-from edgeinfer.runtime.layer_skip.contract import SmallModel, feed, whole_pass
-from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
+from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
+from edgeinfer.runtime.layer_skip.strategy import SmallModel, StrategyArguments, feed, whole_pass
 from edgeinfer.runtime.sampling.sampler import Probabilities
 
 # Tokens of a step that has no end by itself.
@@ -78,7 +79,10 @@ class StepRoutingDecoding(DecodingStrategy):
         parameters: float,
     ) -> None:
         super().__init__(given.backend, given.sampler)
-        self._options, self._chunk = given.options, max(1, min(given.chunk, given.rows))
+        self._least, self._chunk = (
+            METHOD.values(given.options.method_options)["step_advantage"],
+            max(1, min(given.chunk, given.rows)),
+        )
         self._small, self._ends, self._parameters = small, ends, parameters
         self._statistics = ReducedStatistics()
         self._text: list[int] = []  # prompt and reply; the last is the root
@@ -141,7 +145,7 @@ class StepRoutingDecoding(DecodingStrategy):
                 first = logits.copy()
             if self._sampler.tells_logprobs:
                 rows.append(logits.copy())
-        if gained <= self._options.step_advantage * len(step):
+        if gained <= self._least * len(step):
             for place, token in enumerate(step):
                 self._accept(token, rows[place] if rows else first)
             return True
@@ -155,7 +159,7 @@ class StepRoutingDecoding(DecodingStrategy):
         statistics = self._statistics
         share = 1 - statistics.reduced / statistics.tokens if statistics.tokens else None
         return ComputeUse(
-            compute="steps",
+            compute=METHOD.name,
             lossless=statistics.reduced == 0,
             tokens=statistics.tokens,
             reduced=statistics.reduced,
@@ -164,3 +168,27 @@ class StepRoutingDecoding(DecodingStrategy):
             switches=self._switches,
             parameter_share=None if share is None else share + (1 - share) * self._parameters,
         )
+
+
+def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> StepRoutingDecoding:
+    assert given.tokenizer is not None, "replies are written with a tokenizer"
+    ends = StepEnds(given.tokenizer, given.stop_ids)
+    return StepRoutingDecoding(given, strategies.require_small(), ends, strategies.parameters)
+
+
+METHOD = ComputeMethod(
+    name="steps",
+    help="the draft model writes sentences, and the model writes again where it expects to do better (Arbitrage)",
+    make=_make,
+    refuses=("skip_cache", "quality_floor"),
+    follows_replies=False,
+    options=(
+        method_option(
+            "step_advantage",
+            0.5,
+            "nats a token by which the model must expect to write a step better",
+            low=-100,
+            high=100,
+        ),
+    ),
+)

@@ -1,46 +1,127 @@
-"""A judge of drafted tokens, taught on questions: which mismatches with the model leave the answer right.
+"""Judge decoding (Bachmann et al. 2025, arXiv 2501.19309): a rule that keeps drafted tokens by a trained head; lossy.
 
-Judge decoding (Bachmann et al. 2025, arXiv 2501.19309) has people mark wrong tokens. Here they are found as AutoJudge
-does (Garipov et al. 2025, arXiv 2504.20039; code github.com/garipovroma/autojudge): the draft model's token takes the
-place of the model's, the model goes on, and the token matters where the answer is no longer the model's own, or lacks
-words that a right reply has and the model's own had.
+The head is taught without marks, as AutoJudge does (Garipov et al. 2025, arXiv 2504.20039; code
+github.com/garipovroma/autojudge): the draft model's token takes the place of the model's, the model goes on, and the
+token matters where the answer is no longer the model's own, or lacks words that a right reply has and the model's own
+had.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.api import Model, load
-from edgeinfer.bundle.additions import Heads, add_heads
-from edgeinfer.bundle.opening import nested_drafter, open_bundle
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.hub import resolve
-from edgeinfer.option_types import LoadOptions
+from edgeinfer.bundle.additions import STATE_EPS, Heads, read_heads
+from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.verification import normed_states
-from edgeinfer.runtime.tuning.measure import last_state
-from edgeinfer.tools.uncertainty import fit_logistic
+from edgeinfer.runtime.backends.contract import require
+from edgeinfer.runtime.speculation.drafters.contract import Draft, TargetView, Verdict, Verifier
+from edgeinfer.runtime.speculation.drafters.method import DrafterParts
+from edgeinfer.runtime.speculation.verification.rule import Lesson, VerificationRule
 
+_KIND = "judge"
 # Tokens of a reply, and mismatches of one that are tried.
 _LONGEST, _TRIED = 256, 48
-# Mismatches of either kind without which nothing is learnt, and parts of the questions, each judged by the others.
+# Mismatches of either kind without which nothing is learned, and parts of the questions, each judged by the others.
 _FEWEST, _FOLDS = 10, 5
 # Share of the replies in which the judge must stop every token that matters, on questions that it was not taught.
 _SAFE = 0.9
 _RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+_STEPS = 50
 _FORM = 'Write {"messages": [...], "answer": "..."} on each line, or "words": [...] that a right reply has.'
 _HINT = "Give more questions of the kind that the model is used for."
 
 Doubles = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TokenJudge:
+    """A linear head over the target's state in the row of a drafted token.
+
+    Attributes:
+        weight, bias: of a score that is positive for tokens that may stay. (D,)
+    """
+
+    weight: Floats
+    bias: float
+
+    @classmethod
+    def of(cls, heads: Heads) -> TokenJudge:
+        """The judge of a bundle's heads."""
+        return cls(heads.arrays["weight"].astype(np.float32), float(heads.arrays["bias"][0]))
+
+    def finds_right(self, state: Floats) -> bool:  # (D,)
+        """Whether the token of a row may stay, by its state after the last layer."""
+        return float(normed_states(state[None])[0] @ self.weight) + self.bias > 0
+
+    def verify(self, draft: Draft, target: TargetView) -> Verdict:
+        """Follow the target's choices as the keyed rule does, and where they leave the draft, keep the first guess that
+        is judged right all the same."""
+        accepted: list[int] = []
+        at = -1
+        while children := draft.children(at):
+            token = target.token(at)
+            same = [child for child in children if draft.guesses[child].token == token]
+            right = same or [child for child in children if self._allows(child, target)]
+            if not right:
+                return Verdict(tuple(accepted), token, bonus=False)
+            at = right[0]
+            accepted.append(at)
+        return Verdict(tuple(accepted), target.token(at), bonus=True)
+
+    def _allows(self, node: int, target: TargetView) -> bool:
+        return self.finds_right(target.state(node)) and target.may_follow(node)
+
+
+def normed_states(states: Floats) -> Floats:  # (S, D) -> (S, D)
+    """States of unit mean square, as behind the final norm, whose own scale the judge's weight holds."""
+    normed: Floats = states / np.sqrt((states * states).mean(axis=1, keepdims=True) + np.float32(STATE_EPS))
+    return normed
+
+
+def _bind(parts: DrafterParts) -> Verifier:
+    hint = "Use a natively exported bundle, or another verification."
+    require(parts.target.capabilities.hidden, parts.target, "give the states that a judge reads", hint)
+    heads = None if parts.bundle is None else read_heads(parts.bundle, _KIND)
+    if heads is None:
+        message = "The model's bundle has no judge of drafted tokens."
+        raise UsageError(message, "Teach one with edgeinfer tune --method judge --text FILE, or verify in another way.")
+    return TokenJudge.of(heads).verify
+
+
+def _unbound(draft: Draft, target: TargetView) -> Verdict:
+    raise AssertionError("the rule is bound to a judge before it verifies")
+
+
+class Writer(Protocol):
+    """What teaching asks of a loaded model."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of its context."""
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """Tokens that end a reply."""
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation."""
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool) -> str:
+        """The text of tokens."""
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
+        """Logits behind every token, some rows at a time."""
+
+    def generate(self, prompt: Sequence[int], *, max_tokens: int) -> Any:
+        """A reply."""
 
 
 @dataclass(frozen=True)
@@ -107,64 +188,33 @@ class JudgeGain:
     lost: float
 
 
-def tune_judge(
-    model: str | Path | None,
-    text: str,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[LoadOptions],
-) -> JudgeGain:
-    """Teaches a judge on questions and puts it into the model's bundle; `verification="judge"` asks it.
+def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:
+    """Teach a judge on questions: the heads for the model's bundle, and how well they do.
 
-    Args:
-        model: bundle directory; None is the built-in model.
-        text: a JSON object on each line: "messages" of a chat, and "answer", where the reply is to stay what it is, or
-            "words" that a right reply has.
-        progress: called with questions asked and to ask.
-        options: as `load` takes them; the draft model is theirs, or the one inside the bundle.
-
-    Raises:
-        UsageError: a line is no question, there is no draft model, or too few tokens matter, or too many.
-        CapabilityError: the backend gives no hidden states.
-        ModelError: as `load`.
-        StorageError: the bundle cannot be written.
+    The text of the lesson has a JSON object on each line: "messages" of a chat, and "answer", where the reply is to
+    stay what it is, or "words" that a right reply has.
     """
-    asked, path = read_questions(text), resolve(model)
-    given: dict[str, Any] = {"remember": False, **options, "speculation": "off"}
-    small = given.pop("draft_model", None)
-    if small is None and (found := nested_drafter(open_bundle(path))) is not None and found.manifest.module is None:
-        small = found.path
-    if small is None:
-        hint = f"Name one with {Setting('draft_model')}."
-        raise UsageError("Which drafted tokens may stay is learnt from a draft model's.", hint)
+    asked = read_questions(lesson.text)
     states, matters, origin = list[Floats](), list[bool](), list[int]()
-    own = {name: given[name] for name in ("threads", "context") if name in given}
-    with load(path, **given) as loaded, load(small, speculation="off", remember=False, **own) as drafter:
-        if loaded.vocabulary_digest != drafter.vocabulary_digest:
-            hint = "Name one with the same tokenizer."
-            raise UsageError("The draft model's tokens are not the model's.", hint)
-        for index, question in enumerate(asked):
-            if progress is not None:
-                progress(index, len(asked))
-            for each in list(find_mismatches(loaded, drafter, question)):
-                with loaded._idle() as parts:
-                    states.append(last_state(parts.engine, each.tokens))
-                matters.append(each.matters)
-                origin.append(index)
+    for index, question in enumerate(asked):
+        lesson.progress(index, len(asked))
+        for each in list(find_mismatches(lesson.model, lesson.drafter, question)):
+            states.append(lesson.last_state(each.tokens))
+            matters.append(each.matters)
+            origin.append(index)
     wrong = np.array(matters, np.bool_)
     if min(wrong.sum(), (~wrong).sum()) < _FEWEST:
         raise UsageError(f"{int(wrong.sum())} of {len(wrong)} drafted tokens matter, which teaches nothing.", _HINT)
     weight, bias, gain = _taught(normed_states(np.stack(states)), wrong, np.array(origin))
-    notes = {"taught on": f"{len(wrong)} tokens of {gain.questions} replies, {gain.matter:.0%} of which matter"}
-    notes |= {
-        "on others": f"area under the curve {gain.area:.3f}, {gain.kept:.0%} stay, {gain.lost:.0%} of replies lose"
+    notes = {
+        "taught on": f"{len(wrong)} tokens of {gain.questions} replies, {gain.matter:.0%} of which matter",
+        "on others": f"area under the curve {gain.area:.3f}, {gain.kept:.0%} stay, {gain.lost:.0%} of replies lose",
     }
     arrays = {"weight": weight.astype(np.float32), "bias": np.array([bias], np.float32)}
-    add_heads(path, Heads("judge", arrays, notes))
-    return gain
+    return Heads(_KIND, arrays, notes), asdict(gain)
 
 
-def find_mismatches(model: Model, drafter: Model, question: RightReply) -> Iterator[Mismatch]:
+def find_mismatches(model: Writer, drafter: Writer, question: RightReply) -> Iterator[Mismatch]:
     """Tries the draft model's tokens in the model's reply, one after the other; those that do not matter stay.
 
     A whole answer is the model's own, right or wrong. Of words that a reply is to have, those count that the model's
@@ -196,7 +246,7 @@ def find_mismatches(model: Model, drafter: Model, question: RightReply) -> Itera
         ids, start = ids if matters else other, place + 1
 
 
-def _said(model: Model, ids: Sequence[int], ends: set[int]) -> str:
+def _said(model: Writer, ids: Sequence[int], ends: set[int]) -> str:
     return model.detokenize([token for token in ids if token not in ends], special=True)
 
 
@@ -216,12 +266,12 @@ def _taught(states: Floats, wrong: Flags, origin: NDArray[np.int64]) -> tuple[Do
     seen, fold = np.column_stack([inputs @ turned.T, np.ones(len(inputs))]), origin % _FOLDS
     best, scores, ridge = -1.0, np.zeros(len(seen)), _RIDGES[0]
     for tried in _RIDGES:
-        told = np.zeros(len(seen))
+        judged = np.zeros(len(seen))
         for part in np.unique(fold):
             tested = fold == part
-            told[tested] = -seen[tested] @ _fitted(seen[~tested], wrong[~tested], tried)
-        if (area := _area(told, wrong)) > best:
-            best, scores, ridge = area, told, tried
+            judged[tested] = -seen[tested] @ _fitted(seen[~tested], wrong[~tested], tried)
+        if (area := _area(judged, wrong)) > best:
+            best, scores, ridge = area, judged, tried
     # One token that matters spoils a reply, so the worst of each reply counts.
     worst = np.array([scores[wrong & (origin == each)].max() for each in np.unique(origin[wrong])])
     least = float(np.quantile(worst, _SAFE))
@@ -245,12 +295,23 @@ def _area(scores: Doubles, wrong: Flags) -> float:  # (N,), (N,)
     return float((below + upto).mean() / (2 * len(low)))
 
 
-def read_questions(text: str) -> list[RightReply]:
-    """The questions of a text, one on each line.
+def fit_logistic(inputs: Doubles, wrong: NDArray[np.bool_], ridge: float) -> Doubles:  # (S, K), (S,) -> (K,)
+    """Coefficients by which inputs tell the log-odds of what is wrong, right and wrong weighing the same."""
+    weights = np.where(wrong, 0.5 / wrong.sum(), 0.5 / (~wrong).sum())
+    chosen = np.zeros(inputs.shape[1])
+    for _ in range(_STEPS):
+        chance = 1 / (1 + np.exp(-np.clip(inputs @ chosen, -30, 30)))
+        slope = inputs.T @ (weights * (wrong - chance)) - ridge * chosen
+        bend = (inputs.T * (weights * chance * (1 - chance))) @ inputs + ridge * np.eye(len(chosen))
+        step = np.linalg.solve(bend, slope)
+        chosen += step
+        if np.abs(step).max() < 1e-9:
+            break
+    return chosen
 
-    Raises:
-        UsageError: a line is none.
-    """
+
+def read_questions(text: str) -> list[RightReply]:
+    """The questions of a text, one on each line."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -275,3 +336,13 @@ def _are(values: object, kind: type) -> bool:
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold().rstrip(".")
+
+
+METHOD = VerificationRule(
+    name="judge",
+    help="keeps drafted tokens that a taught head finds right; lossy",
+    verify=_unbound,
+    bind=_bind,
+    lossless=False,
+    teach=teach,
+)

@@ -13,8 +13,9 @@ import numpy as np
 from edgeinfer.bundle.additions import Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.research.heads import Matrix, OutputRows, StateDrafter, silu
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
-from edgeinfer.runtime.speculation.drafters.heads import Matrix, OutputRows, StateDrafter, silu
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter_heads_bytes
 
 
 class HydraDrafter(StateDrafter):
@@ -57,3 +58,13 @@ class HydraDrafter(StateDrafter):
         """Bytes that it holds."""
         arrays = sum(array.nbytes for array in (*self._biases, self._embeddings, self._input))
         return super().nbytes() + arrays + sum(weight.nbytes for weight in self._weights) + self._output.nbytes
+
+
+METHOD = DrafterMethod(
+    name="hydra",
+    help="heads that see the tokens drafted before them (Hydra)",
+    make=lambda parts: HydraDrafter(parts.target, parts.heads("hydra")),
+    in_auto=lambda parts: False,
+    nbytes=lambda bundle, context: drafter_heads_bytes(bundle, "hydra"),
+    runs="heads",
+)

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from edgeinfer.methods import method_option
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy, likeliest, log_probabilities
+from edgeinfer.runtime.search.strategy import (
+    SearchMethod,
+    SearchParts,
+    SearchStrategy,
+    entropy,
+    likeliest,
+    log_probabilities,
+)
 
 _CANDIDATES = 3
 
@@ -18,6 +26,7 @@ class Lookahead(SearchStrategy):
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
+        self._options = METHOD.values(self._config.method_options)
         self._count = min(self._config.candidates or _CANDIDATES, self._backend.geometry.vocab_size)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
@@ -31,8 +40,8 @@ class Lookahead(SearchStrategy):
     def _choose(self, logits: Floats, room: int) -> tuple[int]:  # (V,)
         known = log_probabilities(logits)
         candidates = likeliest(known, self._count).tolist()
-        ahead = min(self._config.look_ahead, room - 1, self._parts.room()[0] // self._count)
-        if ahead < 1 or entropy(np.exp(known)) <= self._parts.uncertainty:
+        ahead = min(self._options["look_ahead"], room - 1, self._parts.room()[0] // self._count)
+        if ahead < 1 or entropy(np.exp(known)) <= self._options["uncertainty"]:
             return self._accept(candidates[0], logits)
         logits = logits.copy()
         followed = self._follow(candidates, ahead)
@@ -63,3 +72,15 @@ class Lookahead(SearchStrategy):
         branches.end()
         self._reply_rows = None
         return found
+
+
+METHOD = SearchMethod(
+    name="lookahead",
+    help="looks ahead behind each likely token where the next is uncertain (AdaDec)",
+    make=Lookahead,
+    draws="never",
+    options=(
+        method_option("look_ahead", 5, "tokens that are evaluated ahead", low=1, high=64),
+        method_option("uncertainty", 1.5, "entropy in nats above which the next token is uncertain", low=0, high=100),
+    ),
+)

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.additions import STATE_EPS, Heads
+from edgeinfer.bundle.additions import MOST_HEADS, STATE_EPS, Heads, heads_bytes
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.research.heads import Matrix, OutputRows, StateDrafter, silu
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
-from edgeinfer.runtime.speculation.drafters.heads import Matrix, OutputRows, StateDrafter, silu
+from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter_heads_bytes
 
 
 class MedusaDrafter(StateDrafter):
@@ -49,11 +51,6 @@ class MedusaDrafter(StateDrafter):
         self._states = np.empty((count, size), np.float32)
         self._logits_of = np.empty((count, target.geometry.vocab_size), np.float32)  # of the round, by place
         self._places = 0  # of them that are known
-
-    @staticmethod
-    def logits_bytes(vocabulary: int, heads: int) -> int:
-        """Bytes of all heads' logits, its own copy and what the target's pass gives."""
-        return 2 * 4 * heads * vocabulary
 
     def repeat(self) -> None:
         """See `Drafter.repeat`."""
@@ -109,3 +106,22 @@ class MedusaDrafter(StateDrafter):
         matrices = sum(weight.nbytes for weight in self._weights) + (0 if self._rows is None else self._rows.nbytes)
         arrays = self._bias.nbytes + self._states.nbytes + self._logits_of.nbytes
         return super().nbytes() + matrices + arrays
+
+
+def _nbytes(bundle: Bundle, context: int) -> int:
+    """Bytes of the heads and of all their logits, a copy and what the target's pass gives."""
+    geometry = bundle.manifest.geometry
+    # Of a head, as half floats, of which `heads_bytes` counts three times as many.
+    least = 3 * 2 * geometry.hidden_size * (geometry.hidden_size + 1)
+    count = min(MOST_HEADS, heads_bytes(bundle, "medusa") // least)
+    return drafter_heads_bytes(bundle, "medusa") + 2 * 4 * count * geometry.vocab_size
+
+
+METHOD = DrafterMethod(
+    name="medusa",
+    help="one head for each place behind the last token (Medusa)",
+    make=lambda parts: MedusaDrafter(parts.target, parts.heads("medusa")),
+    in_auto=lambda parts: False,
+    nbytes=_nbytes,
+    runs="heads",
+)

@@ -1,0 +1,1 @@
+"""Rules by which drafts are accepted."""
