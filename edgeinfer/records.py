@@ -1,8 +1,8 @@
-"""`dataclass`, as the standard library's, with methods that all classes share instead of code compiled for each.
+"""A `dataclass` like the standard library's, whose methods are shared by all classes instead of compiled for each.
 
-Until Python 3.13 the library compiles six functions for a frozen class, one by one: half a millisecond, and half of the
-time that importing the 150 of a model's first token took (docs/log). What fields a class has is still the library's
-to say, so `fields`, `replace`, `asdict` and matching work as ever. Slots and order are left to it.
+Until Python 3.13 the library compiles six functions for each frozen class, a third of the time of importing this
+package (297 ms instead of 200 ms). The library still defines the fields, so `fields`, `replace`, `asdict` and
+matching work as ever; slots and order are left to it.
 """
 
 from __future__ import annotations

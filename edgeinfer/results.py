@@ -218,7 +218,7 @@ class DeviceFacts:
         name: as `--device` takes it.
         provider: onnxruntime's name of it, or "llama.cpp".
         package: the pip package with the provider.
-        beside: the package is installed in addition to onnxruntime, not instead of it.
+        plugin: the package is installed in addition to onnxruntime, not instead of it.
         installed, hardware: whether the provider is there; whether it sees hardware, None where it is not installed.
         bundles: "all"; "static", those exported with --static; or "gguf", only GGUF files.
         traits: capabilities of its kernels with bundles that are not static, by name.
@@ -232,7 +232,7 @@ class DeviceFacts:
     name: str
     provider: str
     package: str
-    beside: bool
+    plugin: bool
     installed: bool
     hardware: bool | None
     bundles: str

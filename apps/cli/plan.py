@@ -272,4 +272,4 @@ def _devices(args: argparse.Namespace) -> int:
 def _state(device: DeviceFacts) -> str:
     if device.installed:
         return (device.description or "yes") if device.hardware else "no hardware"
-    return f"needs {device.package}" + ("" if device.beside else " in place of onnxruntime")
+    return f"needs {device.package}" + ("" if device.plugin else " in place of onnxruntime")
