@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.synthetic import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
@@ -21,6 +20,7 @@ from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
+from tests.tools.random_models import SHAPES, write_random_checkpoint
 
 PROMPT = [3, 10, 17, 24, 31, 3, 10, 17, 24, 31, 3, 10]
 

@@ -1,1 +1,1 @@
-"""Benchmark scripts: speed beside peers and limits, memory of exporting, chatting and loading, quality of weights."""
+"""Benchmarks for users: one file for each subject of `edgeinfer bench`."""

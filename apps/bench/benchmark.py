@@ -1,24 +1,33 @@
-"""What a benchmark is: options declared once as fields of a dataclass, a function that measures, a view of its JSON.
+"""The `Benchmark` type: options declared as dataclass fields, a function that measures, and a view of its JSON.
 
-The command line, result files and the report page are generated from these declarations.
+The command line, the result files and the report are made from these declarations. This module also has what every
+benchmark uses: the header of result files, quartiles, and the order in which compared things take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import psutil
 
 import edgeinfer
-from edgeinfer.apps.bench.plots import Chart
-from edgeinfer.apps.bench.render import Section
+from edgeinfer.apps.bench.render import Chart, Section
 
 if TYPE_CHECKING:
     from edgeinfer import Model
 
 
+T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 StageProgress = Callable[[int, int], None]
 
@@ -27,15 +36,8 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Declared:
-    """How a field of an options class is given on the command line.
-
-    Attributes:
-        flags: names, or none for a positional argument.
-        help: what it decides.
-        group: title of the group that --help lists it in; "" for none.
-        settings: further arguments of `argparse`, such as type and metavar.
-        rare: only --help-all shows it.
-    """
+    """How a field is given on the command line: `flags` is empty for a positional argument, `group` is a title in
+    --help, `settings` go to `argparse`, and `rare` options are shown by --help-all only."""
 
     flags: tuple[str, ...]
     help: str
@@ -45,26 +47,22 @@ class Declared:
 
 
 def option(*flags: str, default: Any = MISSING, help: str, group: str = "", rare: bool = False, **settings: Any) -> Any:
-    """A field of a frozen options class that is also an option of the command line.
+    """Declare a dataclass field that is also a command line option.
 
-    Type and action follow from the field's annotation, unless they are given.
-
-    Args:
-        flags: names, the last perhaps with a placeholder for the value: "--out FILE"; none for a positional argument.
-        default: of field and option; without one the option is required.
+    Type and action follow from the annotation unless given. The last flag may carry a placeholder: "--out FILE".
     """
     return field(default=default, metadata={_KEY: Declared(flags, help, group, settings, rare)})
 
 
 def declared(options: type[Any]) -> Iterator[tuple[Field[Any], Declared]]:
-    """Every field of an options class that is an option, with its declaration."""
+    """Fields that are options, with their declarations."""
     for each in fields(options):
         if _KEY in each.metadata:
             yield each, each.metadata[_KEY]
 
 
 def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> list[argparse.Action]:
-    """Adds the options that a class declares, in their groups; returns the rare ones."""
+    """Add the declared options in their groups; returns the rare ones."""
     rare = []
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     group = ""
@@ -92,7 +90,7 @@ def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> list[ar
 
 
 def _inferred(annotation: str) -> dict[str, Any]:
-    """How a value of a field's type is parsed."""
+    """Arguments of `argparse` for an annotation."""
     base = annotation.removesuffix(" | None")
     kinds: dict[str, Any] = {"int": int, "float": float, "Path": Path}
     kinds |= {"tuple[int, ...]": numbers, "tuple[str, ...]": names}
@@ -100,7 +98,7 @@ def _inferred(annotation: str) -> dict[str, Any]:
 
 
 def _help(text: str, default: Any) -> str:
-    """With the default, where it is a value and the text does not say it."""
+    """Append the default to the help text."""
     if "default:" in text or default is MISSING or default is None or default is False or default == ():
         return text
     values = default if isinstance(default, tuple) else (default,)
@@ -109,22 +107,22 @@ def _help(text: str, default: Any) -> str:
 
 
 def options_from(options: type[Any], args: argparse.Namespace) -> Any:
-    """An options object of parsed arguments; errors as its class raises them."""
+    """Build an options object from parsed arguments."""
     given = {each.name: getattr(args, each.name) for each, _ in declared(options)}
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 @dataclass(frozen=True)
 class BenchContext:
-    """What a run is given besides its own options.
+    """The context of a run: the model that the user gave, and callbacks of the command.
 
     Attributes:
         model: path or hub id; None is the built-in model.
         load: keyword arguments of `edgeinfer.load` that the user gave.
-        resolve: the folder of a model; None is the built-in one.
-        open_model: loads a model by these two, with a progress bar where there is a terminal.
-        progress: is told stage, done and total.
-        command: the running command line, kept with the figures.
+        resolve: finds the folder of a model.
+        open_model: loads a model, with a progress bar where there is a terminal.
+        progress: called with stage, done and total.
+        command: the running command line, recorded with the figures.
     """
 
     model: str | None = None
@@ -135,18 +133,18 @@ class BenchContext:
     command: str = ""
 
     def stage(self, name: str) -> StageProgress:
-        """The progress of one stage, told done and total."""
+        """The progress of one stage."""
         return lambda done, total: self.progress(name, done, total)
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a run measured.
+    """The outcome of a run.
 
     Attributes:
-        data: as the types of JSON; `Benchmark.section` shows it.
-        finished: False where the user interrupted it; the figures are then of what was done.
-        passed: whether what the benchmark verifies is so; False makes the exit code 1.
+        data: JSON-serializable figures; `Benchmark.section` shows them.
+        finished: False if the user interrupted the run; the figures cover what was done.
+        passed: whether everything the benchmark verifies holds; False makes the exit code 1.
     """
 
     data: Any
@@ -159,15 +157,15 @@ class Benchmark:
     """A subcommand of `edgeinfer bench`.
 
     Attributes:
-        name: one word, or two where it is a part of a group ("memory plans").
+        name: one word, or two for a part of a group ("memory plans").
         help: one line.
         description: shown above the options; ends in an example.
         options: a frozen dataclass whose fields are made by `option`.
         run: measures; raises the errors of `edgeinfer.errors`.
-        section: shows the JSON of a run, with the header of its result file.
-        loads: whether the options of `edgeinfer.load` are options of this one too.
-        chart: what --svg draws of the JSON; None where there is no --svg.
-        text: what is printed instead of the section, by options and JSON; None prints the section.
+        section: shows the JSON of a run with the header of its result file.
+        loads: whether the options of `edgeinfer.load` are options of this benchmark too.
+        chart: drawn by --svg; None where there is no --svg.
+        text: printed instead of the section; takes options and JSON.
         files: whether --json writes the result; False where the options name the output.
     """
 
@@ -189,10 +187,99 @@ class Benchmark:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words, separated by commas."""
+    """Words separated by commas."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers, separated by commas."""
+    """Whole numbers separated by commas."""
     return tuple(int(part) for part in text.split(","))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quartiles."""
+
+    median: float
+    p25: float
+    p75: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The quartiles of `values`, which must not be empty."""
+        p25, median, p75 = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
+        return cls(float(median), float(p25), float(p75))
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The items in cyclic order, starting at another one: each round of visits begins elsewhere."""
+    start = by % max(len(items), 1)
+    return [*items[start:], *items[:start]]
+
+
+# Libraries that take part in computing, here or in another engine.
+_LIBRARIES = (
+    "numpy",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-openvino",
+    "tokenizers",
+    "llama-cpp-python",
+    "onnxruntime-genai",
+    "openvino",
+    "torch",
+    "transformers",
+)
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the library versions that figures depend on."""
+    threads = psutil.cpu_count() or 1
+    return {
+        "processor": machine_name(),
+        "cores": psutil.cpu_count(logical=False) or threads,
+        "threads": threads,
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": system_name(),
+        "python": platform.python_version(),
+        "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},
+    }
+
+
+def run_header(benchmark: str, command: str) -> dict[str, Any]:
+    """The first fields of every result file."""
+    header = {"benchmark": benchmark, "command": command, "test_time": timestamp()}
+    return header | {"edgeinfer": edgeinfer.__version__, "environment": environment()}
+
+
+def result_json(benchmark: str, command: str, data: Mapping[str, Any]) -> str:
+    """The text of a result file."""
+    return json.dumps({**run_header(benchmark, command), **data}, indent=1) + "\n"
+
+
+def timestamp() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def system_name() -> str:
+    """The operating system with its version and C library."""
+    release = ".".join(platform.release().split(".")[:2])
+    return " ".join(filter(None, (platform.system(), release, platform.machine(), *platform.libc_ver())))
+
+
+def machine_name() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if sys.platform == "linux" and cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

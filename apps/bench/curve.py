@@ -1,20 +1,28 @@
-"""`edgeinfer bench curve`: c(m), the time of a pass over m new tokens behind some others, by the type of the KV cache
-and the number of threads, beside the least that the machine needs, and beside llama.cpp."""
+"""`edgeinfer bench curve`: c(m), the time of a pass over m new tokens, against the machine's limits and llama.cpp."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, names, option
-from edgeinfer.apps.bench.curve_contenders import Contender, LlamaCpp, Ours
-from edgeinfer.apps.bench.plots import Chart, Line
-from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
-from edgeinfer.apps.bench.speed import describe_run, device_limits, median_limits
-from edgeinfer.apps.bench.timing import Spread, rotated
+import edgeinfer
+from edgeinfer.apps.bench.benchmark import (
+    BenchContext,
+    Benchmark,
+    BenchResult,
+    Spread,
+    StageProgress,
+    names,
+    option,
+    rotated,
+)
+from edgeinfer.apps.bench.processes import Worker, token_ids
+from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.speed import SpeedTest, describe_run, device_limits, floor_ns, median_limits
 from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
 from edgeinfer.results import DeviceLimits
@@ -23,11 +31,16 @@ if TYPE_CHECKING:
     from edgeinfer import Model
 
 
+Floor = tuple[float, float | None] | tuple[None, None]
+# Passes over each size in one visit, of which the median counts.
+_BURST = 3
+# Extra tokens of llama.cpp's cache.
+_MARGIN = 8
 _DESCRIPTION = """\
-Measure c(m): the time of a pass over m new tokens, which is what verifying a draft of m - 1 costs, beside the least
-that reading weights and cache and multiplying take on this machine, measured in the same minutes. With several depths
-and types of KV caches, what long conversations cost: models of all types and numbers of threads take turns at each
-depth, and so does llama.cpp with --gguf. Its file is to hold the same weights; its cache is of float16.
+Measure c(m): the time of a pass over m new tokens, which is what verifying a draft of m - 1 costs, and the shortest
+time in which this machine can read weights and cache and multiply, measured in the same minutes. With several depths
+and types of KV caches: the cost of long conversations. Models of all types and numbers of threads take turns at each
+depth, and so does llama.cpp with --gguf. Its file should hold the same weights; its cache is in float16.
 
 examples:
   edgeinfer bench curve -m BUNDLE -t 1 --svg curve.svg
@@ -38,17 +51,7 @@ examples:
 
 @dataclass(frozen=True)
 class CurveConfig:
-    """What to measure.
-
-    Attributes:
-        sizes: numbers of tokens.
-        depths: tokens before them.
-        kv_types: of caches, each of a model of its own; none is the one that the model is loaded with.
-        compare_threads: numbers of them, each of a model of its own; none is the one that the model is loaded with.
-        prompts: lengths of prompts that are timed from an empty cache.
-        gguf: file for llama.cpp, which is measured beside where it is given.
-        repeats: visits, each with a look at the machine's limits beside it.
-    """
+    """Passes to measure; empty `kv_types` and `compare_threads` are those that the model is loaded with."""
 
     sizes: tuple[int, ...] = option(
         "--sizes LIST",
@@ -74,7 +77,7 @@ class CurveConfig:
     prompts: tuple[int, ...] = option(
         "--prompts LIST", default=(), help="comma-separated prompt lengths in tokens to time as well (default: none)"
     )
-    gguf: Path | None = option("--gguf FILE", default=None, help="GGUF file that llama.cpp is measured on beside")
+    gguf: Path | None = option("--gguf FILE", default=None, help="GGUF file to measure llama.cpp on")
     repeats: int = option("-r", "--repetitions N", default=9, help="number of measurements per size")
 
     def __post_init__(self) -> None:
@@ -90,68 +93,83 @@ class CurveConfig:
 
     @property
     def context(self) -> int:
-        """The context that it needs."""
+        """Tokens of context that all passes need."""
         return max(max(self.depths) + max(self.sizes), *self.prompts, 0) + 1
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """A pass over so many tokens, all with logits.
+class Contender(Protocol):
+    """An engine with one type of cache (`kv`, after another engine's name) and a number of threads."""
 
-    Attributes:
-        n_depth: tokens before them.
-        kv: type of the cache; of llama.cpp with its name before it.
-        ms: of the visits' medians.
-        growth: c(m) / c(1), formed within each visit.
-        peer: llama.cpp's time over this one's with as many threads, formed within each visit; None where it was not
-            measured.
-        read_ms, multiply_ms: the least that reading weights and cache and multiplying take; None where that is not
-            known.
-    """
-
-    size: int
-    n_depth: int
-    kv: str
-    ms: Spread
-    growth: Spread
-    read_ms: float | None
-    multiply_ms: float | None
-    threads: int = 1
-    peer: Spread | None = None
-
-    @property
-    def limit_ms(self) -> float | None:
-        """The least a pass can take."""
-        return None if self.read_ms is None else max(self.read_ms, self.multiply_ms or 0.0)
-
-
-@dataclass(frozen=True)
-class PromptPoint:
-    """A prompt from an empty cache to the logits after it; `ms` and `peer` as of `CurvePoint`."""
-
-    tokens: int
     kv: str
     threads: int
-    ms: Spread
-    limit_ms: float | None
-    peer: Spread | None
+
+    def passes(self, sizes: Sequence[int], depth: int) -> dict[int, float]:
+        """Milliseconds of a pass over each number of new tokens, with all their logits, after `depth` others."""
+
+    def prompt(self, tokens: int) -> float:
+        """Milliseconds from an empty cache to the logits after a prompt."""
+
+    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
+        """The shortest milliseconds for reading and for multiplying, if known."""
+
+    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> float | None:
+        """The shortest milliseconds for a prompt, if known."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """All points, and of what."""
+class Ours:
+    """A loaded model."""
 
-    points: tuple[CurvePoint, ...]
-    prompts: tuple[PromptPoint, ...]
-    limits: DeviceLimits | None
-    facts: Mapping[str, Any]
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.kv: str = model.plan.configuration.kv
+        self.threads = model.threads
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        points = [asdict(point) | {"limit_ms": point.limit_ms} for point in self.points]
-        prompts = [asdict(point) for point in self.prompts]
-        limits = None if self.limits is None else asdict(self.limits)
-        return {**self.facts, "limits": limits, "points": points, "prompts": prompts}
+    def passes(self, sizes: Sequence[int], depth: int) -> dict[int, float]:
+        # The cache keeps the past for the next visit.
+        times = edgeinfer.tools.measure_passes(self._model, sizes, past=depth, repeats=_BURST)
+        return {size: statistics.median(taken) for size, taken in times.items()}
+
+    def prompt(self, tokens: int) -> float:
+        return edgeinfer.tools.measure_prefill(self._model, tokens, repeats=1)[0]
+
+    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
+        if limits is None:
+            return None, None
+        try:
+            return limits.floor_ms(edgeinfer.tools.pass_work(self._model, size, size, past=depth))
+        except UsageError:  # a bundle that does not list its weights
+            return None, None
+
+    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> float | None:
+        floor = floor_ns(self._model, SpeedTest(tokens, 0), limits)
+        return None if floor is None else floor / 1e6
+
+
+class LlamaCpp:
+    """llama.cpp on a GGUF file, with a cache in float16, in a process of its own."""
+
+    kv = "llama.cpp float16"
+
+    def __init__(self, path: Path, threads: int, context: int) -> None:
+        self.threads = threads
+        self._worker = Worker("llamacpp", {"path": str(path), "threads": threads, "context": context + _MARGIN})
+        self.close = self._worker.close
+
+    def passes(self, sizes: Sequence[int], depth: int) -> dict[int, float]:
+        past = token_ids(depth)
+        ask = self._worker.ask
+        times = {size: ask("pass_times", tokens=token_ids(size), past=past, count=_BURST) for size in sizes}
+        return {size: statistics.median(taken) for size, taken in times.items()}
+
+    def prompt(self, tokens: int) -> float:
+        (taken,) = self._worker.ask("prefill_times", prompt=token_ids(tokens))
+        return float(taken)
+
+    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
+        return None, None
+
+    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> None:
+        return None
 
 
 def run_curve(
@@ -160,72 +178,61 @@ def run_curve(
     progress: StageProgress,
     command: str = "",
     peers: Sequence[Contender] = (),
-) -> Curve:
-    """Measures prompts, then all sizes at each depth, everybody in turns."""
+) -> dict[str, Any]:
+    """Measure prompts, then all sizes at each depth, with the contenders taking turns.
+
+    `growth` is c(m) / c(1), and `peer` how many times longer llama.cpp takes with as many threads, each formed within
+    visits; `limit_ms` is the shortest possible time.
+    """
     contenders: list[Contender] = [*(Ours(model) for model in models), *peers]
-    limits: dict[int, list[DeviceLimits]] = {}
-    passes: dict[tuple[int, int], list[dict[int, float]]] = {}
-    prompts: dict[tuple[int, int], list[float]] = {}
+    limits: dict[int, list[DeviceLimits]] = {contender.threads: [] for contender in contenders}
+    visits: dict[tuple[int, int, int], list[dict[int, float]]] = {}
     done, total = 0, (len(config.depths) + len(config.prompts)) * config.repeats
-    # Prompts empty the cache; depths ascend, so that what it holds is used again.
+    # Prompts empty the cache; depths ascend, so that its content is used again.
     for depth, prompt in [*((0, tokens) for tokens in config.prompts), *((depth, 0) for depth in config.depths)]:
         for visit in range(config.repeats):
             progress(done, total)
             for number in rotated(range(len(contenders)), visit):
-                if prompt:
-                    prompts.setdefault((prompt, number), []).append(contenders[number].prompt(prompt))
-                else:
-                    found = contenders[number].passes(config.sizes, depth)
-                    passes.setdefault((depth, number), []).append(found)
-            for threads in {contender.threads for contender in contenders}:
-                limits.setdefault(threads, []).extend(device_limits(threads))
+                one = contenders[number]
+                times = {prompt: one.prompt(prompt)} if prompt else one.passes(config.sizes, depth)
+                visits.setdefault((depth, prompt, number), []).append(times)
+            for threads, found in limits.items():
+                found += device_limits(threads)
             done += 1
     progress(total, total)
     best = {threads: median_limits(found) for threads, found in limits.items()}
     rivals = {peer.threads: len(models) + number for number, peer in enumerate(peers)}
-    points = []
-    for (depth, number), visits in passes.items():
+    points, prompts = [], []
+    for (depth, prompt, number), taken in visits.items():
         one = contenders[number]
-        rival = passes.get((depth, rivals.get(one.threads, -1)))
-        points += [_point(one, size, depth, visits, best[one.threads], rival) for size in config.sizes]
-    begun = []
-    for (tokens, number), times in prompts.items():
-        one = contenders[number]
-        floor = one.prompt_floor(tokens, best[one.threads])
-        theirs = _ratio(prompts.get((tokens, rivals.get(one.threads, -1))), times)
-        begun.append(PromptPoint(tokens, one.kv, one.threads, Spread.of(times), floor, theirs))
-    facts = describe_run(models[0], command) | {"n_depth": config.depths[0]}
-    return Curve(tuple(points), tuple(begun), best[models[0].threads], facts)
+        theirs = visits.get((depth, prompt, rivals.get(one.threads, -1)))
+        for size in taken[0]:
+            ms = [visit[size] for visit in taken]
+            peer = _ratio([visit[size] for visit in theirs], ms) if theirs else None
+            point: dict[str, Any] = {"kv": one.kv, "threads": one.threads, "ms": asdict(Spread.of(ms)), "peer": peer}
+            if prompt:
+                prompts.append(point | {"tokens": size, "limit_ms": one.prompt_floor(size, best[one.threads])})
+                continue
+            read, multiply = one.pass_floor(size, depth, best[one.threads])
+            limit = None if read is None else max(read, multiply or 0.0)
+            point |= {"size": size, "n_depth": depth, "growth": _ratio(ms, [visit[1] for visit in taken])}
+            points.append(point | {"read_ms": read, "multiply_ms": multiply, "limit_ms": limit})
+    own = best[models[0].threads]
+    figures = {"limits": None if own is None else asdict(own), "points": points, "prompts": prompts}
+    return describe_run(models[0], command) | {"n_depth": config.depths[0]} | figures
 
 
-def _point(
-    one: Contender,
-    size: int,
-    depth: int,
-    visits: Sequence[Mapping[int, float]],
-    limits: DeviceLimits | None,
-    rival: Sequence[Mapping[int, float]] | None,
-) -> CurvePoint:
-    read, multiply = one.pass_floor(size, depth, limits)
-    taken = [visit[size] for visit in visits]
-    growth = Spread.of([visit[size] / visit[1] for visit in visits])
-    peer = _ratio(None if rival is None else [visit[size] for visit in rival], taken)
-    return CurvePoint(size, depth, one.kv, Spread.of(taken), growth, read, multiply, one.threads, peer)
-
-
-def _ratio(above: Sequence[float] | None, below: Sequence[float]) -> Spread | None:
-    """How many times longer one takes than the other, formed within each visit."""
-    return None if above is None else Spread.of([a / b for a, b in zip(above, below, strict=True)])
+def _ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    return asdict(Spread.of([a / b for a, b in zip(above, below, strict=True)]))
 
 
 def _series(data: Mapping[str, Any]) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """Points by type of cache, with the threads where these differ, and by tokens before; results of
-    before there were several have one of these."""
+    """Points by cache, with the threads where these differ, and by tokens before."""
     series: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    several = len({point.get("threads") for point in data["points"]}) > 1
+    several = len({point["threads"] for point in data["points"]}) > 1
     for point in data["points"]:
-        kv = point.get("kv", data.get("type_k", "")) + (f", {_threads(point['threads'])}" if several else "")
-        series.setdefault((kv, point.get("n_depth", data.get("n_depth", 0))), []).append(point)
+        kv = point["kv"] + (f", {_threads(point['threads'])}" if several else "")
+        series.setdefault((kv, point["n_depth"]), []).append(point)
     return series
 
 
@@ -234,87 +241,82 @@ def _threads(count: int) -> str:
 
 
 def curve_chart(data: Mapping[str, Any]) -> Chart:
-    """Milliseconds against tokens, with the machine's limits below where they are known; against the tokens before,
-    where there are several depths."""
+    """Milliseconds against tokens with the machine's limits; against the tokens before, if there are several depths."""
     series = _series(data)
     threads = _threads(data["n_threads"])
-    if len({depth for _, depth in series}) > 1:
-        title = f"A pass behind a longer past: {data['model_type']}, {threads}"
-        return Chart(title, "tokens before", "ms", tuple(_depth_lines(series)))
     lines: dict[str, list[tuple[float, float]]] = {}
+    if len({depth for _, depth in series}) > 1:
+        least: dict[str, list[tuple[float, float]]] = {}
+        for (kv, depth), points in series.items():
+            for point in points:
+                name = f"{kv}, m = {point['size']}"
+                lines.setdefault(name, []).append((depth, point["ms"]["median"]))
+                if point["limit_ms"] is not None and point["size"] == 1:
+                    least.setdefault(f"limit, {name}", []).append((depth, point["limit_ms"]))
+        drawn = [Line(name, tuple(points)) for name, points in lines.items()]
+        drawn += [Line(name, tuple(points), dashed=True) for name, points in least.items()]
+        title = f"A pass after more tokens: {data['model_type']}, {threads}"
+        return Chart(title, "tokens before", "ms", tuple(drawn))
     for (kv, _), points in series.items():
-        of = f", {kv}" if len(series) > 1 else ""
-        lines[f"measured{of}"] = [(point["size"], point["ms"]["median"]) for point in points]
-        read = [(p["size"], p["read_ms"]) for p in points if p["read_ms"] is not None]
-        multiply = [(p["size"], p["multiply_ms"]) for p in points if p["multiply_ms"] is not None]
-        lines |= {f"reading weights and cache{of}": read, f"multiplying{of}": multiply}
-    drawn = tuple(Line(name, tuple(found)) for name, found in lines.items() if found)
-    return Chart(f"A pass over m tokens: {data['model_type']}, {threads}", "m, new tokens in a pass", "ms", drawn)
-
-
-def _depth_lines(series: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) -> list[Line]:
-    measured: dict[str, list[tuple[float, float]]] = {}
-    least: dict[str, list[tuple[float, float]]] = {}
-    for (kv, depth), points in series.items():
-        for point in points:
-            name = f"{kv}, m = {point['size']}"
-            measured.setdefault(name, []).append((depth, point["ms"]["median"]))
-            if point["limit_ms"] is not None and point["size"] == 1:
-                least.setdefault(f"least, {name}", []).append((depth, point["limit_ms"]))
-    lines = [Line(name, tuple(points)) for name, points in measured.items()]
-    return lines + [Line(name, tuple(points), dashed=True) for name, points in least.items()]
+        suffix = f", {kv}" if len(series) > 1 else ""
+        lines[f"measured{suffix}"] = [(point["size"], point["ms"]["median"]) for point in points]
+        for name, key in (("reading weights and cache", "read_ms"), ("multiplying", "multiply_ms")):
+            lines[f"{name}{suffix}"] = [(each["size"], each[key]) for each in points if each[key] is not None]
+    drawn = [Line(name, tuple(points)) for name, points in lines.items() if points]
+    return Chart(
+        f"A pass over m tokens: {data['model_type']}, {threads}", "m, new tokens in a pass", "ms", tuple(drawn)
+    )
 
 
 def curve_section(data: Mapping[str, Any]) -> Section:
-    """A pass over several tokens beside the least it can take."""
+    """Passes over several tokens with their limits."""
     series = _series(data)
-    several = len(series) > 1
+    several, compared = len(series) > 1, any(point["peer"] for point in data["points"])
     firsts = {(kv, p["size"]): p["ms"]["median"] for (kv, _), points in reversed(series.items()) for p in points}
-    compared = any(point.get("peer") for point in data["points"])
     rows, times = [], []
     for (kv, depth), points in series.items():
         for point in points:
-            size, ms, least = str(point["size"]), point["ms"], point["limit_ms"]
-            of = (kv, str(depth)) if several else ()
+            size, ms, limit = str(point["size"]), point["ms"], point["limit_ms"]
+            named = (kv, str(depth), size) if several else (size,)
             deeper = (f"{ms['median'] / firsts[kv, point['size']]:.2f}",) if several else ()
-            growth, limit = f"{point['growth']['median']:.2f}", "" if least is None else f"{least:.2f}"
-            quartiles = f"{ms['p25']:.2f} to {ms['p75']:.2f}"
-            beside = (_beside(point),) if compared else ()
-            rows.append((*of, size, f"{ms['median']:.2f}", quartiles, growth, *deeper, limit, *beside))
-            times += [] if least is None else [(*of, size, f"{ms['median'] / least:.2f}")]
-    named = ("cache", "tokens before", "m") if several else ("m",)
+            quartiles, growth = f"{ms['p25']:.2f} to {ms['p75']:.2f}", f"{point['growth']['median']:.2f}"
+            figures = (f"{ms['median']:.2f}", quartiles, growth, *deeper, "" if limit is None else f"{limit:.2f}")
+            rows.append((*named, *figures, *_peer(point, compared)))
+            times += [] if limit is None else [(*named, f"{ms['median'] / limit:.2f}")]
+    columns = ("cache", "tokens before", "m") if several else ("m",)
     deeper = (f"to {min(depth for _, depth in series)} before",) if several else ()
-    beside = ("llama.cpp to it",) if compared else ()
-    header = (*named, "median", "25% to 75%", "c(m)/c(1)", *deeper, "least", *beside)
-    table = Table("Milliseconds of a pass over m new tokens, and the least the machine needs", header, tuple(rows))
-    depths = ", ".join(str(depth) for depth in dict.fromkeys(depth for _, depth in series))
-    facts = (*run_facts(data), ("Tokens before", depths))
-    unknown = "The machine's limits are not known: the native kernel, which measures them, is not installed."
-    last: Part = Paragraph(unknown)
+    peer = ("llama.cpp to it",) if compared else ()
+    header = (*columns, "median", "25% to 75%", "c(m)/c(1)", *deeper, "limit", *peer)
+    last: Part = Paragraph(
+        "The machine's limits are unknown: the native kernel, which measures them, is not installed."
+    )
     if times:
-        last = Table("How near passes are to these limits", (*named, "times the least"), tuple(times))
-    parts: tuple[Part, ...] = (curve_chart(data), table, last, *_prompt_table(data.get("prompts", ()), compared))
+        last = Table("Times as multiples of these limits", (*columns, "times the limit"), tuple(times))
+    depths = ", ".join(str(depth) for depth in dict.fromkeys(depth for _, depth in series))
+    parts: tuple[Part, ...] = (
+        curve_chart(data),
+        Table("Milliseconds of a pass over m new tokens, and the machine's limit", header, tuple(rows)),
+        last,
+        *_prompt_table(data["prompts"], compared),
+    )
+    facts = (*run_facts(data), ("Tokens before", depths))
     return Section("What verifying several tokens costs", facts, parts, commands(data))
 
 
-def _beside(point: Mapping[str, Any]) -> str:
-    return f"{point['peer']['median']:.2f}" if point.get("peer") else ""
+def _peer(point: Mapping[str, Any], compared: bool) -> tuple[str, ...]:
+    if not compared:
+        return ()
+    return (f"{point['peer']['median']:.2f}" if point["peer"] else "",)
 
 
 def _prompt_table(points: Sequence[Mapping[str, Any]], compared: bool) -> list[Table]:
-    rows = tuple(
-        (
-            point["kv"],
-            _threads(point["threads"]),
-            str(point["tokens"]),
-            f"{point['ms']['median']:.0f}",
-            "" if point["limit_ms"] is None else f"{point['limit_ms']:.0f}",
-            *([_beside(point)] if compared else []),
-        )
-        for point in points
-    )
-    header = ("cache", "threads", "tokens", "median", "least", *(["llama.cpp to it"] if compared else []))
-    return [Table("Milliseconds of a prompt", header, rows)] if rows else []
+    rows = []
+    for each in points:
+        limit = "" if each["limit_ms"] is None else f"{each['limit_ms']:.0f}"
+        figures = (str(each["tokens"]), f"{each['ms']['median']:.0f}", limit)
+        rows.append((each["kv"], _threads(each["threads"]), *figures, *_peer(each, compared)))
+    header = ("cache", "threads", "tokens", "median", "limit", *(["llama.cpp to it"] if compared else []))
+    return [Table("Milliseconds of a prompt", header, tuple(rows))] if rows else []
 
 
 def _run(config: CurveConfig, context: BenchContext) -> BenchResult:
@@ -333,8 +335,7 @@ def _run(config: CurveConfig, context: BenchContext) -> BenchResult:
             for threads in sorted({model.threads for model in models}):
                 peers.append(LlamaCpp(config.gguf, threads, config.context))
                 opened.callback(peers[-1].close)
-        curve = run_curve(models, config, context.stage("measuring"), context.command, peers)
-    return BenchResult(curve.to_dict())
+        return BenchResult(run_curve(models, config, context.stage("measuring"), context.command, peers))
 
 
 CURVE = Benchmark(

@@ -1,32 +1,31 @@
-"""`edgeinfer bench devices`: parity, budget and speed on every device of a machine, and the table of where it was run.
-
-Each device runs in processes of its own, as a driver that fails may end them.
-"""
+"""`edgeinfer bench devices`: predictions, budget and speed on every device of a machine, in processes of their own."""
 
 from __future__ import annotations
 
 import json
-import sys
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, option
-from edgeinfer.apps.bench.driver import child_environment
-from edgeinfer.apps.bench.peers_engines import write_bundle_checkpoint
+from edgeinfer.apps.bench.processes import child_environment, job_command, watch
 from edgeinfer.apps.bench.render import Section, Table, commands, machine_facts, markdown_table
-from edgeinfer.apps.bench.watch import watch
+from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.config import format_size
 from edgeinfer.errors import Setting, UsageError
 
 _DESCRIPTION = """\
-Run the built-in model on every device of this machine, and compare what it says with the numpy reference: its
-predictions and greedy replies. A memory budget is tried where the device uses ordinary memory, and the speed is
+Run the built-in model on every device of this machine, and compare its predictions and greedy replies with the numpy
+reference. A memory budget is tried where the device uses ordinary memory, and the speed is
 measured. Devices that take only fixed shapes get a static bundle in float32; llama.cpp, where it is installed, gets
 a GGUF file. The table of what was run is made from the files that --json writes, in docs/results/devices.
 
@@ -46,15 +45,10 @@ _FILES_OF = {"all": "bundle", "static": "static", "gguf": "gguf"}
 
 @dataclass(frozen=True)
 class DevicesConfig:
-    """What is run.
-
-    Attributes:
-        devices: names of targets; empty for all that are here.
-        repeats: timed visits to each test; one more warms up.
-    """
+    """Devices to run; none is all of this machine."""
 
     devices: tuple[str, ...] = option(
-        "--devices LIST", default=(), type=names, help="comma-separated devices to run (default: all that are here)"
+        "--devices LIST", default=(), type=names, help="comma-separated devices to run (default: all of this machine)"
     )
     repeats: int = option("-r", "--repetitions N", default=5, help="number of measurements per test")
 
@@ -68,11 +62,11 @@ class DeviceTarget:
     """A way to run the built-in model here.
 
     Attributes:
-        name: the device's, or of the CPU also the instruction set of the native kernel: "cpu:avx2".
+        name: the device, with the instruction set of the native kernel on a CPU: "cpu:avx2".
         device: as `edgeinfer.load` takes it.
         files: "bundle", "static" or "gguf".
-        environment: of the process.
-        hardware: in words; empty where none are known, and of the CPU.
+        environment: variables of the process.
+        hardware: in words; empty for the CPU.
     """
 
     name: str
@@ -83,57 +77,12 @@ class DeviceTarget:
 
     @property
     def in_ordinary_memory(self) -> bool:
-        """Whether all that it takes is memory of the process, so that a budget can be kept."""
+        """Whether all its memory is the process's own, so that a budget can be kept."""
         return self.device == "cpu"
 
 
-@dataclass(frozen=True)
-class DeviceRun:
-    """What became of a target.
-
-    Attributes:
-        error: why figures are missing; empty where none are.
-        found: of the comparison with the reference: device, kernel, divergence, agreement, tokens per second.
-        memory: of a context that was filled: bytes of budget, plan and peak.
-    """
-
-    name: str
-    files: str
-    error: str = ""
-    found: Mapping[str, Any] = field(default_factory=dict)
-    memory: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def same_predictions(self) -> bool:
-        """Whether the device predicts what the reference does."""
-        if not self.found:
-            return False
-        divergence, agreement = self.found["divergence"], self.found["agreement"]
-        return bool(divergence <= _LARGEST_DIVERGENCE and agreement >= _LEAST_AGREEMENT)
-
-    @property
-    def within_budget(self) -> bool | None:
-        """Whether the budget was kept; None where there was none."""
-        budget = self.memory.get("budget")
-        return None if budget is None else bool(self.memory["peak_rss_bytes"] <= budget)
-
-    @property
-    def passed(self) -> bool:
-        """Whether all that was checked is so."""
-        return not self.error and self.same_predictions and self.within_budget is not False
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON's types, with the verdicts."""
-        verdicts = {"same_predictions": self.same_predictions, "within_budget": self.within_budget}
-        return asdict(self) | verdicts | {"passed": self.passed}
-
-
 def find_targets(wanted: Sequence[str] = ()) -> list[DeviceTarget]:
-    """What can be run here, in the order in which "auto" looks for a device; the CPU by every path of its kernel.
-
-    Args:
-        wanted: their names; empty for all.
-    """
+    """Targets by name, or all; in the order in which "auto" looks for a device, the CPU by every path of its kernel."""
     found = list(_targets())
     known = [target.name for target in found]
     for name in wanted:
@@ -156,13 +105,13 @@ def _targets() -> Iterator[DeviceTarget]:
 
 
 class _Files:
-    """The built-in model in the formats of all targets, made in a folder on first use."""
+    """The built-in model in the formats of all targets, made on first use."""
 
     def __init__(self, bundle: Path, folder: Path) -> None:
         self._bundle, self._folder = bundle, folder
 
     def path(self, files: str) -> Path:
-        """Where it lies."""
+        """The model in a format."""
         if files == "bundle":
             return self._bundle
         out = self._folder / files
@@ -181,42 +130,71 @@ class _Files:
         export_checkpoint(checkpoint, out, static if files == "static" else ExportConfig(format="gguf", bits=8))
 
 
+def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
+    """Write a Hugging Face checkpoint in float32 with the bundle's weights, multiplied out."""
+    from edgeinfer.export.source.checkpoint import checkpoint_config, checkpoint_tensors  # the export extra
+
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        if bundle.has(name):
+            shutil.copyfile(bundle.path / name, target / name)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", **bundle.read_object("special_tokens.json")}
+    for name, data in (("config.json", checkpoint_config(bundle)), ("tokenizer_config.json", tokenizer)):
+        (target / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    tensors = dict(checkpoint_tensors(bundle))
+    shapes = {name: ("F32", values.shape) for name, values in tensors.items()}
+    with (target / "model.safetensors").open("wb") as file:
+        file.write(encode_header(shapes, {"format": "pt"}))
+        for values in tensors.values():
+            file.write(np.ascontiguousarray(values, "<f4").data)
+
+
 def _job(name: str, target: DeviceTarget, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job of device_jobs finds; its "error" where there is nothing else."""
-    command = [sys.executable, "-m", "edgeinfer.apps.bench.device_jobs", name, json.dumps(arguments)]
-    ended = watch(command, child_environment() | dict(target.environment), seconds=_PATIENCE)
+    """The answer of a job; its "error" if there is nothing else."""
+    env = child_environment() | dict(target.environment)
+    ended = watch(job_command(name, {"device": target.device, **arguments}), env, seconds=_PATIENCE)
     if ended.late:
         return {"error": f"it was not done after {_PATIENCE:g} s"}
-    if ended.returncode != 0 or ended.watched is None:
+    if ended.returncode != 0:
         return {"error": ended.reason}
-    found: dict[str, Any] = json.loads(ended.watched.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
-def run_target(target: DeviceTarget, model: Path, repeats: int) -> DeviceRun:
-    """Both jobs on a target; what was found of the first is kept where the second fails."""
-    where = {"model": str(model), "device": target.device}
-    found = _job("compare", target, {**where, "reference": None, "repeats": repeats})
-    if "error" in found:
-        return DeviceRun(target.name, target.files, found["error"])
-    if found["device"] != target.device:
-        return DeviceRun(target.name, target.files, f"it ran on {found['device']}: {found['note']}")
-    memory = _job("fill", target, {**where, "slack": _SLACK if target.in_ordinary_memory else None})
-    return DeviceRun(target.name, target.files, memory.pop("error", ""), found, memory)
+def run_target(target: DeviceTarget, model: Path, repeats: int) -> dict[str, Any]:
+    """Compare and fill a context; figures of the comparison are kept if the second job fails."""
+    found = _job("compare", target, {"model": str(model), "repeats": repeats})
+    error, memory = found.pop("error", ""), dict[str, Any]()
+    if found and found["device"] != target.device:
+        error, found = f"it ran on {found['device']}: {found['note']}", {}
+    if found:
+        slack = _SLACK if target.in_ordinary_memory else None
+        memory = _job("fill", target, {"model": str(model), "slack": slack})
+        error = memory.pop("error", "")
+    return judged({"name": target.name, "files": target.files, "error": error, "found": found, "memory": memory})
+
+
+def judged(run: dict[str, Any]) -> dict[str, Any]:
+    """A run with its verdicts: predictions like the reference's, the budget kept (None without one), and all of it."""
+    found, memory = run["found"], run["memory"]
+    same = bool(found) and found["divergence"] <= _LARGEST_DIVERGENCE and found["agreement"] >= _LEAST_AGREEMENT
+    budget = memory.get("budget")
+    within = None if budget is None else memory["peak_rss_bytes"] <= budget
+    passed = not run["error"] and same and within is not False
+    return run | {"same_predictions": same, "within_budget": within, "passed": passed}
 
 
 def _run(config: DevicesConfig, context: BenchContext) -> BenchResult:
     targets, runs = find_targets(config.devices), []
-    told = context.stage("devices")
+    progress = context.stage("devices")
     with tempfile.TemporaryDirectory(prefix="edgeinfer-devices-") as folder:
         files = _Files(context.resolve(None), Path(folder))
         for done, target in enumerate(targets):
-            told(done, len(targets))
+            progress(done, len(targets))
             runs.append(run_target(target, files.path(target.files), config.repeats))
-        told(len(targets), len(targets))
+        progress(len(targets), len(targets))
     accelerators = list(dict.fromkeys(target.hardware for target in targets if target.hardware))
-    found = {"accelerators": accelerators, "runs": [run.to_dict() for run in runs]}
-    return BenchResult(found, passed=all(run.passed for run in runs))
+    return BenchResult({"accelerators": accelerators, "runs": runs}, passed=all(run["passed"] for run in runs))
 
 
 _HEADER = ("device", "model", "predictions", "replies", "memory", "prompt, tokens/s", "reply, tokens/s")
@@ -224,7 +202,7 @@ _FILES = {"bundle": "bundle", "static": "static bundle, float32", "gguf": "GGUF,
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """A line of the table, of the JSON."""
+    """A row of the table."""
     name, files, found = run["name"], _FILES[run["files"]], run["found"]
     if not found:
         return (name, files, f"failed: {run['error']}", "", "", "", "")
@@ -255,13 +233,13 @@ def _memory(run: Mapping[str, Any]) -> str:
 
 
 def devices_section(data: Any) -> Section:
-    """Every device of one machine."""
-    table = Table("What the built-in model does on each device", _HEADER, tuple(map(_row, data["runs"])), _HEADER[2:4])
+    """The devices of one machine."""
+    table = Table("The built-in model on each device", _HEADER, tuple(map(_row, data["runs"])), _HEADER[2:4])
     return Section("Devices", machine_facts(data), (table,), commands(data))
 
 
 def devices_table(folder: Path) -> str:
-    """Where edgeinfer was run, as Markdown: a line for each device in each file of a folder, by file and device."""
+    """A Markdown table of all devices in the result files of a folder."""
     rows = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))

@@ -1,115 +1,246 @@
-"""`edgeinfer bench memory`: plans against what is measured, and what budgets cost, each in a process of its own."""
+"""`edgeinfer bench memory`: the speed that budgets cost, memory over long chats, and quantized caches.
+
+Random plans against measured memory are in `memory_plans`. Each process that is measured is one of `jobs`.
+"""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import asdict, dataclass
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from edgeinfer.apps.bench import memory_budgets, memory_kv, memory_plans, memory_timed
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
-from edgeinfer.apps.bench.memory_budgets import BudgetPeer
-from edgeinfer.apps.bench.memory_plans import SIZES, PlanRun, PlansResults, draw_cases, find_subjects
-from edgeinfer.apps.bench.memory_sections import (
-    chat_section,
-    kv_section,
-    plans_section,
-    smallest_section,
-    spec_memory_section,
-)
-from edgeinfer.apps.bench.model_files import default_folder
-from edgeinfer.apps.bench.prompts import builtin_prompts, load_prompts
-from edgeinfer.apps.bench.texts import read_stories
-from edgeinfer.config import parse_size
+import numpy as np
+from numpy.typing import NDArray
+
+import edgeinfer
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option, rotated
+from edgeinfer.apps.bench.jobs import random_words
+from edgeinfer.apps.bench.memory_plans import PLANS, run_enclosed
+from edgeinfer.apps.bench.processes import run_job
+from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.texts import read_stories, story_ids
+from edgeinfer.config import ONNX_KV_TYPES, format_size
 from edgeinfer.errors import UsageError
 
 # Help and description of `edgeinfer bench memory` itself.
 GROUP = (
     "memory: plans against what is measured, and what budgets cost",
     """\
-Measure what models take in memory, each in a process of its own, inside limits that the system enforces.
+Measure the memory of models, each in a process of its own, inside limits that the system enforces.
 
 examples:
   edgeinfer bench memory plans --runs 200 --json plans.json
   edgeinfer bench memory smallest -m BUNDLE -c 2048 -t 1
 """,
 )
-_ENFORCE = "do not have the system enforce the budgets"
-_WORK, _BUDGETS, _PEERS = "workload", "budgets", "other engines, measured the same way"
+_MB = 1e6
+# The share of the best speed that still counts as fast.
+BEST_SHARE = 0.95
+# A short chat, and one that has nearly filled the context: tokens of their prompts, and of each reply.
+_SHORT_PROMPT, _REPLY, _MARGIN = 200, 96, 24
+# The largest budget over the plan without one: a process grows a little between planning and loading.
+_AMPLE = 1.02
+_CHATS = (("short", "short_speed", "short chat"), ("deep", "deep_speed", "chat near the end of the context"))
+Point = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PlansOptions:
-    """Which plans are drawn."""
+class SmallestOptions:
+    """Budgets to run a model in."""
 
-    runs: int = option("--runs N", default=200, help="number of plans, each in its own process")
-    first: int = option("--from N", default=0, help="number of the first plan to run; those before it are only drawn")
-    seed: int = option("--seed N", default=0, help="random seed")
-    shapes: tuple[str, ...] = option(
-        "--shapes LIST", default=SIZES, help="shapes of random models, besides the built-in one"
-    )
-    work: Path | None = option("--work PATH", default=None, help="folder for these models; the largest takes 3 GB")
-    no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
-
-    def __post_init__(self) -> None:
-        if self.runs < 1 or self.first < 0:
-            raise UsageError("There are no such plans.", "Give --runs from 1 on, and --from from 0 on.")
-
-
-@dataclass(frozen=True)
-class BudgetOptions:
-    """Under which budgets a model is run."""
-
-    steps: int = option("--steps N", default=8, group=_BUDGETS, help="number of budgets, evenly spaced")
+    steps: int = option("--steps N", default=8, group="budgets", help="number of budgets, evenly spaced")
     rounds: int = option("--rounds N", default=3, help="number of processes per budget, whose medians are reported")
     halvings: int = option(
         "--halvings N",
         default=4,
         help="number of further budgets, halving towards the smallest one that keeps the speed",
     )
-    no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
+    no_limits: bool = option("--no-limits", default=False, help="do not have the system enforce the budgets")
+
+    def __post_init__(self) -> None:
+        if self.steps < 2 or self.rounds < 1 or self.halvings < 0:
+            raise UsageError("There is nothing to compare.", "Give --steps 2 or more and --rounds 1 or more.")
+
+
+class Smallest:
+    """A model that runs two chats inside budgets, every run in a process of its own."""
+
+    def __init__(self, model: str, load: Mapping[str, Any], options: SmallestOptions) -> None:
+        self._model, self._options = model, options
+        with edgeinfer.load(model, **load) as loaded:
+            self.context, self.name = loaded.context, loaded.info.name
+            words = loaded.tokenize(random_words(self.context))
+        deep = self.context - _REPLY - _MARGIN
+        if deep <= _SHORT_PROMPT:
+            message = f"A context of {self.context} tokens has no room for chats of different length."
+            raise UsageError(message, f"Take one of at least {_SHORT_PROMPT + _REPLY + _MARGIN + 1} tokens (-c).")
+        self._prompts = [words[:_SHORT_PROMPT], words[:deep]]
+        self._load = {**load, "context": self.context}
+
+    def measure(self, progress: StageProgress) -> list[Point]:
+        """Figures of every budget, the largest first, which is ample."""
+        sizes = run_job("plan", {"model": self._model, **self._load})
+        least, steps = sizes["minimum"], self._options.steps
+        largest = round(_AMPLE * max(sizes["planned"], least))
+        budgets = [round(largest - (largest - least) * step / (steps - 1)) for step in range(steps)]
+        runs = self._runs(budgets, progress)
+        points = [_point(budget, runs[budget], runs[largest]) for budget in budgets]
+        for _ in range(self._options.halvings):
+            kept = min((each["budget"] for each in points if keeps(each)), default=0)
+            lower = max((each["budget"] for each in points if each["budget"] < kept), default=0)
+            if not lower:
+                break
+            middle = (kept + lower) // 2
+            # Compared with runs of the largest budget in the same minutes.
+            runs = self._runs([largest, middle], progress)
+            points.append(_point(middle, runs[middle], runs[largest]))
+        return sorted(points, key=lambda each: int(each["budget"]), reverse=True)
+
+    def _runs(self, budgets: Sequence[int], progress: StageProgress) -> dict[int, list[dict[str, Any]]]:
+        """Runs of every budget, once per round and in another order each time."""
+        found: dict[int, list[dict[str, Any]]] = {budget: [] for budget in budgets}
+        turns = [budget for turn in range(self._options.rounds) for budget in rotated(budgets, turn)]
+        for done, budget in enumerate(turns):
+            progress(done, len(turns))
+            found[budget].append(self._run(budget))
+        return found
+
+    def _run(self, budget: int) -> dict[str, Any]:
+        asked = {"model": self._model, "prompts": self._prompts, "max_tokens": _REPLY, "memory": budget, **self._load}
+        ended, limits = run_enclosed("replies", asked, enforce=not self._options.no_limits)
+        found = json.loads(ended.stdout) if ended.returncode == 0 else {"refused": ended.reason}
+        if "refused" in found:
+            return limits | {"reason": found["refused"]}
+        peak = max(ended.peak_rss, found["peak_rss_bytes"])
+        return limits | {"reason": "", "peak_rss": peak, "peak_anonymous": ended.peak_anonymous, "found": found}
+
+
+def keeps(point: Point) -> bool:
+    """Whether a budget keeps `BEST_SHARE` of the best speed in both chats."""
+    return not point["reason"] and min(point["short_share"], point["deep_share"]) >= BEST_SHARE
+
+
+def _point(budget: int, runs: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> Point:
+    """Figures of a budget; shares are of the speed of reference runs in the same minutes."""
+    reason = next((run["reason"] for run in runs if run["reason"]), "")
+    point: Point = {"budget": budget, "reason": reason, "runs": list(runs)}
+    for place, (name, key, _) in enumerate(_CHATS):
+        speed, best = (_speed(each, place) for each in (runs, reference))
+        point |= {key: speed, f"{name}_share": speed / best if best else 0.0}
+    return point
+
+
+def _speed(runs: Sequence[dict[str, Any]], place: int) -> float:
+    """Median tokens per second after the first one; 0 if a run gave no reply."""
+    if any(run["reason"] for run in runs):
+        return 0.0
+    return float(statistics.median(1e3 / run["found"]["ms_per_token"][place] for run in runs))
+
+
+def _run_smallest(options: SmallestOptions, context: BenchContext) -> BenchResult:
+    smallest = Smallest(str(context.resolve(context.model)), context.load, options)
+    points = smallest.measure(context.stage("processes"))
+    return BenchResult({"model": smallest.name, "context": smallest.context, "points": points})
+
+
+def smallest_section(data: Any) -> Section:
+    """Speed against budget: a row for each chat, a column for each budget."""
+    points = data["points"]
+    ran = [point for point in points if not point["reason"]]
+    header = ("model, chat", *(format_size(point["budget"]) for point in points))
+    rows = [
+        (f"{data['model']}, {name}", *("-" if point["reason"] else f"{point[key]:.1f}" for point in points))
+        for name, key, _ in _CHATS
+    ]
+    lines = [Line(words, tuple(sorted((each["budget"] / _MB, each[key]) for each in ran))) for _, key, words in _CHATS]
+    parts: tuple[Part, ...] = (
+        Table("Tokens per second inside an enforced budget", header, tuple(rows)),
+        Chart("Speed against budget", "budget, MB", "tokens per second", tuple(lines)),
+        _budget_table(points),
+        *_smallest_budgets(ran),
+    )
+    facts = (("Model", data["model"]), ("Context", f"{data['context']} tokens"), *run_facts(data))
+    return Section("What a budget costs", facts, parts, commands(data))
+
+
+def _budget_table(points: Sequence[Point]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for point in points:
+        budget, runs = format_size(point["budget"]), point["runs"]
+        if point["reason"]:
+            rows.append((budget, "", "", "", "", "", point["reason"]))
+            continue
+        found = runs[0]["found"]
+        peaks = [statistics.median(run[key] for run in runs) for key in ("peak_rss", "peak_anonymous")]
+        spared = "; ".join((*found["plan_given_up"], *(f"while running: {name}" for name in found["given_up"])))
+        sizes = (format_size(found["planned"]), *(format_size(round(peak)) for peak in peaks))
+        shares = (f"{point[key]:.0%}" for key in ("short_share", "deep_share"))
+        rows.append((budget, *sizes, *shares, spared or "nothing"))
+    measured = ("measured peak", "of it anonymous", "short chat's speed", "deep chat's speed")
+    header = ("budget", "planned", *measured, "given up")
+    return Table("Planned and measured", header, tuple(rows), words=("given up",))
+
+
+def _smallest_budgets(ran: Sequence[Point]) -> Iterator[Paragraph]:
+    fast = [point["budget"] for point in ran if keeps(point)]
+    if fast:
+        least = min(point["budget"] for point in ran)
+        words = f"Smallest budget with {BEST_SHARE:.0%} of the best speed: {format_size(min(fast))}"
+        yield Paragraph(f"{words}; at all: {format_size(least)}.")
+
+
+# Turns in which everything is used for the first time, and the share by which the peak may grow afterwards.
+WARM_TURNS, FLAT_SHARE = 10, 0.01
 
 
 @dataclass(frozen=True)
-class SpecMemoryOptions(BudgetOptions):
-    """And what it is asked."""
-
-    data: Path | None = option(
-        "--data PATH",
-        default=None,
-        group=_WORK,
-        help="folder with tales_dialogues/, mtbench/ and others (default: a dozen built-in prompts)",
-    )
-    categories: tuple[str, ...] | None = option("--categories LIST", default=None, help="categories or sources to use")
-    per_category: int = option("--per-category N", default=4, help="number of prompts per category")
-    max_tokens: int = option("-n", "--max-tokens N", default=96, help="reply length in tokens")
-    budgets: tuple[str, ...] = option(
-        "--budgets LIST", default=(), group=_BUDGETS, help="these instead of evenly spaced ones, such as 360MB,350MB"
-    )
-
-
-@dataclass(frozen=True)
-class SmallestOptions(BudgetOptions):
-    """And which engines are measured beside it."""
-
-    llamacpp: Path | None = option("--llamacpp FILE", default=None, group=_PEERS, help="GGUF file for llama.cpp")
-    genai: Path | None = option("--genai PATH", default=None, help="model for onnxruntime-genai")
-    genai_python: str | None = option(
-        "--genai-python PATH", default=None, help="Python interpreter that has onnxruntime-genai"
-    )
-
-
-@dataclass(frozen=True)
-class ChatLoopOptions:
-    """How long the chats are."""
+class ChatOptions:
+    """The length of the chats."""
 
     turns: int = option("--turns N", default=200, help="total number of turns in both chats")
     max_tokens: int = option("-n", "--max-tokens N", default=32, help="reply length in tokens")
 
+    def __post_init__(self) -> None:
+        if self.turns <= WARM_TURNS:
+            raise UsageError(f"{self.turns} turns are too few: the first {WARM_TURNS} warm up.", "Give more.")
+
+
+def _run_chat(options: ChatOptions, context: BenchContext) -> BenchResult:
+    asked = {"model": context.model, "turns": options.turns, "reply_tokens": options.max_tokens}
+    found = run_job("chat", asked | context.load)
+    growth = max(found["peaks"]) / max(found["peaks"][:WARM_TURNS]) - 1
+    flat = growth < FLAT_SHARE
+    return BenchResult(found | {"growth": growth, "flat": flat}, passed=flat)
+
+
+def chat_section(data: Any) -> Section:
+    """The peak after every turn of a long chat."""
+    peaks, planned = data["peaks"], data["planned"]
+    points = tuple((turn + 1.0, peak / _MB) for turn, peak in enumerate(peaks))
+    # Of hundreds of turns some are enough to draw.
+    drawn = points[:: max(1, len(points) // 60)]
+    bound = Line("planned", ((1.0, planned / _MB), (float(len(peaks)), planned / _MB)), dashed=True)
+    chart = Chart("Memory over a long chat", "turn", "peak of the process, MB", (Line("peak", drawn), bound))
+    verdict = f"{'flat' if data['flat'] else 'not flat'} (less than {FLAT_SHARE:.0%})"
+    text = f"The peak grew by {data['growth']:.2%} after turn {WARM_TURNS}: {verdict}. Planned: {format_size(planned)}."
+    turns = sorted({1, WARM_TURNS, *(len(peaks) * part // 4 for part in range(1, 5))} - {0})
+    table = Table(
+        "The peak after some turns", ("turn", "peak RSS"), [(str(n), format_size(peaks[n - 1])) for n in turns]
+    )
+    facts = (("Turns", str(len(peaks))), ("Context", f"{data['context']} tokens"), *run_facts(data))
+    return Section("Does memory stay flat?", facts, (chart, Paragraph(text), table), commands(data))
+
+
+# Tokens of a repeated passage that are given before the model has to predict the rest of it.
+_HINT = 8
+
 
 @dataclass(frozen=True)
-class CacheTypesOptions:
-    """What is read, by which model."""
+class KVOptions:
+    """Stories to read, and the model that reads them."""
 
     text: Path = option("--text FILE", help="stories to read")
     model: str | None = option(
@@ -121,132 +252,87 @@ class CacheTypesOptions:
     stories: int = option("--stories N", default=40, help="number of stories, counted from the end")
 
 
-def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
-    runs: list[PlanRun] = []
-    finished, progress = True, context.stage("plans")
-    work = options.work or default_folder()
-    subjects = find_subjects(context.resolve(None), work, options.shapes, context.stage("bundles"))
-    drawn = draw_cases(subjects, options.first + options.runs, options.seed)
-    cases = itertools.islice(drawn, options.first, None)
-    try:
-        for run in memory_plans.run_cases(cases, enforce=not options.no_limits):
-            runs.append(run)
-            progress(len(runs), options.runs)
-    except KeyboardInterrupt:
-        finished = False
-    results = PlansResults(options.seed, tuple(runs))
-    return BenchResult(results.to_dict(), finished, passed=len(results.of("kept")) == len(runs))
+def compare_caches(model: str | None, stories: Sequence[str]) -> list[dict[str, Any]]:
+    """Read the stories with every type of cache, float32 first; figures of each against that one.
+
+    Copied tokens are those of a passage that comes a second time. The error of attention is the root mean square over
+    layers of the relative error of attention's output.
+    """
+    errors = {error.kv: error.mean for error in edgeinfer.tools.measure_kv(model, stories)}
+    rows: list[dict[str, Any]] = []
+    with edgeinfer.load(model, kv="float32", speculation="off") as plain:
+        windows = [story_ids(plain, story) for story in stories]
+        for kv in [kv for kv in ONNX_KV_TYPES if kv == "float32" or kv in errors]:
+            with edgeinfer.load(model, kv=kv, speculation="off") as loaded:
+                found = edgeinfer.evaluate(loaded, windows, reference=plain)
+                copied = np.concatenate([_copied(loaded, ids) for ids in windows])
+            assert found.divergence is not None, "there is a reference"
+            row = {"model": "tales" if model is None else Path(model).name, "kv": kv, "perplexity": found.perplexity}
+            row["change"] = found.perplexity / (rows[0]["perplexity"] if rows else found.perplexity) - 1
+            row |= {"agreement": found.divergence.agreement, "copied": float(copied.mean())}
+            rows.append(row | {"attention_error": errors.get(kv, 0.0), "tokens": len(found.logprobs)})
+    return rows
 
 
-def _run_spec(options: SpecMemoryOptions, context: BenchContext) -> BenchResult:
-    if options.data is None:
-        prompts = builtin_prompts(options.per_category, options.categories)
-    else:
-        prompts = load_prompts(options.data, options.per_category, categories=options.categories)
-    results = memory_budgets.measure_spec_memory(
-        str(context.resolve(context.model)),
-        context.load,
-        prompts,
-        max_tokens=options.max_tokens,
-        steps=options.steps,
-        rounds=options.rounds,
-        halvings=options.halvings,
-        budgets=[parse_size(size) for size in options.budgets],
-        enforce=not options.no_limits,
-        progress=context.stage("processes"),
+def _copied(model: edgeinfer.Model, ids: Sequence[int]) -> NDArray[np.bool_]:  # (C,)
+    """Whether the most likely token is the right one, at each place of a passage that is repeated."""
+    begin = len(model.begin_ids)
+    passage = list(ids[begin : begin + (model.context - begin) // 2])
+    likely = np.concatenate([rows.argmax(axis=1) for rows in model.logits([*ids[:begin], *passage, *passage])])
+    right: NDArray[np.bool_] = likely[begin + len(passage) + _HINT - 1 : -1] == np.array(passage[_HINT:])
+    return right
+
+
+def _run_kv(options: KVOptions, context: BenchContext) -> BenchResult:
+    return BenchResult({"caches": compare_caches(options.model, read_stories(options.text, options.stories))})
+
+
+def kv_section(data: Any) -> Section:
+    """Predictions with smaller caches."""
+    rows = tuple(
+        (
+            f"{each['model']}, {each['kv']}",
+            f"{each['perplexity']:.4f}",
+            f"{each['change']:+.3%}",
+            *(f"{each[name]:.2%}" for name in ("agreement", "copied", "attention_error")),
+        )
+        for each in data["caches"]
     )
-    return BenchResult(results.to_dict())
+    header = ("cache", "perplexity", "change", "same next token", "copied", "error of attention")
+    caption = "Caches in fewer bits; copied: tokens predicted where a passage comes a second time"
+    facts = (("Tokens", str(data["caches"][0]["tokens"])), *run_facts(data))
+    return Section("Quantized caches", facts, (Table(caption, header, rows),), commands(data))
 
 
-def _run_smallest(options: SmallestOptions, context: BenchContext) -> BenchResult:
-    peers = [BudgetPeer("llamacpp", options.llamacpp)] if options.llamacpp else []
-    peers += [BudgetPeer("genai", options.genai, options.genai_python)] if options.genai else []
-    results = memory_budgets.measure_smallest(
-        str(context.resolve(context.model)),
-        context.load,
-        steps=options.steps,
-        rounds=options.rounds,
-        halvings=options.halvings,
-        peers=peers,
-        enforce=not options.no_limits,
-        progress=context.stage("processes"),
-    )
-    return BenchResult(results.to_dict())
-
-
-def _run_chat(options: ChatLoopOptions, context: BenchContext) -> BenchResult:
-    results = memory_timed.measure_chat(context.model, context.load, options.turns, options.max_tokens)
-    return BenchResult(results.to_dict(), passed=results.flat)
-
-
-def _run_kv(options: CacheTypesOptions, context: BenchContext) -> BenchResult:
-    found = memory_kv.compare_caches(options.model, read_stories(options.text, options.stories))
-    return BenchResult({"caches": [asdict(each) for each in found]})
-
-
-MEMORY = (
-    Benchmark(
-        "memory plans",
-        "random plans against what is measured",
-        "Make random plans, and check whether they are kept and how close they are to measured "
-        "memory.\n\nexample:\n  edgeinfer bench memory plans --runs 20 --shapes tiny,15m\n",
-        PlansOptions,
-        _run_plans,
-        plans_section,
-    ),
-    Benchmark(
-        "memory spec",
-        "the smallest budget at which drafting pays as much",
-        """\
-What speculation takes besides the weights, and the smallest budget at which it is as fast.
+SMALLEST = Benchmark(
+    "memory smallest",
+    "speed against budget",
+    """\
+Measure speed against budget, from all that a model takes down to the smallest budget in which it runs.
 
 example:
-  edgeinfer bench memory spec -m BUNDLE --data DATA --categories tales/retell,mtbench -t 1
+  edgeinfer bench memory smallest -m BUNDLE -c 2048 -t 1
 """,
-        SpecMemoryOptions,
-        _run_spec,
-        spec_memory_section,
-        loads=True,
-    ),
-    Benchmark(
-        "memory smallest",
-        "speed against budget",
-        """\
-Speed against budget, from all that a model takes down to the smallest budget in which it runs.
-
-example:
-  edgeinfer bench memory smallest -m BUNDLE -c 2048 -t 1 --llamacpp MODEL.gguf
-""",
-        SmallestOptions,
-        _run_smallest,
-        smallest_section,
-        loads=True,
-    ),
-    Benchmark(
-        "memory chat",
-        "memory over many turns",
-        """\
-Does memory stay flat over many turns?
-
-example:
-  edgeinfer bench memory chat --turns 200 --prefix-cache 8MB
-""",
-        ChatLoopOptions,
-        _run_chat,
-        chat_section,
-        loads=True,
-    ),
-    Benchmark(
-        "memory kv",
-        "what quantized caches cost in quality",
-        """\
-What quantized caches do to a model's predictions.
-
-example:
-  edgeinfer bench memory kv -m BUNDLE --text STORIES
-""",
-        CacheTypesOptions,
-        _run_kv,
-        kv_section,
-    ),
+    SmallestOptions,
+    _run_smallest,
+    smallest_section,
+    loads=True,
 )
+CHAT = Benchmark(
+    "memory chat",
+    "memory over many turns",
+    "Check that memory stays flat over many turns.\n\nexample:\n  edgeinfer bench memory chat --prefix-cache 8MB\n",
+    ChatOptions,
+    _run_chat,
+    chat_section,
+    loads=True,
+)
+KV = Benchmark(
+    "memory kv",
+    "what quantized caches cost in quality",
+    "Measure how quantized caches change predictions.\n\nexample:\n  edgeinfer bench memory kv --text STORIES\n",
+    KVOptions,
+    _run_kv,
+    kv_section,
+)
+MEMORY = (PLANS, SMALLEST, CHAT, KV)

@@ -1,89 +1,39 @@
-"""Random plans, each kept or broken by a process of its own: subjects, what is drawn, run and found."""
+"""`edgeinfer bench memory plans`: random plans, each run by a process of its own inside an enforced limit."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import edgeinfer
-from edgeinfer.apps.bench.driver import child_environment
-from edgeinfer.apps.bench.enforced import drop_cached, enclosure
-from edgeinfer.apps.bench.memory_timed import in_child
-from edgeinfer.apps.bench.model_files import LAYOUTS, Artifacts, BundleKind
-from edgeinfer.apps.bench.synthetic import find_shape
-from edgeinfer.apps.bench.timing import Spread
-from edgeinfer.apps.bench.watch import watch
-from edgeinfer.config import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Spread, option
+from edgeinfer.apps.bench.processes import (
+    Finished,
+    child_environment,
+    drop_cached,
+    enclosure,
+    files_in,
+    job_command,
+    watch,
+)
+from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.config import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES, format_size
 from edgeinfer.errors import UsageError
 
-SIZES = ("tiny", "15m", "60m", "qwen2.5-0.5b")
-# A draft model as large as its target is slow; beyond this it is not worth a benchmark's time.
+Run = Mapping[str, Any]
+_OUTCOMES = ("kept", "exceeded", "refused", "failed", "killed")
+_MB = 1e6
+# A draft model as large as its target is slow; larger ones are not worth a benchmark's time.
 _LARGEST_DRAFTER = 70e6
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """A bundle that plans are drawn for.
-
-    Attributes:
-        model: its folder.
-        longest: tokens it can hold.
-        vocabulary: tokens of its tokenizer; the random ones have the same if they have as many.
-        mates: bundles that could draft for it, itself perhaps.
-    """
-
-    name: str
-    model: str
-    parameters: int
-    longest: int
-    vocabulary: str
-    mates: tuple[str, ...] = ()
-
-
-def find_subjects(
-    built_in: Path, work: Path, shapes: Sequence[str] = SIZES, progress: Callable[[int, int], None] | None = None
-) -> list[PlannedModel]:
-    """The built-in model, and a native and a portable bundle of each shape, which are made where they are missing.
-
-    Args:
-        work: where the others are kept.
-        progress: called with the bundles done and their number.
-    """
-    manifest = json.loads((built_in / "edgeinfer.json").read_text("utf-8"))
-    longest = int(manifest["geometry"]["max_positions"])
-    found = [PlannedModel("built-in", str(built_in), int(manifest["parameters"]), longest, "built-in")]
-    found += _random(work, shapes, progress)
-    return [replace(subject, mates=_mates(subject, found)) for subject in found]
-
-
-def _random(work: Path, shapes: Sequence[str], progress: Callable[[int, int], None] | None) -> Iterator[PlannedModel]:
-    for number, name in enumerate(shapes):
-        shape = find_shape(name)
-        artifacts = Artifacts(work, shape)
-        for turn, layout in enumerate(LAYOUTS):
-            if progress:
-                progress(number * len(LAYOUTS) + turn, len(shapes) * len(LAYOUTS))
-            bundle = artifacts.bundle(BundleKind(layout))
-            entries = str(shape.vocab_entries)
-            yield PlannedModel(f"{name} {layout}", str(bundle), shape.parameters, shape.max_position, entries)
-
-
-def _mates(subject: PlannedModel, others: Sequence[PlannedModel]) -> tuple[str, ...]:
-    return tuple(
-        other.model
-        for other in others
-        if other.vocabulary == subject.vocabulary and other.parameters <= min(subject.parameters, _LARGEST_DRAFTER)
-    )
-
-
-PlanOutcome = Literal["kept", "exceeded", "refused", "failed", "killed"]
-
-# Budgets in multiples of the smallest that would do.
+# Budgets in multiples of the smallest one.
 _SLACK = (1.0, 1.6)
 # Larger models and longer contexts are drawn less often, as they take longer: half as often from these sizes on.
 _HALF_PARAMETERS, _HALF_WORK = 150e6, 2e11
@@ -95,18 +45,50 @@ _COUNTED = ("resident", "resident", "anonymous")
 # How often each of the rarer options is drawn.
 _SELDOM = 0.15
 _PREFIX_BYTES = 4_000_000
-# Draws of which none can be had, before the request is taken to be hopeless.
+# Failed draws after which the request is taken to be hopeless.
 _MOST_REFUSALS = 50
 
 
 @dataclass(frozen=True)
+class PlansOptions:
+    """Plans to draw."""
+
+    models: tuple[str, ...] = option(
+        "-m",
+        "--model MODEL",
+        default=(),
+        action="append",
+        help="bundle to draw plans for; can be repeated (default: the small built-in story model)",
+    )
+    runs: int = option("--runs N", default=200, help="number of plans, each in its own process")
+    seed: int = option("--seed N", default=0, help="random seed")
+    no_limits: bool = option("--no-limits", default=False, help="do not have the system enforce the budgets")
+
+    def __post_init__(self) -> None:
+        if self.runs < 1:
+            raise UsageError("There are no such plans.", "Give --runs 1 or more.")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A bundle that plans are drawn for; `mates` are bundles that can draft for it, itself perhaps."""
+
+    name: str
+    model: str
+    parameters: int
+    longest: int
+    tokenizer: str
+    mates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PlanCase:
-    """What one process is asked to do.
+    """The request of one process.
 
     Attributes:
-        slack: the budget over the smallest.
-        cold: with nothing in the user's cache, so that what is made once for a device has to be made.
-        options: of `edgeinfer.load`, less the budget.
+        slack: the budget over the smallest one.
+        cold: the user's cache is empty, so that files made once for a device have to be made.
+        options: of `edgeinfer.load`, without the budget.
     """
 
     number: int
@@ -118,89 +100,24 @@ class PlanCase:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class PlanRun:
-    """What became of a case.
-
-    Attributes:
-        reason: the last thing that a process said that did not finish.
-        planned, budget: bytes that count; of them, those of the plan and those allowed.
-        peak_rss, peak_anonymous: bytes of the process at their largest.
-        times_full: how often the enforced limit was reached; pages of files may have been dropped then.
-        details: what the process found: its configuration, terms, speed.
-    """
-
-    case: PlanCase
-    enforced: str
-    ended: Literal["ran", "refused", "failed", "killed"]
-    reason: str = ""
-    planned: int = 0
-    budget: int = 0
-    peak_rss: int = 0
-    peak_anonymous: int = 0
-    times_full: int = 0
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def counted(self) -> str:
-        """Which pages count."""
-        return str(self.case.options["counted"])
-
-    @property
-    def measured(self) -> int:
-        """Bytes that count, at their largest."""
-        return self.peak_rss if self.counted == "resident" else self.peak_anonymous
-
-    @property
-    def outcome(self) -> PlanOutcome:
-        """Whether the plan was kept, and what happened otherwise."""
-        if self.ended != "ran":
-            return self.ended
-        return "kept" if self.measured <= self.planned else "exceeded"
-
-    @property
-    def gap(self) -> float:
-        """Planned but never taken, as a share of the budget."""
-        return (self.planned - self.measured) / self.budget
-
-
-@dataclass(frozen=True)
-class PlansResults:
-    """All runs of a benchmark."""
-
-    seed: int
-    runs: tuple[PlanRun, ...]
-
-    def of(self, outcome: PlanOutcome) -> list[PlanRun]:
-        """Those that ended like this."""
-        return [run for run in self.runs if run.outcome == outcome]
-
-    @property
-    def finished(self) -> list[PlanRun]:
-        """Those whose plan can be compared with what was measured."""
-        return [run for run in self.runs if run.ended == "ran"]
-
-    def groups(self, key: Callable[[PlanRun], str]) -> dict[str, list[PlanRun]]:
-        """Finished runs by what a key says, in its order."""
-        names = sorted({key(run) for run in self.finished})
-        return {name: [run for run in self.finished if key(run) == name] for name in names}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
-        gaps = [run.gap for run in self.finished]
-        return {
-            "seed": self.seed,
-            "outcomes": {name: len(self.of(name)) for name in ("kept", "exceeded", "refused", "failed", "killed")},
-            "gap": asdict(Spread.of(gaps)) if gaps else None,
-            "runs": [
-                asdict(run) | {"outcome": run.outcome, "measured": run.measured, "counted": run.counted}
-                for run in self.runs
-            ],
-        }
+def find_subjects(models: Sequence[Path]) -> list[PlannedModel]:
+    """The bundles in these folders."""
+    found = []
+    for path in models:
+        manifest = open_bundle(path).manifest
+        tokenizer = manifest.files["tokenizer.json"].sha256 if "tokenizer.json" in manifest.files else ""
+        longest = manifest.geometry.max_positions
+        found.append(PlannedModel(path.name, str(path), manifest.parameters, longest, tokenizer))
+    subjects = []
+    for each in found:
+        most = min(each.parameters, _LARGEST_DRAFTER)
+        mates = [other.model for other in found if other.tokenizer == each.tokenizer and other.parameters <= most]
+        subjects.append(PlannedModel(**{**asdict(each), "mates": tuple(mates)}))
+    return subjects
 
 
 def draw_cases(subjects: Sequence[PlannedModel], count: int, seed: int) -> Iterator[PlanCase]:
-    """So many requests that a plan can be made for; what a bundle does not have is drawn again."""
+    """Random requests that can be planned; options that a bundle does not support are drawn again."""
     drawing = random.Random(seed)
     weights = [1 / (1 + subject.parameters / _HALF_PARAMETERS) for subject in subjects]
     number = refused = 0
@@ -233,7 +150,7 @@ def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, An
     contexts = [size for size in _CONTEXTS if size <= subject.longest]
     (context,) = drawing.choices(contexts, [1 / (1 + size * subject.parameters / _HALF_WORK) for size in contexts])
     options = {
-        # Left open, the planner shrinks the context itself.
+        # None lets the planner shrink the context itself.
         "context": seldom((None,), context) if subject.parameters < _HALF_PARAMETERS else context,
         "kv": drawing.choice((None, *ONNX_KV_TYPES)),
         "weights": seldom(WEIGHTS_MODES, None),
@@ -257,35 +174,156 @@ def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, An
     return options
 
 
-def run_cases(cases: Iterable[PlanCase], *, enforce: bool = True) -> Iterator[PlanRun]:
-    """Runs each in a process of its own, under a limit of its budget that the system enforces."""
-    for case in cases:
-        yield _run(case, enforce)
+def run_enclosed(
+    job: str, arguments: Mapping[str, Any], *, enforce: bool, env: Mapping[str, str] | None = None
+) -> tuple[Finished, dict[str, Any]]:
+    """Run a job on a bundle, read from the disk, inside a limit that it sets itself if `enforce`.
 
-
-def _run(case: PlanCase, enforce: bool) -> PlanRun:
+    Returns:
+        how it ended, and how the limit was enforced ("enforced", "times_full", "killed").
+    """
     if enforce:
-        drop_cached(Path(case.subject.model))
-    with enclosure(wanted=enforce) as place, tempfile.TemporaryDirectory() as empty:
-        env = child_environment() | ({"XDG_CACHE_HOME": empty} if case.cold else {})
-        arguments = {"model": case.subject.model, "slack": case.slack, "limit": place.limit, "seed": case.seed}
-        command = in_child("planned", arguments | {"draft_width": case.draft_width} | case.options)
-        ended = watch(place.command(command), env)
-        full, killed = place.times_full(), place.killed()
-    if ended.returncode != 0 or ended.watched is None:
+        drop_cached(files_in(Path(arguments["model"])))
+    with enclosure(wanted=enforce) as place:
+        command = place.command(job_command(job, {"limit": place.limit, **arguments}))
+        ended = watch(command, child_environment() | dict(env or {}))
+        return ended, {"enforced": place.kind, "times_full": place.times_full(), "killed": place.killed()}
+
+
+def run_case(case: PlanCase, *, enforce: bool = True) -> Run:
+    """The outcome of a case and the figures of its process."""
+    arguments = {"model": case.subject.model, "slack": case.slack, "seed": case.seed, "draft_width": case.draft_width}
+    with tempfile.TemporaryDirectory() as empty:
+        env = {"XDG_CACHE_HOME": empty} if case.cold else {}
+        ended, limits = run_enclosed("planned", arguments | case.options, enforce=enforce, env=env)
+    killed, counted = limits.pop("killed"), str(case.options.get("counted", "resident"))
+    run: dict[str, Any] = {"case": asdict(case), "counted": counted, **limits, "details": {}}
+    if ended.returncode != 0:
         gone = killed or ended.returncode < 0
-        return PlanRun(case, place.kind, "killed" if gone else "failed", ended.reason, times_full=full)
-    details = json.loads(ended.watched.stdout)
-    return PlanRun(
-        case=case,
-        enforced=place.kind,
-        ended="refused" if "refused" in details else "ran",
-        reason=details.pop("refused", ""),
-        planned=details.get("planned", 0),
-        budget=details["budget"],
-        # What the process saw last is not missed between two samples.
-        peak_rss=max(ended.watched.peak_rss_bytes, details.get("peak_rss_bytes", 0)),
-        peak_anonymous=ended.watched.peak_anonymous_bytes,
-        times_full=full,
-        details=details,
-    )
+        sizes = dict.fromkeys(("planned", "budget", "peak_rss", "peak_anonymous", "measured"), 0)
+        return run | sizes | {"outcome": "killed" if gone else "failed", "reason": ended.reason}
+    details = json.loads(ended.stdout)
+    refused = details.pop("refused", "")
+    run |= {"reason": refused, "planned": details.get("planned", 0), "budget": details["budget"], "details": details}
+    # The process itself has seen its last peak, which may lie between two samples.
+    run["peak_rss"] = max(ended.peak_rss, details.get("peak_rss_bytes", 0))
+    run["peak_anonymous"] = ended.peak_anonymous
+    run["measured"] = run["peak_rss"] if counted == "resident" else run["peak_anonymous"]
+    kept = "kept" if run["measured"] <= run["planned"] else "exceeded"
+    return run | {"outcome": "refused" if refused else kept}
+
+
+def plans_json(seed: int, runs: Sequence[Run]) -> dict[str, Any]:
+    """The figures of all runs."""
+    gaps = [_gap(run) for run in _ran(runs)]
+    outcomes = {name: sum(run["outcome"] == name for run in runs) for name in _OUTCOMES}
+    return {"seed": seed, "outcomes": outcomes, "gap": asdict(Spread.of(gaps)) if gaps else None, "runs": list(runs)}
+
+
+def _ran(runs: Sequence[Run]) -> list[Run]:
+    """Runs whose plan can be compared with measured memory."""
+    return [run for run in runs if run["outcome"] in ("kept", "exceeded")]
+
+
+def _gap(run: Run) -> float:
+    """Planned but not taken, as a share of the budget."""
+    return float((run["planned"] - run["measured"]) / run["budget"])
+
+
+def _run(options: PlansOptions, context: BenchContext) -> BenchResult:
+    subjects = find_subjects([context.resolve(model) for model in options.models or (None,)])
+    runs: list[Run] = []
+    finished, progress = True, context.stage("plans")
+    try:
+        for case in draw_cases(subjects, options.runs, options.seed):
+            runs.append(run_case(case, enforce=not options.no_limits))
+            progress(len(runs), options.runs)
+    except KeyboardInterrupt:
+        finished = False
+    data = plans_json(options.seed, runs)
+    return BenchResult(data, finished, passed=data["outcomes"]["kept"] == len(runs))
+
+
+def plans_section(data: Any) -> Section:
+    """Whether random plans were kept, and how close they were to measured memory."""
+    runs, outcomes, gap = data["runs"], data["outcomes"], data["gap"]
+    ran = _ran(runs)
+    counts = (str(len(runs)), *(str(count) for count in outcomes.values()))
+    parts: list[Part] = [Table("Random plans, each in a process of its own", ("plans", *outcomes), (counts,))]
+    if ran:
+        quartiles = f"{gap['median']:.1%} [{gap['p25']:.1%} to {gap['p75']:.1%}]"
+        parts.append(Paragraph(f"Planned but not taken, of the budget: median {quartiles}."))
+        parts += [_planned_chart(ran), *_gap_tables(ran), _terms(ran)]
+    parts += [Paragraph(_broken(run)) for run in runs if run["outcome"] != "kept"]
+    full = sum(run["times_full"] > 0 for run in runs)
+    parts.append(Paragraph(f"The enforced limit was reached in {full} of {len(runs)} runs."))
+    enforced = ", ".join(sorted({run["enforced"] for run in runs}))
+    facts = (("Plans", str(len(runs))), ("Seed", str(data["seed"])), ("Limits enforced by", enforced))
+    return Section("Are plans kept?", (*facts, *run_facts(data)), tuple(parts), commands(data))
+
+
+def _planned_chart(ran: Sequence[Run]) -> Chart:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for run in ran:
+        points.setdefault(run["counted"], []).append((run["planned"] / _MB, run["measured"] / _MB))
+    lines = [Line(f"counting {name} pages", tuple(each), joined=False) for name, each in sorted(points.items())]
+    most = max(x for each in points.values() for x, _ in each)
+    lines.append(Line("as planned", ((0.0, 0.0), (most, most)), dashed=True))
+    return Chart("Measured against planned", "planned, MB", "measured peak, MB", tuple(lines))
+
+
+def _gap_tables(ran: Sequence[Run]) -> Iterator[Table]:
+    keys: dict[str, Callable[[Run], str]] = {
+        "bundle": lambda run: str(run["case"]["subject"]["name"]),
+        "counted": lambda run: str(run["counted"]),
+        "cache": lambda run: str(run["details"]["choice"]["kv"]),
+        "weights": lambda run: str(run["details"]["choice"]["weights"]),
+    }
+    header = ("", "runs", "kept", "planned", "measured", "gap: median", "quartiles", "least", "most")
+    for name, key in keys.items():
+        rows = [_gap_row(group, list(runs)) for group, runs in itertools.groupby(sorted(ran, key=key), key)]
+        yield Table(f"(planned - measured) / budget, by {name}", header, tuple(rows))
+
+
+def _gap_row(name: str, runs: Sequence[Run]) -> tuple[str, ...]:
+    gaps = [_gap(run) for run in runs]
+    spread = Spread.of(gaps)
+    kept = sum(run["outcome"] == "kept" for run in runs)
+    sizes = [format_size(round(statistics.median(run[key] for run in runs))) for key in ("planned", "measured")]
+    shares = (f"{spread.median:.1%}", f"{spread.p25:.1%} - {spread.p75:.1%}", f"{min(gaps):.1%}", f"{max(gaps):.1%}")
+    return (name, str(len(runs)), str(kept), *sizes, *shares)
+
+
+def _terms(ran: Sequence[Run]) -> Table:
+    """Planned bytes of every term and, where a model accounts for it, bytes in use at the end."""
+    rows = []
+    for name in dict.fromkeys(
+        name for run in ran for kind in ("anonymous", "file", "used") for name in run["details"][kind]
+    ):
+        planned = [
+            run["details"][kind][name] for run in ran for kind in ("anonymous", "file") if name in run["details"][kind]
+        ]
+        used = [run["details"]["used"][name] for run in ran if name in run["details"]["used"]]
+        sizes = (format_size(round(statistics.median(each))) if each else "" for each in (planned, used))
+        rows.append((name.replace("_", " "), *sizes))
+    return Table("Terms of the plans, medians", ("", "planned", "in use at the end"), tuple(rows))
+
+
+def _broken(run: Run) -> str:
+    """A plan that was not kept, in words."""
+    case = run["case"]
+    planned, measured, budget = (format_size(run[name]) for name in ("planned", "measured", "budget"))
+    sizes = f"planned {planned}, measured {measured}, budget {budget}"
+    words = f"{case['number']} {run['outcome']}: {case['subject']['name']}, {sizes}."
+    return f"{words} {run['reason']} {case['options']}"
+
+
+PLANS = Benchmark(
+    "memory plans",
+    "random plans against what is measured",
+    "Make random plans, and check whether they are kept and how close they are to measured "
+    "memory.\n\nexample:\n  edgeinfer bench memory plans --runs 20\n",
+    PlansOptions,
+    _run,
+    plans_section,
+)

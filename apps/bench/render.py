@@ -1,58 +1,59 @@
-"""The one renderer of results: tables, charts and paragraphs for a terminal, as Markdown, JSON and HTML."""
+"""Tables, charts and paragraphs, shown in a terminal, as Markdown and as SVG."""
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
+from xml.sax.saxutils import escape
 
-from edgeinfer.apps.bench.environment import current_environment, run_header
-from edgeinfer.apps.bench.plots import Chart, chart_svg
 from edgeinfer.config import format_size
 
 Facts = tuple[tuple[str, str], ...]
+Point = tuple[float, float]
+# Left, top, right, bottom.
+_Box = tuple[float, float, float, float]
 
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1f2328;--soft:#57606a;--line:#d0d7de;--page:#fff;--panel:#f6f8fa;--link:#0969da}
-@media(prefers-color-scheme:dark){
-:root{--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--page:#0d1117;--panel:#161b22;--link:#58a6ff}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:2.5rem 1.25rem 4rem;max-width:64rem;background:var(--page);color:var(--ink);
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
-h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem;letter-spacing:-.02em}
-h2{font-size:1.25rem;margin:2.75rem 0 .25rem;padding-top:1.25rem;border-top:1px solid var(--line)}
-p{margin:.25rem 0 1rem}.soft{color:var(--soft)}
-.panel{padding:.85rem 1.1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;margin:1.25rem 0}
-.panel dl,.panel ol{margin:0}
-nav ol{columns:2;column-gap:2rem;padding-left:1.4rem}nav li{break-inside:avoid;padding:.1rem 0}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.25rem;margin:.5rem 0 1.25rem}
-dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
-.wide{overflow-x:auto;margin:0 0 1.25rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.94rem}
-caption{text-align:left;color:var(--soft);padding-bottom:.35rem;white-space:nowrap}
-th,td{padding:.35rem 1.1rem .35rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--line);
-white-space:nowrap}
-th{font-weight:600;vertical-align:bottom}th:first-child,td:first-child,.words{text-align:left}
-.words{white-space:normal;min-width:16rem}
-figure{margin:0 0 1.25rem}svg{display:block;width:100%;max-width:46rem;height:auto}
-pre{margin:0 0 1.25rem;padding:.75rem 1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;
-white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-@media(max-width:40rem){nav ol{columns:1}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}}
-@media print{body{max-width:none;padding:0}section{break-inside:avoid}}
-"""
+_WIDTH, _HEIGHT = 720, 400
+_MOST_STEPS = 6
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 20, 44, 76
+# Close to Okabe and Ito's colours, for colour-blind readers, on light and dark pages.
+_COLOURS = ("#2f81d6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_SVG_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-size:14px;font-weight:600}.mark{font-size:11px}"
+    ".grid{stroke:#d0d7de;stroke-width:1}.axis{stroke:#57606a;stroke-width:1}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.grid{stroke:#30363d}.axis{stroke:#8b949e}}"
+)
+# Widths of a legend's letter and of its dot with gaps, and the height of its rows.
+_LETTER, _AROUND, _ROW = 6.2, 34, 18
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points with optional words next to them; `dashed` marks a line that was not measured."""
+
+    name: str
+    points: tuple[Point, ...]
+    marks: tuple[str, ...] = ()
+    joined: bool = True
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A line chart; labels carry units. With a logarithmic y axis every y is above 0, other axes begin at zero."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    logarithmic: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Figures in rows; the first column names them, and the caption says their units.
-
-    Attributes:
-        words: names of columns, besides the first, that hold words.
-    """
+    """Rows of figures; the first column names them, `words` names other columns of text, the caption says units."""
 
     caption: str
     header: Sequence[str]
@@ -62,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence about what stands above it."""
+    """A sentence below the part before it."""
 
     text: str
 
@@ -72,14 +73,7 @@ Part = Table | Chart | Paragraph
 
 @dataclass(frozen=True)
 class Section:
-    """One run.
-
-    Attributes:
-        title: what was measured.
-        facts: names and values of what figures depend on.
-        parts: tables, charts and notes, in order.
-        commands: that give such figures again; empty where that was not recorded.
-    """
+    """The figures of one run; `facts` are names and values that they depend on, `commands` reproduce them."""
 
     title: str
     facts: Facts
@@ -87,56 +81,17 @@ class Section:
     commands: tuple[str, ...] = ()
 
 
-def page_html(title: str, lead: str, sections: Sequence[Section], facts: Facts = ()) -> str:
-    """The page."""
-    numbered = [(f"s{number}", section) for number, section in zip(itertools.count(1), sections, strict=False)]
-    body = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(lead)}</p>']
-    body += [f'<div class="panel">{_facts(facts)}</div>'] if facts else []
-    body += [_contents(numbered)] if len(numbered) > 1 else []
-    body += [_section(anchor, section) for anchor, section in numbered]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    head = f"<head>{head}<style>{_STYLE}</style></head>"
-    return "\n".join(["<!doctype html>", '<html lang="en">', head, "<body>", *body, "</body>", "</html>", ""])
+def divergence_chart(title: str, x_label: str, points: Mapping[str, Sequence[tuple[float, float, str]]]) -> Chart:
+    """Divergence against something: lines of points, each with its label."""
+    lines = [
+        Line(name, tuple(point[:2] for point in sorted(each)), tuple(point[2] for point in sorted(each)))
+        for name, each in points.items()
+    ]
+    return Chart(title, x_label, "KL divergence, nats per token", tuple(lines), logarithmic=True)
 
 
-def _contents(numbered: Sequence[tuple[str, Section]]) -> str:
-    entries = "".join(f'<li><a href="#{anchor}">{escape(section.title)}</a></li>' for anchor, section in numbered)
-    return f'<nav class="panel" aria-label="Contents"><ol>{entries}</ol></nav>'
-
-
-def _facts(facts: Facts) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
-
-
-def _section(anchor: str, section: Section) -> str:
-    parts = "\n".join(map(_part, section.parts))
-    again = "To measure it again:" if section.commands else "The command that gave these figures was not recorded."
-    listing = f"<pre>{escape(chr(10).join(section.commands))}</pre>" if section.commands else ""
-    return (
-        f'<section id="{anchor}"><h2>{escape(section.title)}</h2>\n{_facts(section.facts)}\n{parts}\n'
-        f'<p class="soft">{again}</p>{listing}</section>'
-    )
-
-
-def _part(part: Part) -> str:
-    if isinstance(part, Paragraph):
-        return f"<p>{escape(part.text)}</p>"
-    return _table(part) if isinstance(part, Table) else f"<figure>{chart_svg(part)}</figure>"
-
-
-def _table(table: Table) -> str:
-    kinds = [' class="words"' if name in table.words else "" for name in table.header]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(table.header, kinds, strict=True))
-    rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=False)) + "</tr>"
-        for row in table.rows
-    )
-    caption = f"<caption>{escape(table.caption)}</caption>"
-    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def print_section(section: Section) -> None:
-    """A section on stdout: title and facts, its tables as wide as they are, paragraphs, and what was measured with."""
+def print_section(section: Section, machine: Facts = ()) -> None:
+    """Print a section: title, facts, tables, paragraphs, and the machine."""
     from rich.console import Console
     from rich.text import Text
 
@@ -151,11 +106,12 @@ def print_section(section: Section) -> None:
             print_table(part)
         elif isinstance(part, Paragraph):
             console.print(part.text, markup=False, soft_wrap=True)
-    console.print(current_environment().summary, markup=False, soft_wrap=True)
+    if machine:
+        console.print("; ".join(value for _, value in machine), markup=False, soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
-    """A table on stdout, as wide as it is: a figure cut short is no figure."""
+    """Print a table at its full width: figures are never cut."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table as RichTable
@@ -175,13 +131,13 @@ def print_table(table: Table) -> None:
 
 
 def section_markdown(section: Section) -> str:
-    """What a terminal and a Markdown file show of a section: its facts, tables and notes."""
+    """A section as Markdown, without its charts."""
     facts = ", ".join(f"{name}: {value}" for name, value in section.facts)
     return "\n\n".join([f"## {section.title}", *([facts] if facts else []), *markdown(section.parts)]) + "\n"
 
 
 def markdown(parts: Sequence[Part]) -> list[str]:
-    """Tables and sentences as Markdown; charts have none."""
+    """Tables and paragraphs as Markdown."""
     return [
         part.text if isinstance(part, Paragraph) else _table_markdown(part)
         for part in parts
@@ -195,11 +151,7 @@ def _table_markdown(table: Table) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> str:
-    """A Markdown table with aligned columns, ending in a newline.
-
-    Args:
-        left: indices of columns that are aligned left while the others are aligned right; None says nothing of it.
-    """
+    """A Markdown table with padded columns; those in `left` are aligned left, the others right (None: no alignment)."""
     widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -213,13 +165,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: S
     return "\n".join(map(line, (header, rule, *rows))) + "\n"
 
 
-def result_json(benchmark: str, command: str, data: Mapping[str, Any]) -> str:
-    """Figures as a result file, behind what they depend on: machine, versions, date and command."""
-    return json.dumps({**run_header(benchmark, command), **data}, indent=1) + "\n"
-
-
 def run_facts(data: Mapping[str, Any]) -> Facts:
-    """Facts of one run's model and settings, as `speed.describe_run` and the headers of result files say them."""
+    """Facts about the model and settings of a run."""
     facts = {
         "Model": data.get("model_type"),
         "Size": format_size(data["model_size"]) if "model_size" in data else None,
@@ -233,7 +180,7 @@ def run_facts(data: Mapping[str, Any]) -> Facts:
 
 
 def machine_facts(data: Any) -> Facts:
-    """Facts of the machine and the versions that a run was made with; what is missing is left out."""
+    """Facts about the machine and the library versions."""
     row = data[0] if isinstance(data, list) else data
     environment = row.get("environment") or {}
     libraries = [f"{name} {number}" for name, number in environment.get("libraries", {}).items()]
@@ -251,8 +198,7 @@ def machine_facts(data: Any) -> Facts:
 
 
 def common(each: Sequence[Facts]) -> Facts:
-    """Facts on which all runs agree that state them."""
-    # In the order of whoever states most.
+    """Facts that all runs which state them agree on."""
     values: dict[str, set[str]] = {}
     for name, value in (fact for facts in sorted(each, key=len, reverse=True) for fact in facts):
         values.setdefault(name, set()).add(value)
@@ -260,5 +206,120 @@ def common(each: Sequence[Facts]) -> Facts:
 
 
 def commands(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """The command that gave the figures, if it was recorded."""
+    """The recorded command, if any."""
     return (data["command"],) if data.get("command") else ()
+
+
+def ticks(highest: float) -> list[float]:
+    """Round numbers from zero to the first that is not below `highest`: steps of 1, 2 or 5 times a power of ten."""
+    if not highest > 0 or not math.isfinite(highest):
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(highest / _MOST_STEPS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if highest <= power * factor * _MOST_STEPS)
+    return [step * i for i in range(math.ceil(highest / step - 1e-9) + 1)]
+
+
+def decades(values: Sequence[float]) -> list[float]:
+    """Powers of ten from the last that is not above the smallest value to the first that is not below the largest."""
+    if not values:
+        return [0.1, 1.0]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return [10.0**power for power in range(low, max(high, low + 1) + 1)]
+
+
+def chart_svg(chart: Chart) -> str:
+    """The chart as the text of an SVG file."""
+    points = [point for line in chart.lines for point in line.points]
+    x_ticks = ticks(max((x for x, _ in points), default=1.0))
+    y_ticks = decades([y for _, y in points]) if chart.logarithmic else ticks(max((y for _, y in points), default=1.0))
+    height, rows = _legend_rows(chart.lines)
+    bottom = _HEIGHT - _BOTTOM
+    place = _placed(x_ticks, y_ticks, chart.logarithmic)
+    right = _WIDTH - _RIGHT
+    parts = [f'<text class="title" x="{_LEFT}" y="24">{escape(chart.title)}</text>']
+    for value in y_ticks:
+        _, y = place((0, value))
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
+        parts.append(_text(_LEFT - 8, y + 4, f"{value:g}", "end"))
+    for value in x_ticks:
+        x, _ = place((value, y_ticks[0]))
+        parts.append(_text(x, bottom + 18, f"{value:g}", "middle"))
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(_text((_LEFT + right) / 2, bottom + 38, chart.x_label, "middle"))
+    middle = (_TOP + bottom) / 2
+    parts.append(f'<g transform="rotate(-90 16 {middle:g})">{_text(16, middle, chart.y_label, "middle")}</g>')
+    words: list[_Box] = []
+    for index, line in enumerate(chart.lines):
+        places = [place(point) for point in line.points]
+        parts += _line(places, line, _COLOURS[index % len(_COLOURS)])
+        parts += _marks(places, line.marks, words)
+        parts += _entry(line.name, _COLOURS[index % len(_COLOURS)], *rows[index])
+    body = "\n".join(parts)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT + height:g}" role="img">'
+    return f"{head}\n<style>{_SVG_STYLE}</style>\n{body}\n</svg>\n"
+
+
+def _placed(x_ticks: Sequence[float], y_ticks: Sequence[float], logarithmic: bool) -> Callable[[Point], Point]:
+    """Maps a point to its place in the picture."""
+    low, high = (math.log10(y_ticks[0]), math.log10(y_ticks[-1])) if logarithmic else (0.0, y_ticks[-1])
+
+    def place(point: Point) -> Point:
+        share = ((math.log10(point[1]) if logarithmic else point[1]) - low) / (high - low)
+        x = _LEFT + point[0] / x_ticks[-1] * (_WIDTH - _LEFT - _RIGHT)
+        y = _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+        return round(x, 1), round(y, 1)
+
+    return place
+
+
+def _line(places: Sequence[Point], line: Line, colour: str) -> list[str]:
+    """A line and its points."""
+    path = " ".join(f"{x},{y}" for x, y in places)
+    style = ' stroke-dasharray="5 4"' if line.dashed else ""
+    joined = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{style}/>'
+    parts = [joined] if line.joined else []
+    if not line.dashed:
+        parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places]
+    return parts
+
+
+def _marks(places: Sequence[Point], marks: Sequence[str], taken: list[_Box]) -> list[str]:
+    """Words next to points, left out where there is no room."""
+    parts = []
+    for (x, y), mark in zip(places, marks, strict=False):
+        width = _LETTER * len(mark)
+        for right, below in ((True, False), (True, True), (False, False), (False, True)):
+            left, base = (x + 7 if right else x - 7 - width), (y + 15 if below else y - 6)
+            box = (left, base - 11, left + width, base + 3)
+            inside = box[0] > _LEFT and box[2] < _WIDTH and box[1] > _TOP and box[3] < _HEIGHT - _BOTTOM
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                anchor = ("start", x + 7) if right else ("end", x - 7)
+                parts.append(_text(anchor[1], base, mark, anchor[0], "mark"))
+                break
+    return parts
+
+
+def _overlap(one: _Box, other: _Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _legend_rows(lines: Sequence[Line]) -> tuple[float, list[Point]]:
+    """The extra height that the legend takes, and where its entries begin."""
+    x, y, places = float(_LEFT), float(_HEIGHT - 16), []
+    for line in lines:
+        width = _AROUND + _LETTER * len(line.name)
+        if x > _LEFT and x + width > _WIDTH:
+            x, y = float(_LEFT), y + _ROW
+        places.append((round(x, 1), y))
+        x += width
+    return y - (_HEIGHT - 16), places
+
+
+def _entry(name: str, colour: str, x: float, y: float) -> list[str]:
+    return [f'<circle cx="{x + 5:g}" cy="{y - 4:g}" r="4" fill="{colour}"/>', _text(x + 15, y, name, "start")]
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text{style} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,32 +1,75 @@
-"""`edgeinfer bench report`: results of benchmarks and of `edgeinfer tune` as one page, each by what is in its file."""
+"""`edgeinfer bench report`: result files of benchmarks and of `edgeinfer tune` as one HTML page."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.registry import BENCHMARKS
+from edgeinfer.apps.bench.benchmark import Benchmark
+from edgeinfer.apps.bench.compute import COMPUTE
+from edgeinfer.apps.bench.curve import CURVE
+from edgeinfer.apps.bench.devices import DEVICES
+from edgeinfer.apps.bench.memory import MEMORY
+from edgeinfer.apps.bench.peers import PEERS_BENCHMARK
+from edgeinfer.apps.bench.quality import QUALITY
 from edgeinfer.apps.bench.render import (
     Facts,
     Paragraph,
+    Part,
     Section,
     Table,
+    chart_svg,
     commands,
     common,
     machine_facts,
-    page_html,
     run_facts,
 )
+from edgeinfer.apps.bench.spec import SPEC
+from edgeinfer.apps.bench.speed import SPEED
 from edgeinfer.errors import UsageError
 
+# In the order of the help.
+BENCHMARKS: tuple[Benchmark, ...] = (SPEC, *MEMORY, SPEED, CURVE, QUALITY, COMPUTE, PEERS_BENCHMARK, DEVICES)
 _MOST_BYTES = 256 * 1024**2
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1f2328;--soft:#57606a;--line:#d0d7de;--page:#fff;--panel:#f6f8fa;--link:#0969da}
+@media(prefers-color-scheme:dark){
+:root{--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--page:#0d1117;--panel:#161b22;--link:#58a6ff}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:2.5rem 1.25rem 4rem;max-width:64rem;background:var(--page);color:var(--ink);
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
+h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem;letter-spacing:-.02em}
+h2{font-size:1.25rem;margin:2.75rem 0 .25rem;padding-top:1.25rem;border-top:1px solid var(--line)}
+p{margin:.25rem 0 1rem}.soft{color:var(--soft)}
+.panel{padding:.85rem 1.1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;margin:1.25rem 0}
+.panel dl,.panel ol{margin:0}
+nav ol{columns:2;column-gap:2rem;padding-left:1.4rem}nav li{break-inside:avoid;padding:.1rem 0}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.25rem;margin:.5rem 0 1.25rem}
+dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
+.wide{overflow-x:auto;margin:0 0 1.25rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.94rem}
+caption{text-align:left;color:var(--soft);padding-bottom:.35rem;white-space:nowrap}
+th,td{padding:.35rem 1.1rem .35rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--line);
+white-space:nowrap}
+th{font-weight:600;vertical-align:bottom}th:first-child,td:first-child,.words{text-align:left}
+.words{white-space:normal;min-width:16rem}
+figure{margin:0 0 1.25rem}svg{display:block;width:100%;max-width:46rem;height:auto}
+pre{margin:0 0 1.25rem;padding:.75rem 1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;
+white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+@media(max-width:40rem){nav ol{columns:1}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}}
+@media print{body{max-width:none;padding:0}section{break-inside:avoid}}
+"""
 
 
 def read_section(path: Path) -> tuple[Section, Facts]:
-    """The section of a file that a benchmark wrote, and the facts of its machine."""
+    """The section of a result file, and the facts about its machine."""
     hint = "Give JSON files that edgeinfer bench and edgeinfer tune wrote."
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -43,7 +86,7 @@ def read_section(path: Path) -> tuple[Section, Facts]:
 
 
 def _kind(data: Any) -> str:
-    """The benchmark that data say they are of. Lists are of speed, whose form is llama-bench's."""
+    """The benchmark of a result; a list is of speed, in llama-bench's form."""
     if isinstance(data, list):
         return "speed"
     if "benchmark" not in data and "device" in data and "kept" in data:
@@ -52,10 +95,10 @@ def _kind(data: Any) -> str:
 
 
 def report_html(paths: Sequence[Path], title: str, lead: str) -> str:
-    """The page of these files, in order; errors as `read_section`."""
+    """The page of these files, in order."""
     found = [read_section(path) for path in paths]
     shared = common([facts for _, facts in found])
-    # What is the same everywhere stands once; what is not stands where it belongs.
+    # Facts that all runs share are shown once.
     sections = [
         replace(section, facts=(*section.facts, *(fact for fact in facts if fact not in shared)))
         for section, facts in found
@@ -63,8 +106,56 @@ def report_html(paths: Sequence[Path], title: str, lead: str) -> str:
     return page_html(title, lead, sections, shared)
 
 
+def page_html(title: str, lead: str, sections: Sequence[Section], facts: Facts = ()) -> str:
+    """The page."""
+    numbered = [(f"s{number}", section) for number, section in zip(itertools.count(1), sections, strict=False)]
+    body = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(lead)}</p>']
+    body += [f'<div class="panel">{_facts(facts)}</div>'] if facts else []
+    body += [_contents(numbered)] if len(numbered) > 1 else []
+    body += [_section(anchor, section) for anchor, section in numbered]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head = f"<head>{head}<style>{_STYLE}</style></head>"
+    return "\n".join(["<!doctype html>", '<html lang="en">', head, "<body>", *body, "</body>", "</html>", ""])
+
+
+def _contents(numbered: Sequence[tuple[str, Section]]) -> str:
+    entries = "".join(f'<li><a href="#{anchor}">{escape(section.title)}</a></li>' for anchor, section in numbered)
+    return f'<nav class="panel" aria-label="Contents"><ol>{entries}</ol></nav>'
+
+
+def _facts(facts: Facts) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
+
+
+def _section(anchor: str, section: Section) -> str:
+    parts = "\n".join(map(_part, section.parts))
+    again = "To measure it again:" if section.commands else "The command that gave these figures was not recorded."
+    listing = f"<pre>{escape(chr(10).join(section.commands))}</pre>" if section.commands else ""
+    return (
+        f'<section id="{anchor}"><h2>{escape(section.title)}</h2>\n{_facts(section.facts)}\n{parts}\n'
+        f'<p class="soft">{again}</p>{listing}</section>'
+    )
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, Paragraph):
+        return f"<p>{escape(part.text)}</p>"
+    return _table(part) if isinstance(part, Table) else f"<figure>{chart_svg(part)}</figure>"
+
+
+def _table(table: Table) -> str:
+    kinds = [' class="words"' if name in table.words else "" for name in table.header]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(table.header, kinds, strict=True))
+    rows = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=False)) + "</tr>"
+        for row in table.rows
+    )
+    caption = f"<caption>{escape(table.caption)}</caption>"
+    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
 def tune_section(data: Any) -> Section:
-    """The usual settings beside the tuned ones, and the layers that draft."""
+    """The usual and the tuned settings, and the layers that draft."""
     device = data["device"]
     parts = [*(_device(device) if device else ()), *_layers(data)]
     facts = (("Threads", str(device["threads"])),) if device else ()
@@ -97,7 +188,7 @@ def _device(device: Mapping[str, Any]) -> Iterator[Table | Paragraph]:
 def _layers(data: Mapping[str, Any]) -> Iterator[Table]:
     names = {"exit": "leaving early", "skip": "skipping blocks"}
     rows = tuple(
-        (words, f"{data[name]['matchness']:.1%}", f"{data[name]['predicted_speedup']:.2f}", _kept(data, name))
+        (words, f"{data[name]['match_rate']:.1%}", f"{data[name]['predicted_speedup']:.2f}", _kept(data, name))
         for name, words in names.items()
         if name in data
     )

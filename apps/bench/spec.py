@@ -1,75 +1,59 @@
-"""`edgeinfer bench spec`: speculation against plain decoding, on the same prompts, model and process, in turns."""
+"""`edgeinfer bench spec`: speculation against plain decoding, on the same prompts, model and process.
+
+Plain decoding is the same model with drafting off. Modes take turns on each prompt, so that a machine that slows down
+slows all of them; a prompt's figure is the median of its repeats.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean, geometric_mean, median
+from typing import Any
 
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
-from edgeinfer.apps.bench.driver import Worker
-from edgeinfer.apps.bench.grid import grid_prompts
-from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
-from edgeinfer.apps.bench.prompts import (
+import edgeinfer
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option, rotated
+from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.texts import (
     Prompt,
     TokenizedPrompt,
-    Tokenizes,
     builtin_prompts,
     load_prompts,
     tokenize_prompts,
 )
-from edgeinfer.apps.bench.spec_modes import (
-    LearningModel,
-    Learns,
-    Mode,
-    ReplySettings,
-    SpecConfig,
-    edgeinfer_modes,
-    llamacpp_modes,
-    measure,
-)
-from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecResults, SpecSetup, spec_section
-from edgeinfer.apps.bench.synthetic import find_shape
-from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.methods import find_method
+from edgeinfer.errors import EdgeInferError, UsageError
 
-# llama.cpp rounds contexts up to multiples of this.
-_LLAMACPP_CONTEXT = 256
-_WIDTHS = tuple(map(str, range(1, 9)))
-_WORK, _FILES = "workload", "cost-expanded model and llama.cpp"
+PLAIN = "off"
+# Plain decoding measured a second time: how far it is from itself is the noise of the machine.
+CONTROL = "off again"
+# The mode that must not be slower than plain decoding; the noise of a median of three is about 2%.
+_JUDGED, LEAST_SPEEDUP = "auto", 0.98
+# Fewer tokens after the first say nothing about the time of a token.
+FEWEST_TIMED = 2
+# The name of models made by `tests.tools.cost_expanded`.
+_COST_EXPANDED = "cost-expanded"
+_KEYED = "keyed"
 _DESCRIPTION = """\
 Compare speculation with plain decoding: the same prompts, model and process, mode after mode in turns.
 
 examples:
   edgeinfer bench spec --modes off,copy,copy+recycle,auto -t 1
   edgeinfer bench spec --data DATA --per-category 10 --json spec.json
-  edgeinfer bench spec --checkpoint CHECKPOINT --expand --llamacpp -t 1
-
-With --expand the figures are those of a cost-expanded model: a small trained checkpoint at the sizes of a larger one.
 """
+PromptFigures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """What to benchmark.
-
-    Attributes:
-        warm_up: these are answered first, so that drafters have learnt from some texts; they are not timed.
-        categories: names of categories or of their sources; None is all.
-        lengths: of prompts in tokens, for a grid of lengths by entropy in place of the categories; empty has none.
-        expand: shape to which the checkpoint is cost-expanded.
-        work: where model files are kept; None is the usual folder.
-        rebuild: whether the bundle is exported again.
-    """
+    """Modes and prompts; the first `warm_up` prompts of a category only teach drafters and are not timed."""
 
     modes: tuple[str, ...] = option(
         "--modes LIST",
         default=(PLAIN, "auto"),
-        group=_WORK,
+        group="workload",
         help="comma-separated modes: off, auto, or drafters joined by +; off is always measured",
     )
     control: bool = option("--control", rare=True, default=False, help="measure off twice, to show the noise")
@@ -82,13 +66,6 @@ class SpecOptions:
     categories: tuple[str, ...] | None = option(
         "--categories LIST", rare=True, default=None, help="categories or sources to use, such as tales/retell,gsm8k"
     )
-    lengths: tuple[str, ...] = option(
-        "--lengths LIST",
-        rare=True,
-        default=(),
-        help="comma-separated prompt lengths in tokens: measure each with prompts of low, mixed and high entropy, "
-        "instead of by category (as SPEED-Bench does)",
-    )
     per_category: int = option("--per-category N", default=4, help="number of prompts per category")
     warm_up: int = option(
         "--warm-up N",
@@ -100,173 +77,273 @@ class SpecOptions:
     repeats: int = option(
         "--repeats N", rare=True, default=3, help="number of measurements per prompt, whose median is reported"
     )
-    temperature: tuple[str, ...] = option(
-        "--temp",
-        "--temperature LIST",
-        default=("0",),
-        help="comma-separated sampling temperatures; 0 always picks the likeliest token",
+    temperature: float = option(
+        "--temp", "--temperature T", default=0.0, help="sampling temperature; 0 always picks the most likely token"
     )
-    verification: tuple[str, ...] = option(
-        "--verification LIST",
+    verification: str = option(
+        "--verification RULE",
         rare=True,
-        default=("keyed",),
-        help="comma-separated rules to measure each mode with, such as keyed,rejection; only keyed gives the text of "
-        "plain decoding at a temperature above 0",
+        default=_KEYED,
+        help="rule by which drafts are accepted; only keyed gives the text of plain decoding at a temperature above 0",
     )
-    draft_width: tuple[str, ...] = option(
-        "--draft-width LIST",
-        rare=True,
-        default=("1",),
-        help="comma-separated widths of trees to measure each mode with",
-    )
+    draft_width: int = option("--draft-width N", rare=True, default=1, help="guesses per drafter and place")
     seed: int = option("--seed N", rare=True, default=0, help="random seed for replies with a temperature above 0")
-    checkpoint: Path | None = option(
-        "--checkpoint PATH", default=None, group=_FILES, help="small Llama checkpoint (Hugging Face, safetensors)"
-    )
-    expand: str | None = option(
-        "--expand SHAPE",
-        default=None,
-        nargs="?",
-        const="qwen2.5-0.5b",
-        help="measure the checkpoint expanded to the cost of this shape (qwen2.5-0.5b) instead of -m",
-    )
-    bits: int = option(
-        "--bits", rare=True, default=4, choices=(4, 8), help="bits per weight of the bundle that --expand makes"
-    )
-    llamacpp: bool = option(
-        "--llamacpp",
-        default=False,
-        help="also measure llama.cpp on the checkpoint in Q4_0, with and without its prompt lookup",
-    )
-    work: Path | None = option("--work PATH", rare=True, default=None, help="folder for these files")
-    rebuild: bool = option("--rebuild", rare=True, default=False, help="export the bundle again")
 
     def __post_init__(self) -> None:
-        if self.per_category < 1:
-            raise UsageError(f"per_category must be at least 1, not {self.per_category}.", "See --help.")
-        if not all(length.isdecimal() and int(length) > 1 for length in self.lengths):
-            raise UsageError("lengths must be whole numbers of 2 or more.", "Give some, such as 512,2048.")
-        if not self.temperature or not all(map(_is_temperature, self.temperature)):
-            raise UsageError("temperature must be numbers of 0 or more.", "Give some, such as 0,0.7,1.")
-        for rule in self.verification:
-            find_method("verifiers", rule)
-        if not all(width in _WIDTHS for width in self.draft_width):
-            raise UsageError(f"draft_width must be whole numbers of 1 to {_WIDTHS[-1]}.", "Give some, such as 1,2,4.")
-        if self.warm_up < 0:
-            raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
-        if (self.expand or self.llamacpp) and self.checkpoint is None:
-            raise UsageError("--expand and --llamacpp need a checkpoint.", "Name a small Llama one with --checkpoint.")
-        if self.llamacpp and (missing := [name for name in ("llama_cpp", "gguf") if find_spec(name) is None]):
-            message = f"{' and '.join(missing)} not installed."
-            raise UsageError(message, "Install the gguf extra: edgeinfer[gguf].")
+        for name, least in (("per_category", 1), ("warm_up", 0), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}.", "See --help.")
+        if self.max_tokens <= FEWEST_TIMED:
+            raise UsageError("Replies of fewer than 3 tokens cannot be timed.", "Ask for more (-n).")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError("temperature must be 0 or more.", "Give a number such as 0.7.")
+        control = (CONTROL,) if self.control else ()
+        object.__setattr__(self, "modes", tuple(dict.fromkeys((PLAIN, *self.modes, *control))))
 
     @property
-    def config(self) -> SpecConfig:
-        """Modes and replies; UsageError where they make no sense."""
-        modes = (*self.modes, *((CONTROL,) if self.control else ()))
-        temperature, *further = dict.fromkeys(map(float, self.temperature))
-        replies, widths = ReplySettings(self.max_tokens, temperature, self.seed), tuple(map(int, self.draft_width))
-        return SpecConfig(modes, replies, self.repeats, self.verification, widths, tuple(further))
+    def replies(self) -> dict[str, Any]:
+        """Options of every reply."""
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "seed")}
 
-    def artifacts(self) -> TrainedArtifacts | None:
-        """Files made of the checkpoint; None where there is none."""
-        if self.checkpoint is None:
-            return None
-        shape = find_shape(self.expand) if self.expand else None
-        return TrainedArtifacts(self.work or default_folder(), self.checkpoint, shape, rebuild=self.rebuild)
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """Further options of replies with drafts."""
+        return {name: getattr(self, name) for name in ("verification", "draft_width")}
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Prompts of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
+        """Prompts to time, and prompts to warm up with."""
         count = self.per_category + self.warm_up
-        if self.data is None:
-            found = builtin_prompts(count, self.categories)
-        else:
-            found = load_prompts(self.data, count, categories=self.categories)
-        timed: list[Prompt] = []
-        warming: list[Prompt] = []
-        for _, of_category in groupby(found, key=lambda prompt: prompt.category):
-            prompts = list(of_category)
-            timed += prompts[: self.per_category]
-            warming += prompts[self.per_category :]
-        return timed, warming
+        data, chosen = self.data, self.categories
+        found = load_prompts(data, count, chosen) if data else builtin_prompts(count, chosen)
+        groups = [list(prompts) for _, prompts in groupby(found, key=lambda prompt: prompt.category)]
+        timed = [prompt for prompts in groups for prompt in prompts[: self.per_category]]
+        return timed, [prompt for prompts in groups for prompt in prompts[self.per_category :]]
 
 
-def _is_temperature(text: str) -> bool:
-    try:
-        return 0 <= float(text) < math.inf
-    except ValueError:
-        return False
+class Mode:
+    """A model with some drafters.
+
+    Every reply begins with an empty cache, of draft models too, and with drafters that know what earlier prompts taught
+    them in this mode: neither repeats nor other modes' replies to the same prompt.
+    """
+
+    def __init__(self, model: edgeinfer.Model, name: str, options: SpecOptions) -> None:
+        self.name = name
+        self._model = model
+        drafters = PLAIN if name in (PLAIN, CONTROL) else name.replace("+", ",")
+        self.drafts = drafters != PLAIN
+        self._options = {**options.replies, "speculation": drafters, **(options.drafts if self.drafts else {})}
+        self._lossless = options.verification == _KEYED
+        self._known = self._latest = edgeinfer.tools.drafting_state(model)
+
+    def reply(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Continue a prompt with the knowledge at the last call of `learn`."""
+        # Another first token leaves nothing of the prompt in a cache of target or drafter.
+        other = prompt[0] - 1 if prompt[0] else 1
+        self._model.generate([other], **{**self._options, "max_tokens": 2, "ignore_eos": True})
+        edgeinfer.tools.restore_drafting(self._model, self._known)
+        result = self._model.generate(list(prompt), **self._options)
+        self._latest = edgeinfer.tools.drafting_state(self._model)
+        return {
+            "token_ids": result.token_ids,
+            "ms_per_token": result.timings.per_token_ms,
+            "rounds": result.speculation.rounds or max(len(result.token_ids) - 1, 0),
+            # Other rules draw from the same distribution, but not the same tokens.
+            "lossless": result.speculation.lossless and self._lossless,
+            "details": asdict(result.speculation) | {"timings": asdict(result.timings)},
+        }
+
+    def learn(self) -> None:
+        """Keep what the last reply taught."""
+        self._known = self._latest
 
 
-def _items(options: SpecOptions, model: Tokenizes, prompts: list[Prompt]) -> list[TokenizedPrompt]:
-    """The prompts' tokens: as they are, or made to the lengths of a grid."""
-    items = tokenize_prompts(model, prompts, options.max_tokens)
-    if not options.lengths:
-        return items
-    lengths = tuple(map(int, options.lengths))
-    if max(lengths) + options.max_tokens > model.context:
-        message = f"A prompt of {max(lengths)} tokens leaves no room for a reply of {options.max_tokens}."
-        raise UsageError(message, "Give a larger context (-c), or shorter lengths (--lengths).")
-    return grid_prompts(items, lengths, options.per_category)
+def make_modes(model: edgeinfer.Model, options: SpecOptions, skipped: dict[str, str]) -> list[Mode]:
+    """The modes that run; each is tried once, and `skipped` gets the reasons of the others."""
+    runnable = []
+    # All are made before any is tried, as each starts from what drafters know now.
+    for mode in [Mode(model, name, options) for name in options.modes]:
+        try:
+            mode.reply([1])
+        except EdgeInferError as error:
+            if mode.name == PLAIN:
+                raise
+            skipped[mode.name] = str(error)
+            continue
+        runnable.append(mode)
+    return runnable
 
 
-def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, bool]:
-    """Measures; an interrupt ends it early with the prompts done so far. Also returns whether it finished."""
-    if options.expand and context.model:
-        raise UsageError("A bundle cannot be expanded.", "Give a checkpoint with --checkpoint, and no -m.")
-    config, skipped = options.config, dict[str, str]()
-    prompts, warming = options.prompts()
-    artifacts = options.artifacts()
-    bundle = str(artifacts.bundle(BundleKind(bits=options.bits))) if artifacts and options.expand else context.model
+def measure(
+    prompts: Sequence[TokenizedPrompt], modes: Sequence[Mode], repeats: int, progress: StageProgress
+) -> Iterator[PromptFigures]:
+    """Replies of every mode to each prompt, in turns."""
+    done, total = 0, len(prompts) * len(modes) * repeats
+    for number, item in enumerate(prompts):
+        replies: dict[str, list[dict[str, Any]]] = {mode.name: [] for mode in modes}
+        for repeat in range(repeats):
+            for mode in rotated(modes, number + repeat):
+                progress(done, total)
+                replies[mode.name].append(mode.reply(item.ids))
+                done += 1
+        for mode in modes:
+            mode.learn()
+        yield prompt_figures(item, replies)
+
+
+def prompt_figures(item: TokenizedPrompt, replies: Mapping[str, Sequence[dict[str, Any]]]) -> PromptFigures:
+    """The JSON of one prompt; mismatches are replies of a lossless mode whose tokens are not plain decoding's."""
+    plain = replies[PLAIN][0]["token_ids"]
+    modes = {
+        name: {key: [each[key] for each in found] for key in ("ms_per_token", "rounds", "details")}
+        | {"tokens": [len(each["token_ids"]) for each in found]}
+        | {"mismatches": sum(each["lossless"] and each["token_ids"] != plain for each in found)}
+        for name, found in replies.items()
+    }
+    names = {"name": item.prompt.name, "category": item.prompt.category}
+    return names | {"prompt_tokens": len(item.ids), "cut_tokens": item.cut, "reply": list(plain), "modes": modes}
+
+
+def _run(options: SpecOptions, context: BenchContext) -> BenchResult:
+    skipped: dict[str, str] = {}
+    timed, warming = options.prompts()
     # What earlier sessions learnt would be an advantage that nothing can reproduce.
     loading = {"remember": False, **context.load}
-    with contextlib.ExitStack() as stack:
-        model = stack.enter_context(context.open_model(bundle, loading))
-        items = _items(options, model, prompts)
-        learning = LearningModel(model)
-        modes: list[Mode] = edgeinfer_modes(learning, config, skipped)
-        if artifacts and options.llamacpp:
-            room = -(-model.context // _LLAMACPP_CONTEXT) * _LLAMACPP_CONTEXT
-            arguments = {"path": str(artifacts.gguf()), "threads": model.threads, "context": room}
-            worker = stack.enter_context(Worker("llamacpp", arguments))
-            modes += llamacpp_modes(worker, config, _stop_ids(artifacts.checkpoint()))
+    done: list[PromptFigures] = []
+    finished = True
+    with context.open_model(context.model, loading) as model:
+        items = tokenize_prompts(model, timed, options.max_tokens)
+        modes = make_modes(model, options, skipped)
         for item in tokenize_prompts(model, warming, options.max_tokens):
-            for mode in modes:
-                if mode.learns:
-                    mode.reply(item.ids)
-                    mode.learn()
-        recorded = {**loading, **asdict(config.replies), "repeats": config.repeats, "expand": options.expand}
+            for mode in (mode for mode in modes if mode.drafts):
+                mode.reply(item.ids)
+                mode.learn()
+        recorded = {**loading, **options.replies, **options.drafts, "repeats": options.repeats}
         recorded["warm_up"] = len(warming)
-        if config.temperatures:
-            recorded["further temperatures"] = ",".join(f"{temperature:g}" for temperature in config.temperatures)
-        if options.lengths:
-            recorded["lengths"] = ",".join(options.lengths)
-        setup = SpecSetup(model.threads, model.info.kernel, model.info.name, model.info.bits_per_weight, recorded)
-        done: list[PromptTimes] = []
-        finished = True
+        info = model.info
+        setup = {"threads": model.threads, "kernel": info.kernel, "model": info.name, "options": recorded}
         try:
-            done.extend(measure(items, modes, config.repeats, context.stage("replies")))
+            done.extend(measure(items, modes, options.repeats, context.stage("replies")))
         except KeyboardInterrupt:
             if not done:
                 raise
             finished = False
-        shown = tuple(mode.name for mode in modes)
-        return SpecResults(setup, shown, tuple(done), isinstance(learning, Learns), skipped), finished
+    found = {"setup": setup, "modes": [mode.name for mode in modes], "skipped": skipped, "prompts": done}
+    return BenchResult(found, finished)
 
 
-def _stop_ids(checkpoint: Path) -> list[int]:
-    """Tokens that end a reply, as the checkpoint's generation_config.json has them."""
-    path = checkpoint / "generation_config.json"
-    try:
-        ends = json.loads(path.read_text("utf-8")).get("eos_token_id", [])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read {path}: {error}.", "Give a complete checkpoint.") from error
-    return list(ends) if isinstance(ends, list) else [int(ends)]
+def speedups(prompts: Sequence[PromptFigures], mode: str) -> dict[str, float]:
+    """How many times faster than plain decoding, by prompt; of prompts with replies long enough to be timed."""
+    return {each["name"]: _ms(each, PLAIN) / _ms(each, mode) for each in prompts if _timed(each, mode)}
 
 
-def _run(options: SpecOptions, context: BenchContext) -> BenchResult:
-    results, finished = run_spec(options, context)
-    return BenchResult(results.to_dict(), finished)
+def _timed(prompt: PromptFigures, mode: str) -> bool:
+    return all(tokens > FEWEST_TIMED for name in (PLAIN, mode) for tokens in prompt["modes"][name]["tokens"])
+
+
+def _ms(prompt: PromptFigures, mode: str) -> float:
+    return float(median(prompt["modes"][mode]["ms_per_token"]))
+
+
+def tokens_per_pass(prompts: Sequence[PromptFigures], mode: str) -> float:
+    """Mean accepted length over all timed prompts; 1 is plain decoding."""
+    found = [prompt["modes"][mode] for prompt in prompts if _timed(prompt, mode)]
+    later = sum(sum(each["tokens"]) - len(each["tokens"]) for each in found)
+    return float(later / sum(sum(each["rounds"]) for each in found))
+
+
+def spec_section(data: Any) -> Section:
+    """Drafting against plain decoding, by category of prompts."""
+    modes, prompts = [mode for mode in data["modes"] if mode != PLAIN], data["prompts"]
+    # Categories with a prompt that is long enough in plain decoding.
+    categories = {
+        name: found
+        for name in dict.fromkeys(prompt["category"] for prompt in prompts)
+        if speedups(found := [prompt for prompt in prompts if prompt["category"] == name], PLAIN)
+    }
+    rows, lengths, details = [], [], []
+    for name, found in categories.items():
+        plain = [_ms(prompt, PLAIN) for prompt in found if _timed(prompt, PLAIN)]
+        rows.append(
+            (name, str(len(plain)), f"{fmean(plain):.2f}", *(_speedup(speedups(found, mode)) for mode in modes))
+        )
+        per_pass = {mode: tokens_per_pass(found, mode) for mode in modes if speedups(found, mode)}
+        lengths.append((name, *(f"{per_pass[mode]:.2f}" if mode in per_pass else "" for mode in modes)))
+        for mode in (PLAIN, *per_pass):
+            faster = speedups(found, mode)
+            ms = fmean(_ms(prompt, mode) for prompt in found if prompt["name"] in faster)
+            details.append((name, mode, str(len(faster)), f"{ms:.2f}", min(faster, key=lambda each: faster[each])))
+    rows.append(("geometric mean", "", "", *(_mean(categories, mode) for mode in modes)))
+    wrong = {mode: sum(prompt["modes"][mode]["mismatches"] for prompt in prompts) for mode in data["modes"]}
+    parts: tuple[Part, ...] = (
+        Table(
+            "Times faster than plain decoding, mean over prompts, and the least",
+            ("category", "prompts", f"{PLAIN}: ms per token", *modes),
+            tuple(rows),
+        ),
+        Table("Tokens per pass of the model", ("category", *modes), tuple(lengths)),
+        Paragraph(f"{sum(wrong.values())} replies had other tokens than plain decoding's."),
+        *(Paragraph(f"{mode}: skipped: {reason}") for mode, reason in data["skipped"].items()),
+        *_costs(data),
+        Table(
+            "Means over the prompts of a category",
+            ("category", "mode", "prompts", "ms per token", "slowest on"),
+            tuple(details),
+            words=("mode", "slowest on"),
+        ),
+        *map(Paragraph, _notes(data, wrong)),
+    )
+    facts: Facts = tuple((name.capitalize(), str(data["setup"][name])) for name in ("model", "kernel", "threads"))
+    return Section("Drafting ahead", (*facts, *run_facts(data)), parts, commands(data))
+
+
+def _speedup(faster: Mapping[str, float]) -> str:
+    return f"{fmean(faster.values()):.2f} (least {min(faster.values()):.2f})" if faster else ""
+
+
+def _mean(categories: Mapping[str, Sequence[PromptFigures]], mode: str) -> str:
+    """The geometric mean over categories of their mean speed-ups."""
+    means = [fmean(found.values()) for each in categories.values() if (found := speedups(each, mode))]
+    return f"{geometric_mean(means):.2f}" if means else ""
+
+
+def _costs(data: Mapping[str, Any]) -> list[Table]:
+    """Costs of rounds as the engine timed them; none if nothing was drafted."""
+    rows = []
+    for mode in data["modes"]:
+        found = [reply for prompt in data["prompts"] for reply in prompt["modes"][mode]["details"]]
+        drafted, accepted, draft_ms, verify_ms, rounds = (
+            sum(reply.get(name, 0) for reply in found)
+            for name in ("drafted", "accepted", "draft_ms", "verify_ms", "rounds")
+        )
+        if drafted:
+            row = (drafted / rounds, accepted / drafted, verify_ms / rounds, draft_ms / drafted)
+            rows.append((mode, *(f"{value:.2f}" for value in row)))
+    header = ("mode", "drafted per pass", "of these accepted", "ms per pass", "ms per guess")
+    return [Table("Costs on these texts", header, tuple(rows), words=("mode",))] if rows else []
+
+
+def _notes(data: Mapping[str, Any], wrong: Mapping[str, int]) -> Iterator[str]:
+    """Whether auto is never slower than plain decoding, and what else a reader has to know."""
+    prompts = data["prompts"]
+    if _JUDGED in data["modes"]:
+        timed = speedups(prompts, _JUDGED)
+        slower = sorted((speedup, name) for name, speedup in timed.items() if speedup < LEAST_SPEEDUP)
+        where = " Slower on:" + "".join(f"\n  {name}: {speedup:.3f}" for speedup, name in slower) if slower else ""
+        verdict = f"{'no' if slower else 'yes'}, on {len(timed) - len(slower)} of {len(timed)}."
+        yield f"{_JUDGED} >= {LEAST_SPEEDUP} x {PLAIN} on every prompt: {verdict}{where}"
+    yield from (f"{mode}: {n} replies differ from those of plain decoding." for mode, n in wrong.items() if n)
+    if not any(wrong.values()):
+        yield "Every lossless mode gave the tokens of plain decoding in every reply."
+    if CONTROL in data["modes"] and (ratios := sorted(speedups(prompts, CONTROL).values())):
+        yield f"Noise: {PLAIN} is {ratios[0]:.3f} to {ratios[-1]:.3f} times as fast as itself."
+    if cut := sum(prompt["cut_tokens"] > 0 for prompt in prompts):
+        yield f"{cut} prompts were cut at the front to leave room for the reply."
+    if short := sum(not all(_timed(prompt, mode) for mode in data["modes"]) for prompt in prompts):
+        yield f"{short} prompts had replies of fewer than 3 tokens in some mode: not timed there."
+    if _COST_EXPANDED in data["setup"]["model"]:
+        yield f"The model is {_COST_EXPANDED}: text of a small trained model, time and memory of a large one."
+    yield "Options: " + ", ".join(f"{name}={value}" for name, value in data["setup"]["options"].items())
 
 
 SPEC = Benchmark(

@@ -1,6 +1,6 @@
-"""`edgeinfer bench speed`: tests of prompt, reply and depth in llama-bench's words, timed in turns.
+"""`edgeinfer bench speed`: llama-bench's tests, timed in turns.
 
-`pp512` prefills 512 tokens, `tg128` decodes 128, `pp512+tg128` does both, `@ d4096` does it behind 4096 others.
+`pp512` prefills 512 tokens, `tg128` decodes 128, `pp512+tg128` does both, `@ d4096` does it after 4096 others.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ import io
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, numbers, option
-from edgeinfer.apps.bench.environment import machine_name, system_name, timestamp
-from edgeinfer.apps.bench.plots import Chart, Line
-from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
-from edgeinfer.apps.bench.timing import rotated
+from edgeinfer.apps.bench.benchmark import (
+    BenchContext,
+    Benchmark,
+    BenchResult,
+    StageProgress,
+    machine_name,
+    numbers,
+    option,
+    rotated,
+    system_name,
+    timestamp,
+)
+from edgeinfer.apps.bench.render import Chart, Line, Section, Table, commands, markdown_table, run_facts
 from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, NativeUnavailableError, Setting, UsageError
 from edgeinfer.results import DeviceLimits
@@ -33,12 +41,7 @@ _S = 1e9
 
 @dataclass(frozen=True, order=True)
 class SpeedTest:
-    """What is timed.
-
-    Attributes:
-        prompt, reply: tokens.
-        depth: tokens before them that are not timed.
-    """
+    """A test: tokens of a prompt and of a reply after `depth` tokens that are not timed."""
 
     prompt: int
     reply: int
@@ -50,12 +53,12 @@ class SpeedTest:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that are timed."""
+        """Tokens that are timed."""
         return self.prompt + self.reply
 
     @property
     def context(self) -> int:
-        """The context that it needs."""
+        """Tokens of context that the test needs."""
         return self.depth + self.tokens + 1
 
     def __str__(self) -> str:
@@ -65,8 +68,8 @@ class SpeedTest:
 
 _DESCRIPTION = """\
 Time prompts and replies as llama-bench does, and in its words: pp512 prefills 512 tokens, tg128 decodes 128 plainly,
-and "@ d4096" does so behind 4096 others. Tests take turns; the first visit to each warms up and is not counted. The
-floor is the least that reading weights and cache once per pass and multiplying take on this machine.
+and "@ d4096" does so after 4096 others. Tests take turns; the first visit to each warms up and is not counted. The
+floor is the shortest time in which this machine can read weights and cache once per pass and multiply.
 
 examples:
   edgeinfer bench speed -m BUNDLE -t 1
@@ -82,16 +85,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """What to run.
-
-    Attributes:
-        prompts, replies: lengths, each a test of its own; 0 is none.
-        both: lengths of prompt and reply that are timed together.
-        depths: each test runs behind each of these.
-        repeats: timed visits to each test; one more warms up.
-        output: the format, one of FORMATS.
-        out: file that is written instead of stdout.
-    """
+    """Tests to run: each length after each depth, `repeats` times and once more to warm up."""
 
     prompts: tuple[int, ...] = option(
         "-p",
@@ -131,62 +125,20 @@ class SpeedConfig:
 
     @property
     def tests(self) -> list[SpeedTest]:
-        """Each once, in the order of llama-bench."""
+        """Each test once, in the order of llama-bench."""
         pairs = [(n, 0) for n in self.prompts if n] + [(0, n) for n in self.replies if n] + list(self.both)
         return list(dict.fromkeys(SpeedTest(*pair, depth) for depth in self.depths for pair in pairs))
 
     @property
     def context(self) -> int:
-        """The context that all tests need."""
+        """Tokens of context that all tests need."""
         return max(test.context for test in self.tests)
 
 
-@dataclass(frozen=True)
-class SpeedResult:
-    """How long one test took.
+def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, command: str = "") -> list[dict[str, Any]]:
+    """Time all tests in turns, each round beginning with another one; a row of llama-bench's JSON for each.
 
-    Attributes:
-        samples_ns: of each visit.
-        floor_ns: the least that reading weights and cache and multiplying take on this machine; None where that is not
-            known.
-        facts: of model, engine and machine, the same for all tests of a run.
-    """
-
-    test: SpeedTest
-    samples_ns: tuple[int, ...]
-    floor_ns: float | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def samples_ts(self) -> tuple[float, ...]:
-        """Tokens per second of each visit."""
-        return tuple(self.test.tokens * _S / ns for ns in self.samples_ns)
-
-    def to_dict(self) -> dict[str, Any]:
-        """By the keys of llama-bench's JSON, and of ours the median and the floor."""
-        ns, ts = self.samples_ns, self.samples_ts
-        return {
-            **self.facts,
-            "n_prompt": self.test.prompt,
-            "n_gen": self.test.reply,
-            "n_depth": self.test.depth,
-            "test": str(self.test),
-            "avg_ns": round(statistics.fmean(ns)),
-            "stddev_ns": round(_deviation(ns)),
-            "median_ns": round(statistics.median(ns)),
-            "floor_ns": None if self.floor_ns is None else round(self.floor_ns),
-            "avg_ts": statistics.fmean(ts),
-            "stddev_ts": _deviation(ts),
-            "median_ts": statistics.median(ts),
-            "samples_ns": list(ns),
-            "samples_ts": list(ts),
-        }
-
-
-def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, command: str = "") -> list[SpeedResult]:
-    """Times all tests in turns, each visit beginning with another one.
-
-    A test whose greedy tokens are not the same at every visit is no test: a fast wrong answer never counts.
+    A test whose greedy tokens differ between visits is an error: a fast wrong answer never counts.
     """
     tests = config.tests
     samples: dict[SpeedTest, list[int]] = {test: [] for test in tests}
@@ -204,11 +156,31 @@ def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, comman
             limits += device_limits(model.threads)
     progress(len(visits), len(visits))
     best, facts = median_limits(limits), describe_run(model, command)
-    return [SpeedResult(test, tuple(taken), floor_ns(model, test, best), facts) for test, taken in samples.items()]
+    return [facts | _row(test, taken, floor_ns(model, test, best)) for test, taken in samples.items()]
+
+
+def _row(test: SpeedTest, ns: Sequence[int], floor: float | None) -> dict[str, Any]:
+    """llama-bench's keys for a test, and the median and the floor."""
+    ts = [test.tokens * _S / each for each in ns]
+    return {
+        "n_prompt": test.prompt,
+        "n_gen": test.reply,
+        "n_depth": test.depth,
+        "test": str(test),
+        "avg_ns": round(statistics.fmean(ns)),
+        "stddev_ns": round(_deviation(ns)),
+        "median_ns": round(statistics.median(ns)),
+        "floor_ns": None if floor is None else round(floor),
+        "avg_ts": statistics.fmean(ts),
+        "stddev_ts": _deviation(ts),
+        "median_ts": statistics.median(ts),
+        "samples_ns": list(ns),
+        "samples_ts": ts,
+    }
 
 
 def floor_ns(model: Model, test: SpeedTest, limits: DeviceLimits | None) -> float | None:
-    """The least that the passes of a test take, each in itself: of a reply all as the middle one."""
+    """The shortest possible time of a test, with a reply's steps all like its middle one; None if unknown."""
     chunk, begin = model.plan.prefill_chunk, test.depth
     starts = range(0, test.prompt, chunk)
     try:
@@ -224,7 +196,7 @@ def floor_ns(model: Model, test: SpeedTest, limits: DeviceLimits | None) -> floa
 
 
 def device_limits(threads: int) -> list[DeviceLimits]:
-    """What the machine can do now; none where the kernel that measures it is not installed."""
+    """The machine's present limits; empty without the native kernel, which measures them."""
     try:
         return [edgeinfer.tools.measure_device(threads)]
     except NativeUnavailableError:
@@ -232,7 +204,7 @@ def device_limits(threads: int) -> list[DeviceLimits]:
 
 
 def median_limits(limits: Sequence[DeviceLimits]) -> DeviceLimits | None:
-    """The machine at its usual."""
+    """The median of measured limits."""
     if not limits:
         return None
     first = limits[0]
@@ -246,7 +218,7 @@ def median_limits(limits: Sequence[DeviceLimits]) -> DeviceLimits | None:
 
 
 def describe_run(model: Model, command: str) -> dict[str, Any]:
-    """Model, engine and machine, by llama-bench's keys where it has them."""
+    """Model, engine and machine, under llama-bench's keys where it has them."""
     from edgeinfer import __version__
 
     info, plan = model.info, model.plan
@@ -277,11 +249,11 @@ def _deviation(values: Sequence[float]) -> float:
 def _run(config: SpeedConfig, context: BenchContext) -> BenchResult:
     with context.open_model(context.model, {"context": config.context} | context.load) as model:
         results = run_speed(model, config, context.stage("timing"), context.command)
-    return BenchResult([result.to_dict() for result in results])
+    return BenchResult(results)
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """llama-bench's table, and how many times the least that the machine needs each test took."""
+    """llama-bench's table, with each test's time as a multiple of its floor."""
     header = ("model", "size", "params", "backend", "threads", "test", "t/s", "floor")
     cells = [
         (
@@ -300,8 +272,8 @@ def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of_floor(row: Mapping[str, Any]) -> str:
-    """How many times its floor a test took; nothing where that is not known, as in results of earlier versions."""
-    floor = row.get("floor_ns")
+    """A test's time as a multiple of its floor, if that is known."""
+    floor = row["floor_ns"]
     return f"{row['median_ns'] / floor:.2f}x" if floor else ""
 
 
@@ -323,8 +295,8 @@ FORMATS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
 
 
 def speed_section(data: Any) -> Section:
-    """Tests in llama-bench's words."""
-    floors = any(row.get("floor_ns") for row in data)
+    """The tests with their medians."""
+    floors = any(row["floor_ns"] for row in data)
     rows = tuple(
         (
             row["test"],
@@ -342,14 +314,14 @@ def speed_section(data: Any) -> Section:
 
 
 def _by_depth(data: list[dict[str, Any]]) -> tuple[Chart, ...]:
-    """Speed against depth, where there are several depths."""
+    """Speed against depth, if there are several depths."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in data:
         lines.setdefault(row["test"].partition(" @")[0], []).append((row["n_depth"], row["median_ts"]))
     if max(map(len, lines.values())) < 2:
         return ()
     drawn = tuple(Line(name, tuple(sorted(points))) for name, points in lines.items())
-    return (Chart("Speed behind a longer past", "tokens before", "tokens per second", drawn),)
+    return (Chart("Speed after more tokens", "tokens before", "tokens per second", drawn),)
 
 
 SPEED = Benchmark(

@@ -1,16 +1,22 @@
-"""Texts for models to read and answer: the stories of a file, and stories and dialogues that are built in."""
+"""Texts for models to read and prompts for them to answer: built in, or from files of stories and data sets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import edgeinfer
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import PromptError, TemplateError, UsageError
 
 SEPARATOR = "<|endoftext|>"
-Dialogue = tuple[dict[str, str], ...]
+Message = Mapping[str, Any]
+Dialogue = tuple[Message, ...]
+# Where a folder of data sets has stories to read.
+STORIES_FILE = "tinystories/tinystories_train_part0.txt"
 
 
 def all_stories(path: Path) -> list[str]:
@@ -26,38 +32,28 @@ def all_stories(path: Path) -> list[str]:
     return stories
 
 
-def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
-    """The last `count` stories of a text file, without the `skip` that come after them."""
-    if count < 1 or skip < 0:
-        raise UsageError("There must be at least one story.", "Give --stories 1 or more, --skip 0 or more.")
-    stories = all_stories(path)
-    chosen = stories[: len(stories) - skip][-count:]
-    if not chosen:
-        raise UsageError(f"{path} has no stories but those that are skipped.", "Skip fewer.")
-    return chosen
+def read_stories(path: Path, count: int) -> list[str]:
+    """The last `count` stories of a text file."""
+    if count < 1:
+        raise UsageError("There must be at least one story.", "Give --stories 1 or more.")
+    return all_stories(path)[-count:]
 
 
 def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
-    """A story after the begin token, which most tokenizers put there themselves, cut at the model's context."""
+    """A story after the begin token, cut at the model's context."""
     begin, ids = model.begin_ids, model.tokenize(story, parse_special=False)
     return (ids if ids[: len(begin)] == begin else begin + ids)[: model.context]
 
 
 def calibration_text(stories: Iterable[str]) -> str:
-    """Stories as the export command takes texts: its paragraphs are texts of their own, so a story must be one."""
+    """Stories as paragraphs, which the export command takes as separate texts."""
     paragraphs = ("\n".join(line for line in story.splitlines() if line.strip()) for story in stories)
     return "\n\n".join(paragraphs) + "\n"
 
 
 @dataclass(frozen=True)
 class Story:
-    """A story.
-
-    Attributes:
-        hero: a name in it.
-        other: a name that is not.
-        alone: whether no one else in it is named.
-    """
+    """A story with its hero's name, another name that is not in it, and whether it names no other person."""
 
     hero: str
     other: str
@@ -154,12 +150,9 @@ def _asked(request: str) -> Dialogue:
 
 
 def _after(story: Story, request: str) -> Dialogue:
-    """A request about a story that the model has told."""
-    told = (
-        {"role": "user", "content": f"Tell me a story about {story.hero}."},
-        {"role": "assistant", "content": story.text},
-    )
-    return (*told, *_asked(request))
+    """A request that follows a story in the conversation."""
+    answer = {"role": "assistant", "content": story.text}
+    return (*_asked(f"Tell me a story about {story.hero}."), answer, *_asked(request))
 
 
 def _renamed(story: Story) -> Dialogue:
@@ -190,5 +183,163 @@ def _exact(story: Story) -> Iterator[tuple[str, Dialogue, str]]:
         yield "who", _after(story, "Who is in the story?"), f"{story.hero}."
 
 
-# By kind, with the answer that the request leaves no choice about.
+# Kind, dialogue, and the only right answer.
 EXACT_DIALOGUES = tuple(dialogue for story in BUILTIN_STORIES for dialogue in _exact(story))
+
+
+# Categories that the built-in story model was trained for.
+STORIES = ("tales/write", "tales/retell", "tales/again")
+# Kinds of dialogues that have one right answer.
+_EXACT = ("retell", "again", "who", "start")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation whose next turn is the model's.
+
+    Attributes:
+        category: "source" or "source/kind".
+        name: unique and stable.
+        answer: the only right reply, if there is one.
+    """
+
+    category: str
+    name: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt's token ids; the first `cut` tokens were left out to fit the context."""
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    cut: int
+
+
+def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
+    """Prompts of every data set in a folder, in the order of categories.
+
+    Args:
+        folder: with some of tales_dialogues/, mtbench/, specbench/, gsm8k/ and summarization/.
+        per_category: maximum; always the same prompts are drawn from more.
+        categories: names of categories or sources; None is all.
+    """
+    found: dict[str, list[Prompt]] = {}
+    for name, read in _SOURCES.items():
+        path = folder / name
+        if path.is_file():
+            for prompt in _read(path, read):
+                found.setdefault(prompt.category, []).append(prompt)
+    if not found:
+        raise PromptError(f"{folder} holds no prompts.", f"It should have some of {', '.join(_SOURCES)}.")
+    chosen = _chosen(found, categories)
+    return [prompt for name in chosen for prompt in _draw(found[name], per_category)]
+
+
+def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
+    """A dozen dialogues in the style of the built-in story model."""
+    found: dict[str, list[Prompt]] = {}
+    for number, (kind, messages) in enumerate(BUILTIN_DIALOGUES):
+        category = f"tales/{kind}"
+        found.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages))
+    return [prompt for name in _chosen(found, categories) for prompt in found[name][:per_category]]
+
+
+def exact_prompts(folder: Path | None, per_category: int) -> list[Prompt]:
+    """Prompts with one right reply: from a folder of data sets, or the built-in ones."""
+    if folder is not None:
+        found = load_prompts(folder, per_category, categories=[f"tales/{kind}" for kind in _EXACT])
+        return [prompt for prompt in found if prompt.answer is not None]
+    by_kind: dict[str, list[Prompt]] = {}
+    for number, (kind, messages, answer) in enumerate(EXACT_DIALOGUES):
+        category = f"tales/{kind}"
+        by_kind.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages, answer))
+    return [prompt for prompts in by_kind.values() for prompt in prompts[:per_category]]
+
+
+def tokenize_prompts(model: edgeinfer.Model, prompts: Sequence[Prompt], max_tokens: int) -> list[TokenizedPrompt]:
+    """Tokenize prompts, cut at the front where they leave no room for a reply of `max_tokens`.
+
+    Models without a chat template get the messages' texts, joined by newlines.
+    """
+    room = model.context - max_tokens
+    if room < 1:
+        raise PromptError(f"Replies of {max_tokens} tokens fill the context of {model.context}.", "Ask for fewer (-n).")
+    tokenized = []
+    for prompt in prompts:
+        try:
+            ids = model.tokenize_chat(prompt.messages)
+        except TemplateError:
+            text = "\n".join(message["content"] for message in prompt.messages) + "\n"
+            ids = model.tokenize(text, parse_special=False)
+        cut = max(len(ids) - room, 0)
+        tokenized.append(TokenizedPrompt(prompt, tuple(ids[cut:]), cut))
+    return tokenized
+
+
+def _chosen(found: Mapping[str, list[Prompt]], categories: Sequence[str] | None) -> list[str]:
+    """Names of categories in order of appearance."""
+    if categories is None:
+        return list(found)
+    for wanted in categories:
+        if not any(wanted in (name, name.partition("/")[0]) for name in found):
+            raise PromptError(f"There is no category {wanted!r}.", f"Categories: {', '.join(found)}.")
+    return [name for name in found if name in categories or name.partition("/")[0] in categories]
+
+
+def _draw(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """A random subset in the original order; smaller subsets are parts of larger ones."""
+    if len(prompts) <= count:
+        return prompts
+    order = random.Random(0).sample(range(len(prompts)), len(prompts))
+    return [prompts[index] for index in sorted(order[:count])]
+
+
+def _read(path: Path, read: Callable[[dict[str, Any], int], Prompt]) -> Iterator[Prompt]:
+    try:
+        lines = path.read_text("utf-8").split("\n")  # splitlines would split within strings, too
+        for number, line in enumerate(lines):
+            if line.strip():
+                yield read(json.loads(line), number)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise PromptError(f"Cannot read {path}: {error!r}.", "Give the data sets as they are published.") from error
+
+
+def _question(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
+
+
+def _tales(row: dict[str, Any], number: int) -> Prompt:
+    category = f"tales/{row['kind']}"
+    return Prompt(category, f"{category}#{number}", tuple(row["messages"]), row.get("answer"))
+
+
+def _mtbench(row: dict[str, Any], number: int) -> Prompt:
+    return Prompt("mtbench", f"mtbench#{row['question_id']}", _question(row["turns"][0]))
+
+
+def _specbench(row: dict[str, Any], number: int) -> Prompt:
+    return Prompt(f"specbench/{row['category']}", f"specbench#{row['question_id']}", _question(row["turns"][0]))
+
+
+def _gsm8k(row: dict[str, Any], number: int) -> Prompt:
+    return Prompt("gsm8k", f"gsm8k#{number}", _question(row["question"]))
+
+
+def _summary(kind: str) -> Callable[[dict[str, Any], int], Prompt]:
+    category = f"summarization/{kind}"
+    return lambda row, number: Prompt(category, f"{category}#{number}", _question(row["prompt"]))
+
+
+# Files and the reader of their lines. Of questions in turns the first is asked: the others are about replies that no
+# model has given.
+_SOURCES: dict[str, Callable[[dict[str, Any], int], Prompt]] = {
+    "tales_dialogues/dialogues.jsonl": _tales,
+    "mtbench/question.jsonl": _mtbench,
+    "specbench/question.jsonl": _specbench,
+    "gsm8k/train.jsonl": _gsm8k,
+    "summarization/cnn_dailymail.jsonl": _summary("cnn"),
+    "summarization/samsum.jsonl": _summary("samsum"),
+}

@@ -39,8 +39,9 @@ _REPORT = (
 
 
 def add_bench(commands: Subparsers) -> None:
-    """Adds the subcommand and its own."""
-    from edgeinfer.apps.bench.registry import BENCHMARKS, GROUPS
+    """Add the subcommand and its own."""
+    from edgeinfer.apps.bench.memory import GROUP
+    from edgeinfer.apps.bench.report import BENCHMARKS
 
     parser = commands.add_parser("bench", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -48,7 +49,7 @@ def add_bench(commands: Subparsers) -> None:
     for benchmark in BENCHMARKS:
         group, _, name = benchmark.name.rpartition(" ")
         if group and group not in groups:
-            text, description = GROUPS[group]
+            text, description = GROUP
             inner = kinds.add_parser(group, help=text, description=description)
             groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
@@ -72,9 +73,8 @@ def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> Non
 
 
 def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.benchmark import BenchContext, options_from
-    from edgeinfer.apps.bench.plots import chart_svg
-    from edgeinfer.apps.bench.render import print_section, result_json
+    from edgeinfer.apps.bench.benchmark import BenchContext, options_from, result_json
+    from edgeinfer.apps.bench.render import chart_svg, machine_facts, print_section
 
     options = options_from(benchmark.options, args)
     out, written, drawn = (getattr(args, name, None) for name in ("out", "json", "svg"))
@@ -84,18 +84,20 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
         shown: dict[str, Any] = {} if bar is None else {"progress": bar}
         context = BenchContext(model, load, resolve, load_model, command=command_line(), **shown)
         result = benchmark.run(options, context)
-    text = benchmark.text(options, result.data) if benchmark.text else None
-    data = result.data if text is not None else json.loads(result_json(benchmark.key, command_line(), result.data))
-    if text is None:
-        print_section(benchmark.section(data))
-    elif out:
-        _write_text(out, text)
+    if benchmark.text:
+        text = benchmark.text(options, result.data)
+        if out:
+            _write_text(out, text)
+        else:
+            sys.stdout.write(text)
     else:
-        sys.stdout.write(text)
-    if written:
-        _write_text(written, result_json(benchmark.key, command_line(), result.data))
-    if drawn and benchmark.chart:
-        _write_text(drawn, chart_svg(benchmark.chart(data)))
+        text = result_json(benchmark.key, command_line(), result.data)
+        data = json.loads(text)
+        print_section(benchmark.section(data), machine_facts(data))
+        if written:
+            _write_text(written, text)
+        if drawn and benchmark.chart:
+            _write_text(drawn, chart_svg(benchmark.chart(data)))
     if not result.finished:
         print_note("Interrupted: the figures cover what was done so far.")
         return 130

@@ -37,7 +37,7 @@ NOT_RUN = (
     Rule("source ", "tests run in an environment already"),
     Rule("pytest", "runs these tests"),
     Rule("python .ci/wheels.py", "compiles for eight systems for minutes; tests/test_wheels.py runs it"),
-    Rule("python -m edgeinfer.apps.bench.reproduce", "measures for an hour, or writes into the checkout"),
+    Rule("python -m tests.tools.reproduce", "measures for an hour, or writes into the checkout"),
     Rule("python -m tests.tools.dialogues STORIES", "needs the training data of the built-in model"),
     Rule("edgeinfer distill drafter my-model my-drafter --text dialogues.jsonl", "trains for half an hour"),
     *(

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from edgeinfer.apps.bench.synthetic import Shape, write_random_checkpoint
 from tests.cache import made
 from tests.cli import TIME_LIMIT, command, environment
 from tests.hub_server import COMMIT, Hub, hub_environment, serving
 from tests.tables import each_row
+from tests.tools.random_models import Shape, write_random_checkpoint
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

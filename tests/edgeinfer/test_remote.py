@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.link import Link
 from edgeinfer.errors import RemoteError, UsageError
 from edgeinfer.runtime.remote.channel import Channel
 from edgeinfer.runtime.speculation.speculator import Speculator
 from tests.speculation import needs_builtin
+from tests.tools.link import Link
 from tests.waiting import TIME_LIMIT, wait_until
 
 if TYPE_CHECKING:

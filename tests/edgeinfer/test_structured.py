@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, run_cases
+from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, run_case
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.runtime.sampling import grammar_trial
@@ -304,6 +304,6 @@ def test_replies_without_room_for_them_are_refused_and_others_are_made(small_bun
 def test_a_reply_by_a_schema_stays_within_a_limit_of_the_system() -> None:
     model = PlannedModel("built-in", str(BUILTIN), 5_000_000, 512, "built-in")
     options = {**LEAN, "context": 128, "structured": True, "kv": "int8"}
-    (run,) = run_cases([PlanCase(0, model, 1.0, seed=1, draft_width=1, cold=False, options=options)])
-    assert run.outcome == "kept", run.reason
-    assert run.details["anonymous"]["grammars"] > 0
+    run = run_case(PlanCase(0, model, 1.0, seed=1, draft_width=1, cold=False, options=options))
+    assert run["outcome"] == "kept", run["reason"]
+    assert run["details"]["anonymous"]["grammars"] > 0

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.synthetic import pseudo_text, write_tokenizer
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.runtime.text.tokenizer import Tokenizer, file_has_pairs
 from tests.tables import each_row
+from tests.tools.random_models import pseudo_text, write_tokenizer
 
 CONFIG = HFConfig({"bos_token_id": 1, "eos_token_id": 2})
 

@@ -73,7 +73,7 @@ def _is_read(field: str) -> bool:
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Of one class, what is not null; lists with an item for each layer are left to the code that reads them."""
+    """The fields of one class that are not null; lists with an item for each layer are left to the code."""
     fields = {field.name: field.default for field in dataclasses.fields(config) if field.name != _ROTATION}
     found = {config.attribute_map.get(name, name): value for name, value in fields.items()}
     if hasattr(config, _ROTATION):

@@ -1,4 +1,4 @@
-"""GGUF files of small random checkpoints, ours beside those of llama.cpp's own converter, tensor by tensor and run.
+"""GGUF files of small random checkpoints, ours and those of llama.cpp's own converter, tensor by tensor and run.
 
     python -m tests.tools.gguf_converter LLAMA_CPP [NAME ...]
 
@@ -182,7 +182,7 @@ def _alike(mine: Any, wanted: Any) -> bool:
 
 
 def _difference(path: Path) -> str:
-    """How far llama.cpp's logits are from those beside the file."""
+    """How far llama.cpp's logits are from those saved with the file."""
     try:
         with GgufModel(path, 256) as model:
             found = np.concatenate([rows.copy() for rows in model.logits(TOKENS.tolist())])

@@ -65,7 +65,7 @@ def spellings(value: Any) -> Iterator[str]:
 
 
 def verdicts(folder: Path, draft: str) -> Iterator[tuple[str, str, str]]:
-    """Of each test, its file, the outcome, and what it is about."""
+    """For each test: its file, the outcome, and what it is about."""
     for file in sorted(folder.rglob("*.json")):
         keyword = str(file.relative_to(folder).with_suffix(""))
         for case in json.loads(file.read_text("utf-8")):

@@ -19,8 +19,8 @@ from statistics import fmean
 from unittest.mock import patch
 
 import edgeinfer
-from edgeinfer.apps.bench.prompts import STORIES, TokenizedPrompt, load_prompts, tokenize_prompts
 from edgeinfer.apps.bench.render import markdown_table
+from edgeinfer.apps.bench.texts import STORIES, TokenizedPrompt, load_prompts, tokenize_prompts
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts

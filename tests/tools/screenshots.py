@@ -4,7 +4,7 @@
     python -m tests.tools.screenshots --real MODEL
     python -m tests.tools.screenshots --report docs/results/report.html
 
-The folder's models are shown in the picker beside the built-in one, another small one with "stories" in its name among
+The folder's models are shown in the picker next to the built-in one, another small one with "stories" in its name among
 them. `--large` is the one that is planned and loaded there: a model of some hundred megabytes, so that its plan has
 something to show. `--real` is one that answers questions, such as Qwen2.5-Coder 0.5B: the conversation that the README
 shows is its own. Others are the built-in model's, but for one with Markdown and code, which that model cannot write. A

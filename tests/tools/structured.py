@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import edgeinfer
-from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
+from tests.tools.figures import percentile, script_json
 
 T = TypeVar("T")
 _PROMPT = "Write a JSON document:\n"

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
-from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.replies import FORMATS, ArgumentsPiece, CallPiece, CallReader, ToolFormat
 from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read_functions
 from edgeinfer.results import Chunk
+from tests.tools.figures import percentile, script_json
 from tests.tools.structured import add_reply_options, sample_groups
 
 _PREFIX = "BFCL_v4_"

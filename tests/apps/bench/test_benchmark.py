@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.bench import registry
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, add_declared, option, options_from
-from edgeinfer.apps.bench.plots import Chart, Line
-from edgeinfer.apps.bench.render import Section, Table, markdown_table
+from edgeinfer.apps.bench import report
+from edgeinfer.apps.bench.benchmark import (
+    BenchContext,
+    Benchmark,
+    BenchResult,
+    Spread,
+    add_declared,
+    option,
+    options_from,
+    rotated,
+)
+from edgeinfer.apps.bench.render import Chart, Line, Section, Table, markdown_table
 from edgeinfer.apps.cli.main import main
 from tests.tables import each_row
 
@@ -63,7 +71,7 @@ def measured(result: BenchResult, monkeypatch: pytest.MonkeyPatch, *line: str) -
         return Chart("Things", "x", "y", (Line("all", ((1.0, float(data["n"])),)),))
 
     things = Benchmark("things", "of some", "Counts things.", Chosen, run, show, chart=draw)
-    monkeypatch.setattr(registry, "BENCHMARKS", (things,))
+    monkeypatch.setattr(report, "BENCHMARKS", (things,))
     return main(["bench", "things", "x", *line])
 
 
@@ -87,6 +95,11 @@ def test_the_code_says_how_it_ended(
     assert ("Interrupted" in capsys.readouterr().err) == (code == 130)
 
 
+def test_turns_start_elsewhere_and_quartiles_are_of_all_values() -> None:
+    assert rotated("abc", 4) == ["b", "c", "a"]
+    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(median=3.0, p25=2.0, p75=4.0)
+
+
 def test_markdown_is_aligned() -> None:
     assert markdown_table(("name", "n"), [("a", "10")]) == "| name | n   |\n| ---- | --- |\n| a    | 10  |\n"
     assert markdown_table(("name", "n"), [("a", "10")], left=(0,)).splitlines()[1] == "| ---- | --: |"
@@ -100,4 +113,4 @@ def test_benchmarks_are_listed_without_the_export_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(each.name.partition(" ")[0] in done.stdout for each in registry.BENCHMARKS)
+    assert all(each.name.partition(" ")[0] in done.stdout for each in report.BENCHMARKS)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench import device_jobs, devices
-from edgeinfer.apps.bench.devices import DeviceRun, devices_table, find_targets
-from edgeinfer.apps.bench.watch import Ended
+from edgeinfer.apps.bench import devices, jobs
+from edgeinfer.apps.bench.devices import devices_table, find_targets, judged
+from edgeinfer.apps.bench.processes import Finished
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import watch_here
@@ -25,10 +25,10 @@ FOUND |= {"prompt_per_second": 100.0, "reply_per_second": 50.0}
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One story of few tokens."""
-    for name, value in (("_CONTEXT", 48), ("_STORIES", 1), ("_REPLY_TOKENS", 6)):
-        monkeypatch.setattr(device_jobs, name, value)
+    for name, value in (("_CONTEXT", 48), ("_STORIES", 1), ("_COMPARED_TOKENS", 6)):
+        monkeypatch.setattr(jobs, name, value)
     for name in ("_TIMED_PROMPT", "_TIMED_REPLY"):
-        monkeypatch.setattr(device_jobs, name, 4)
+        monkeypatch.setattr(jobs, name, 4)
 
 
 @needs_builtin
@@ -72,7 +72,7 @@ def test_the_processor_is_run_on_every_path_of_its_kernel(monkeypatch: pytest.Mo
     ],
 )
 def test_what_passes(found: dict[str, Any], memory: dict[str, Any], passed: bool) -> None:
-    assert DeviceRun("npu", "static", found=FOUND | found, memory=memory).passed is passed
+    assert judged({"error": "", "found": FOUND | found, "memory": memory})["passed"] is passed
 
 
 @needs_builtin
@@ -83,9 +83,9 @@ def test_a_driver_that_ends_the_process_ends_no_other(
     install(monkeypatch, lacking(), automatic=False)
     asked: list[Any] = []
 
-    def watch(command: list[str], environment: dict[str, str], seconds: float) -> Ended:
+    def watch(command: list[str], environment: dict[str, str], seconds: float) -> Finished:
         asked.append(json.loads(command[-1])["device"])
-        return Ended(-11, "Segmentation fault", None)
+        return Finished(-11, "Segmentation fault")
 
     monkeypatch.setattr(devices, "watch", watch)
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
@@ -96,10 +96,10 @@ def test_a_driver_that_ends_the_process_ends_no_other(
 
 
 def test_a_driver_that_fails_later_has_told_its_predictions(tmp_path: Path) -> None:
-    run = DeviceRun("CUDA0", "gguf", "segmentation fault", FOUND)
-    assert not run.passed
+    run = judged({"name": "CUDA0", "files": "gguf", "error": "segmentation fault", "found": FOUND, "memory": {}})
+    assert not run["passed"]
     machine = {"processor": "Processor", "system": "Linux 6"}
-    data = {"environment": machine, "accelerators": ["NVIDIA H200"], "runs": [run.to_dict()]}
+    data = {"environment": machine, "accelerators": ["NVIDIA H200"], "runs": [run]}
     (tmp_path / "here.json").write_text(json.dumps(data), "utf-8")
     row = [cell.strip() for cell in devices_table(tmp_path).splitlines()[-1].split("|")]
     assert row[2] == "Processor, NVIDIA H200, Linux"

@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks: categories, draws that repeat, and cuts that are counted."""
+"""Stories and prompts of the benchmarks: categories, draws that repeat, and cuts that are counted."""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench.grid import grid_prompts
-from edgeinfer.apps.bench.prompts import (
-    RETELLING,
-    STORIES,
-    Prompt,
-    TokenizedPrompt,
-    builtin_prompts,
-    load_prompts,
-    tokenize_prompts,
-)
-from edgeinfer.errors import PromptError, TemplateError
+from edgeinfer.apps.bench.texts import STORIES, Prompt, builtin_prompts, load_prompts, read_stories, tokenize_prompts
+from edgeinfer.errors import PromptError, TemplateError, UsageError
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "tales_dialogues/dialogues.jsonl": [
@@ -111,7 +102,7 @@ def test_a_folder_without_prompts_or_with_damaged_ones_is_refused(tmp_path: Path
 def test_the_built_in_prompts_are_a_dozen_of_the_story_categories() -> None:
     prompts = builtin_prompts(100)
     assert len(prompts) == 12
-    assert {*STORIES, *RETELLING} <= {prompt.category for prompt in prompts}
+    assert {*STORIES} <= {prompt.category for prompt in prompts}
     for prompt in prompts:
         assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"][
             -len(prompt.messages) :
@@ -124,15 +115,16 @@ def test_long_prompts_are_cut_at_the_front_and_say_so() -> None:
     short, long = (
         Prompt("a", name, ({"role": "user", "content": "x " * length},)) for name, length in (("s", 5), ("l", 90))
     )
-    items = tokenize_prompts(WordModel(50), [short, long], max_tokens=10)
+    items = tokenize_prompts(WordModel(50), [short, long], 10)  # type: ignore[arg-type]
     assert [(len(item.ids), item.cut) for item in items] == [(5, 0), (40, 50)]
     assert items[1].ids[-1] == 89
     with pytest.raises(PromptError, match="fill the context"):
-        tokenize_prompts(WordModel(50), [short], max_tokens=50)
+        tokenize_prompts(WordModel(50), [short], 50)  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_template_reads_the_messages_as_text() -> None:
-    items = tokenize_prompts(WordModel(200, template=False), builtin_prompts(1, ["tales/write"]), max_tokens=10)
+    model: Any = WordModel(200, template=False)
+    items = tokenize_prompts(model, builtin_prompts(1, ["tales/write"]), max_tokens=10)
     assert items[0].ids[0] == 100
 
 
@@ -142,19 +134,13 @@ def test_the_shared_data_has_every_category(shared: Path) -> None:
     assert {"specbench/qa", "specbench/translation", "summarization/cnn", "summarization/samsum"} <= categories
 
 
-@pytest.mark.slow
-def test_a_grid_has_real_text_of_every_length_and_entropy() -> None:
-    categories = ["gsm8k", "tales/again", "mtbench", "summarization/cnn", "tales/write", "specbench/roleplay"]
-    starts = {name: 100 * place for place, name in enumerate(categories)}
-    items = [
-        TokenizedPrompt(Prompt(name, name, ()), tuple(range(start, start + 30)), 0) for name, start in starts.items()
-    ]
-    grid = grid_prompts(items, (10, 50), per_cell=1)
-    assert [item.prompt.category for item in grid] == [f"{e}/{n}" for e in ("low", "mixed", "high") for n in (10, 50)]
-    assert [len(item.ids) for item in grid] == [10, 50] * 3 and [item.cut for item in grid] == [20, 0] * 3
-    assert len({item.prompt.name for item in grid}) == len(grid)
-    # The prompt itself ends it; others of its entropy stand before.
-    assert grid[1].ids == (*range(110, 130), *range(30))
-    assert grid[3].ids == (*range(310, 330), *range(200, 230))
-    with pytest.raises(PromptError, match="low entropy have 60 tokens"):
-        grid_prompts(items, (61,), per_cell=1)
+def test_the_last_stories_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("one<|endoftext|>two <|endoftext|>\n three<|endoftext|>\n", "utf-8")
+    assert read_stories(path, 2) == ["two", "three"]
+    assert read_stories(path, 9) == ["one", "two", "three"]
+    path.write_text(" ", "utf-8")
+    with pytest.raises(UsageError, match="no stories"):
+        read_stories(path, 2)
+    with pytest.raises(UsageError, match="Cannot read"):
+        read_stories(tmp_path / "none", 2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.speed import FORMATS, SpeedConfig, SpeedResult, run_speed
+from edgeinfer.apps.bench.speed import FORMATS, SpeedConfig, run_speed
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -79,22 +79,21 @@ def test_the_context_has_to_hold_it(tmp_path: Path) -> None:
                 edgeinfer.tools.measure_work(model, asked[0], asked[1], past=asked[2])
 
 
-def results(model: edgeinfer.Model) -> list[SpeedResult]:
+def results(model: edgeinfer.Model) -> list[dict[str, Any]]:
     return run_speed(model, SpeedConfig((16,), (8,), ((16, 8),), (0, 10), repeats=3), lambda done, total: None)
 
 
 @needs_builtin
 def test_figures_and_formats() -> None:
     with edgeinfer.load(context=64, threads=1) as model:
-        found = results(model)
-    assert [str(result.test) for result in found][:3] == ["pp16", "tg8", "pp16+tg8"]
-    for result in found:
-        data = result.to_dict()
+        rows = results(model)
+    assert [row["test"] for row in rows][:3] == ["pp16", "tg8", "pp16+tg8"]
+    for data in rows:
         assert len(data["samples_ns"]) == 3 and min(data["samples_ns"]) > 0
-        assert data["samples_ts"][0] == pytest.approx(result.test.tokens * 1e9 / data["samples_ns"][0])
+        tokens = data["n_prompt"] + data["n_gen"]
+        assert data["samples_ts"][0] == pytest.approx(tokens * 1e9 / data["samples_ns"][0])
         assert min(data["samples_ts"]) <= data["median_ts"] <= max(data["samples_ts"])
         assert data["n_threads"] == 1
-    rows = [result.to_dict() for result in found]
     floors = {row["test"]: row["floor_ns"] for row in rows}
     # A prompt reads the weights once, each token of a reply again; behind others there is a cache to read as well.
     assert 0 < floors["pp16"] < floors["tg8"]

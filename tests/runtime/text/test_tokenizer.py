@@ -15,12 +15,12 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from edgeinfer.apps.bench.synthetic import write_tokenizer
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.text import tokenizer
 from edgeinfer.runtime.text.contract import longest_token, surely_longer
 from edgeinfer.runtime.text.tokenizer import Tokenizer, file_has_pairs, kept_bytes, parsing_bytes
 from tests.tables import each_row
+from tests.tools.random_models import write_tokenizer
 from tests.waiting import TIME_LIMIT
 
 

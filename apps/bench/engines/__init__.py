@@ -1,1 +1,0 @@
-"""Engines that the benchmarks time; each runs under an interpreter that has that engine, see worker.py."""
