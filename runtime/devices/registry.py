@@ -52,28 +52,16 @@ _DIRECTML = DeviceEntry(
 _WEBGPU_TRAITS = Traits(
     dynamic_shapes=True, in_place_kv=True, quantized_kv=False, branches=False, tree_bias=False, custom_ops=False
 )
-
-
-def _webgpu_seen(device: Device) -> bool:
-    """Whether the provider found a graphics processor; one in software it lists only where its environment says so."""
-    return bool(plugin_devices(device))
-
-
 _WEBGPU = DeviceEntry(
     (Device("webgpu", "WebGpuExecutionProvider", {}, _WEBGPU_TRAITS, "webgpu", plugin="onnxruntime_ep_webgpu"),),
     "onnxruntime-ep-webgpu",
     True,
     "run with onnxruntime-ep-webgpu 0.4.0 on a graphics processor in software (SwiftShader)",
-    _webgpu_seen,
+    # A graphics processor in software is listed only where its environment says so.
+    hardware=lambda device: bool(plugin_devices(device)),
 )
 
-
 # Qualcomm's neural processor through QNN.
-def _qnn_seen(device: Device) -> bool:
-    """Whether there is a neural processor: the provider would run on others too, no better than theirs."""
-    return any(found.device.type.name == "NPU" for found in plugin_devices(device))
-
-
 # Dynamic shapes are not supported (onnxruntime, docs/execution-providers/QNN-ExecutionProvider.md). Since 2.0 the
 # package is a plugin of onnxruntime (onnxruntime-qnn, README.md); older ones came in its place.
 _QNN = DeviceEntry(
@@ -81,7 +69,8 @@ _QNN = DeviceEntry(
     "onnxruntime-qnn>=2",
     True,
     "not run: no such hardware; its static graphs on the CPU",
-    _qnn_seen,
+    # The provider would run on other processors too, no better than theirs.
+    hardware=lambda device: any(found.device.type.name == "NPU" for found in plugin_devices(device)),
 )
 
 # Apple's neural engine, graphics and CPU through Core ML.
@@ -97,13 +86,6 @@ _COREML = DeviceEntry(
 )
 
 # Intel's neural, graphics and central processors through OpenVINO.
-_OPENVINO_PROVIDER = "OpenVINOExecutionProvider"
-
-
-def _openvino_device(kind: str) -> Device:
-    # Tried on onnxruntime-openvino 1.24.1: the provider takes the ordinary graphs whole and then cannot read them
-    # ("Exception while Reading network"), so no session is made of them.
-    return Device(f"openvino:{kind}", _OPENVINO_PROVIDER, {"device_type": kind}, STATIC_ONLY, CPU_MEMORY)
 
 
 def _openvino_seen(device: Device) -> bool:
@@ -115,7 +97,12 @@ def _openvino_seen(device: Device) -> bool:
 
 
 _OPENVINO = DeviceEntry(
-    tuple(map(_openvino_device, ("NPU", "GPU", "CPU"))),
+    # Tried on onnxruntime-openvino 1.24.1: the provider takes the ordinary graphs whole and then cannot read them
+    # ("Exception while Reading network"), so no session is made of them.
+    tuple(
+        Device(f"openvino:{kind}", "OpenVINOExecutionProvider", {"device_type": kind}, STATIC_ONLY, CPU_MEMORY)
+        for kind in ("NPU", "GPU", "CPU")
+    ),
     "onnxruntime-openvino",
     False,
     "CPU: run with onnxruntime-openvino 1.24.1; NPU and GPU not run: no such hardware",

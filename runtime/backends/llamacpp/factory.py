@@ -56,12 +56,10 @@ def layers_that_fit(gguf: GgufFile, processor: GraphicsProcessor, configuration:
         raise DeviceError(message, "Give a number of layers with " + Setting("gpu_layers") + ".")
     room = processor.free - min(processor.free // _LEFT_SHARE, _LEFT_BYTES)
     most = Division.of(gguf, 0).blocks + 1
-    fitting = (layers for layers in range(most, 0, -1) if _on_device(gguf, configuration, layers) <= room)
-    return next(fitting, 0)
-
-
-def _on_device(gguf: GgufFile, configuration: Configuration, layers: int) -> int:
-    return device_bytes(gguf, layers) + sum(_running_there(gguf, configuration, layers).values())
+    for layers in range(most, 0, -1):
+        if device_bytes(gguf, layers) + sum(_running_there(gguf, configuration, layers).values()) <= room:
+            return layers
+    return 0
 
 
 def _running_there(gguf: GgufFile, configuration: Configuration, layers: int) -> dict[str, int]:

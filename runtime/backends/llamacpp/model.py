@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeinfer.bundle.gguf.library import llama_library, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.errors import BundleError
+from edgeinfer.errors import BundleError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
 from edgeinfer.runtime.backends.llamacpp.memory import looks_up, packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed
@@ -88,8 +88,10 @@ class LlamaModel:
 
     @contextmanager
     def vocabulary(self) -> Iterator[Any]:
-        """llama.cpp's vocabulary, which stays while this is open; None where the model was closed."""
+        """llama.cpp's vocabulary, which stays while this is open."""
         with self._lock:
+            if self._vocabulary is None:
+                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
             yield self._vocabulary
 
     def _load(self, gguf: GgufFile, weights: str, expert_count: int | None, progress: _Progress | None) -> Any:

@@ -184,7 +184,7 @@ class LlamaTokenizer:
         # A file without types leaves it to llama.cpp to tell special tokens by their spelling.
         types = vocabulary.token_types
         self._types: NDArray[np.int32] = (
-            self._told_types(model.vocab_size) if types is None else types.numbers()
+            self._types_by_spelling(model.vocab_size) if types is None else types.numbers()
         )  # (V,)
         metadata = model.gguf.metadata
         steps = normalizer_steps(metadata)
@@ -319,15 +319,10 @@ class LlamaTokenizer:
         before, behind = (frozenset(text for text, id_ in marks.items() if id_ in ids) for ids in self._strip_ids)
         return before, frozenset(marks.keys() - _PHI3_KEEPS) if self._is_phi3 and not behind else behind
 
-    def _told_types(self, size: int) -> NDArray[np.int32]:  # (V,)
-        controls = [self._attribute(id_) & _ATTR_CONTROL for id_ in range(size)]
-        return np.where(controls, _CONTROL, _NORMAL).astype(np.int32)
-
-    def _attribute(self, id_: int) -> int:
+    def _types_by_spelling(self, size: int) -> NDArray[np.int32]:  # (V,)
         with self._model.vocabulary() as vocabulary:
-            if vocabulary is None:
-                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
-            return int(self._lib.llama_vocab_get_attr(vocabulary, id_))
+            attributes = [int(self._lib.llama_vocab_get_attr(vocabulary, id_)) for id_ in range(size)]
+        return np.where(np.array(attributes) & _ATTR_CONTROL, _CONTROL, _NORMAL).astype(np.int32)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         wanted = [int(i) for i in ids if not (skip_special_tokens and i in self.special_ids)]
@@ -349,14 +344,10 @@ class LlamaTokenizer:
         ids = np.empty(room, np.int32)
         target = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         with self._model.vocabulary() as vocabulary:
-            if vocabulary is None:
-                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
             return int(self._lib.llama_tokenize(vocabulary, data, len(data), target, room, special, False)), ids
 
     def _text(self, id_: int) -> str | None:
         with self._model.vocabulary() as vocabulary:
-            if vocabulary is None:
-                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
             spelling = bytes(self._lib.llama_vocab_get_text(vocabulary, id_))
         if self._types[id_] == _UNUSED and _PADDING.fullmatch(spelling):
             return None

@@ -202,7 +202,8 @@ class _Rewriter:
         node = _Node.read(body)
         site = self._site(node)
         if site is None:
-            yield length_delimited(_NODE, self._with_branches(body))
+            parts = [self._branch(f.body or b"") if f.number == _ATTRIBUTE else f.whole for f in fields(body)]
+            yield length_delimited(_NODE, b"".join(parts))
             return
         self._done.add(site)
         result = node.outputs[0]
@@ -240,10 +241,6 @@ class _Rewriter:
         if _HEAD not in self._adapters.sites:
             return b""
         return write_node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], [graph.HEAD_ADAPTERS])
-
-    def _with_branches(self, body: bytes) -> bytes:
-        parts = [self._branch(f.body or b"") if f.number == _ATTRIBUTE else f.whole for f in fields(body)]
-        return b"".join(parts)
 
     def _branch(self, attribute: bytes) -> bytes:
         parts = [

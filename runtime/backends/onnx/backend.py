@@ -87,7 +87,10 @@ class OnnxBackend(GraphBackend):
             self._bind(step)
         self._bias.bind(step, batch.tree, size, total)
         self._session.run(step.binding)
-        self._swap_copies()
+        if not self._device.traits.in_place_kv:
+            # What the pass wrote is the cache now.
+            for array in (*self.cache.keys, *self.cache.values):
+                array.swap()
         self.cache.length = start + size
         return self._output(step, size, rows)
 
@@ -96,12 +99,6 @@ class OnnxBackend(GraphBackend):
 
     def _bind_cache(self, step: Pass) -> None:
         bind_cache(step.binding, self.cache)
-
-    def _swap_copies(self) -> None:
-        """Where a device cannot update the cache in place: what the pass wrote is the cache now."""
-        if not self._device.traits.in_place_kv:
-            for array in (*self.cache.keys, *self.cache.values):
-                array.swap()
 
     def nbytes(self) -> dict[str, int]:
         # What lies in a device's own memory is none of the process's.

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.bundle.layouts import NATIVE, Layout
-from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
@@ -84,7 +83,10 @@ class GraphBackend(ABC):
             model, around = self._graph.model.read_bytes(), self._graph.model.parent
             model = adapted_graph(model, bundle.manifest, adapters)
         self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around)
-        self.pages = self._weight_pages(bundle.manifest)
+        self.pages: WeightPages | None = None
+        if layout == NATIVE:
+            self.pages = WeightPages(self._graph.weights, tensors_in(bundle.manifest, NATIVE))
+            self.pages.large_pages()
         self._decoder, self._places = decoder, places
         self._looked_up = self._watch_embedding()
         self.rotation_border = rotation_border(decoder.ropes, capacity)
@@ -95,13 +97,6 @@ class GraphBackend(ABC):
         self._planes = np.zeros(1, np.int32)
         self._buffers = self._new_buffers(size=2, rows=2)
         self._passes: dict[tuple[int, int, bool, int, int], Pass] = {}
-
-    def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
-        if self._graph.layout != NATIVE:
-            return None
-        pages = WeightPages(self._graph.weights, tensors_in(manifest, NATIVE))
-        pages.large_pages()
-        return pages
 
     def _watch_embedding(self) -> LookedUp | None:
         """Release pages that only loading read, and watch the embedding; the native head reads all of it anyway."""

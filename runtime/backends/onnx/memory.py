@@ -129,8 +129,9 @@ class OnnxMemory:
 
     @cached_property
     def _parsing(self) -> Footprint:
+        size = self.bundle.manifest.files[TOKENIZER].bytes if self.bundle.has(TOKENIZER) else 0
         tokens = self.bundle.manifest.geometry.vocab_size
-        return Footprint({"tokenizer": parsing_bytes(self._tokenizer_bytes, tokens, pairs=self.merge_pairs)}, {})
+        return Footprint({"tokenizer": parsing_bytes(size, tokens, pairs=self.merge_pairs)}, {})
 
     @cached_property
     def _paged(self) -> bool:
@@ -157,10 +158,6 @@ class OnnxMemory:
             Footprint({"tokenizer": mapped_tokenizer_bytes(table, used=used)}, mapped) for used in (False, True)
         )
         return unused, used
-
-    @property
-    def _tokenizer_bytes(self) -> int:
-        return self.bundle.manifest.files[TOKENIZER].bytes if self.bundle.has(TOKENIZER) else 0
 
 
 def _multiplied_out(manifest: Manifest) -> Footprint:

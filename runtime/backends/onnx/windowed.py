@@ -266,14 +266,13 @@ class StreamedBackend(WindowedBackend):
         self._embedding = _Part(nothing, self._pages.embedding(), True)
         self._stay = window_layers >= layers
         self._pages.release()
-        self._reading = None if room is None or self._stay else self._read_ahead_of(self._pages.path)
-
-    def _read_ahead_of(self, path: Path) -> ReadAhead:
-        try:
-            return ReadAhead(path)
-        except StorageError:
-            self._inner.close()
-            raise
+        self._reading: ReadAhead | None = None
+        if room is not None and not self._stay:
+            try:
+                self._reading = ReadAhead(self._pages.path)
+            except StorageError:
+                inner.close()
+                raise
 
     def _cut(self, windows: Sequence[LayerWindow], room: int | None) -> list[_Part]:
         """The layers of each window, and what is streamed of them."""

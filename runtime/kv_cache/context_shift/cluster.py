@@ -76,7 +76,9 @@ class ClusterPolicy:
             counts = np.ones(keys.shape[:2], np.float32)
             if (known := self._counts.get(layer)) is not None:
                 counts[:, : known.shape[1]] = known
-            both = _with_lengths(rotations.moved(layer, keys, old, zero), values)  # (H, n, 2 h + 1)
+            moved = rotations.moved(layer, keys, old, zero)
+            lengths = np.linalg.norm(moved, axis=-1, keepdims=True)
+            both = np.concatenate([moved, values, lengths], axis=-1)  # (H, n, 2 h + 1)
             kept = np.stack([self._merge(b, c) for b, c in zip(both, counts, strict=True)])  # (H, n')
             heads = np.arange(len(kept))[:, None]
             remembered[layer], both = counts[heads, kept], both[heads, kept]
@@ -114,11 +116,6 @@ class ClusterPolicy:
 
     def forget(self) -> None:
         self._counts.clear()
-
-
-def _with_lengths(keys: Floats, values: Floats) -> Floats:  # (H, n, h) each -> (H, n, 2 h + 1)
-    """Keys, values and how long each key is, in one row."""
-    return np.concatenate([keys, values, np.linalg.norm(keys, axis=-1, keepdims=True)], axis=-1)
 
 
 def _sizes(options: ClusterOptions, capacity: int) -> tuple[int, int]:

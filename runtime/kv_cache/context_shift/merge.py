@@ -217,7 +217,9 @@ class MergePolicy:
 
     def _kept(self, scores: Floats) -> Indices:  # (n,) -> (n',)
         rows, first, last = len(scores), self._options.sinks, len(scores) - self._recent
-        middle = _pooled(scores, self._options.pooled)[first:last]
+        padded = np.pad(scores, self._options.pooled // 2, mode="edge")
+        pooled = np.lib.stride_tricks.sliding_window_view(padded, self._options.pooled).max(axis=1)
+        middle = pooled[first:last]
         # Stable: of rows with one score the older leaves.
         leaving = first + np.argsort(middle, kind="stable")[: self._freed]
         return np.delete(np.arange(rows), leaving)
@@ -244,9 +246,3 @@ def _sizes(options: MergeOptions, capacity: int) -> tuple[int, int, int]:
     # No more than came since the last context shift: rows of earlier tokens could not be computed again.
     observed = min(options.observed, freed)
     return freed, observed, max(observed, int(options.recent * capacity))
-
-
-def _pooled(scores: Floats, width: int) -> Floats:  # (n,) -> (n,)
-    padded = np.pad(scores, width // 2, mode="edge")
-    pooled: Floats = np.lib.stride_tricks.sliding_window_view(padded, width).max(axis=1)
-    return pooled
