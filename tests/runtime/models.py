@@ -42,7 +42,8 @@ def make_graph_backend(
     if (layout or bundle.manifest.layout) == NATIVE:
         packed = pack_adapters(bundle.manifest, adapters) if adapters else None
         return PagedBackend(bundle, capacity, adapters=packed, **options)
-    return OnnxBackend(bundle, capacity, **options)
+    paged = ("kv", "pages", "weighed")
+    return OnnxBackend(bundle, capacity, **{name: value for name, value in options.items() if name not in paged})
 
 
 def _checkpoint(folder: Path, variant: str, settings: Settings) -> None:
