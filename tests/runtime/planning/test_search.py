@@ -365,8 +365,10 @@ def test_a_plan_agrees_with_itself(
             # than giving up nothing.
             paces = [(speed.tokens_per_second, speed.plain_tokens_per_second) for speed in (asked.speed, way.speed)]
             expected = tuple(map(min, paces[0], whole))
-            # Larger budgets than the smallest bound what is promised of that.
-            assert paces[1] == expected or (kind == "smallest" and paces[1] >= expected), way.name
+            # Larger budgets than the smallest bound what is promised of that. With other weights drafters are given up
+            # in another order, by which what was asked for may be faster than promised.
+            bound = (kind == "smallest" and paces[1] >= expected) or (kind == "weights" and paces[1] <= expected)
+            assert paces[1] == expected or bound, way.name
     # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed, but
     # for what rows of another type of cache take, of this one or of a larger budget's.
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]

@@ -1,13 +1,16 @@
-"""The governor of drafts for a verifier elsewhere, in simulated time: it is never slower than what needs no drafts."""
+"""The governor of drafts for a server, alone and where replies share passes, in simulated time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import fmean
 
 import pytest
 
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice
+from edgeinfer.runtime.profile.costs import PassCosts, RanPasses
 from edgeinfer.runtime.remote.channel import Channel, Prices
-from tests.runtime.remote.simulated import SimulatedReplies, SimulatedWay
+from tests.runtime.remote.simulated import SimulatedReplies, SimulatedServer, SimulatedWay
 
 # Round trips in milliseconds, and millions of bits in a second.
 LINKS = (*((rtt, 100.0) for rtt in (0.0, 1.0, 5.0, 20.0, 50.0, 200.0)), (5.0, 1.0), (5.0, 10.0), (50.0, 1.0))
@@ -81,3 +84,109 @@ def test_energy_has_a_price() -> None:
     assert free > 1.3 * dear > 1.3 * dearest
     # Rounds send more bytes than streams.
     assert drafted(Prices(kilobyte=1_000.0)) < 0.5 * free
+
+
+DEVICES, SHARED_LEARNING, SHARED_TOKENS = 8, 128, 96
+
+
+def arithmetic_bound(rows: int) -> float:
+    """Passes as a CPU of two cores takes them over a 0.5B in 4 bits: from eight rows on each costs a tenth of one."""
+    return 21.0 + min(rows, 8) - 1 + 2.3 * max(0, rows - 8)
+
+
+def memory_bound(rows: int) -> float:
+    """Passes of a server that computes faster than it reads weights."""
+    return 21.0 + 0.3 * (rows - 1)
+
+
+def processor_ms(pass_ms: Callable[[int], float], accepted: float, seed: int) -> tuple[float, SimulatedServer]:
+    """Times of a token on devices that draft as they like, relative to devices that stream."""
+    ways = [
+        SimulatedWay(rtt_ms=0.2, pass_ms=pass_ms, accepted=accepted, draft_ms=1.0, seed=seed * 100 + device)
+        for device in range(DEVICES)
+    ]
+    replies = [SimulatedReplies(way, Channel(32)) for way in ways]
+    for tokens in (SHARED_LEARNING, SHARED_TOKENS):
+        for reply in replies:
+            reply.now_ms = 0.0
+        server = SimulatedServer(ways[0], round_ms=3.7, event_ms=0.9)
+        server.serve([reply.steps(tokens) for reply in replies])
+    tokens = sum(len(reply.times) for reply in replies) - DEVICES * SHARED_LEARNING
+    return server.processor_ms / tokens / (server.streaming_ms(DEVICES) / DEVICES), server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accepted", [0.3, 0.65, 0.87])
+def test_devices_in_company_cost_the_server_what_streams_do(accepted: float) -> None:
+    replies = [processor_ms(arithmetic_bound, accepted, seed) for seed in range(2)]
+    # 1.2 to 1.6 where drafts are not cut; 1.02 to 1.08 where devices are not advised to stream.
+    assert fmean(share for share, _ in replies) < 1.03
+
+
+@pytest.mark.slow
+def test_devices_in_company_draft_where_rows_are_cheap() -> None:
+    assert fmean(processor_ms(memory_bound, 0.65, seed)[0] for seed in range(2)) < 1.05
+    assert fmean(processor_ms(memory_bound, 0.87, seed)[0] for seed in range(2)) < 0.98
+
+
+def test_a_cut_draft_tells_nothing_of_what_was_not_looked_at() -> None:
+    channel = Channel(32)
+    channel.drafted(0.1)
+    for _ in range(50):
+        channel.joins(DraftAdvice(25.0, 2))
+        channel.verified(2, 20.0, 21.0)
+        channel.judged(3, 3)
+        channel.went(2, 3, 21.0)
+    assert channel.acceptance > 0.95
+    assert channel.length() == 2
+    channel.joins(None)
+    alone = channel.length()
+    assert alone is not None and alone > 8
+
+
+def test_a_server_that_makes_drafts_too_dear_has_them_streamed() -> None:
+    channel = Channel(32)
+    channel.drafted(0.1)
+    for _ in range(2):
+        channel.verified(4, 20.0, 21.0)
+        channel.judged(4, 4)
+        channel.went(4, 5, 21.0)
+    assert channel.length()
+    channel.joins(DraftAdvice(28.0, 0))
+    assert channel.length() is None
+    # As long as it says so, whatever is measured.
+    for _ in range(304):
+        assert not channel.leaves()
+        channel.joins(DraftAdvice(28.0, 0))
+        channel.streamed(1, 60.0)
+    channel.joins(None)
+    assert channel.leaves()
+
+
+def test_what_is_best_in_company_counts_what_rounds_take_besides_rows() -> None:
+    def pass_ms(rows: int) -> float:
+        return 20.0 + rows
+
+    def best(replies: int, acceptance: float) -> int:
+        return draft_advice(replies, acceptance, pass_ms, VERIFIED_ROWS).draft_tokens
+
+    assert draft_advice(8, 0.7, pass_ms, VERIFIED_ROWS).stream_ms > pass_ms(8)
+    assert best(2, 0.9) >= best(8, 0.9) > 0
+    assert best(8, 0.9) * 8 <= VERIFIED_ROWS
+    # Half as many tokens again for a pass of as many more rows, and rounds.
+    assert best(8, 0.5) == 0 and best(8, 0.0) == 0 and best(VERIFIED_ROWS + 1, 1.0) == 0
+
+
+def test_passes_that_were_never_measured_are_known_by_those_that_ran() -> None:
+    ran, measured = RanPasses(), PassCosts(((1, 10.0), (4, 12.0)))
+    assert ran.beyond(None) is None and ran.beyond(measured) is not None
+    for rows, ms in ((2, 30.0), (2, 11.0), (16, 24.0), (16, 90.0), (32, 40.0)):
+        ran.observe(rows, ms)
+    alone, further = ran.beyond(None), ran.beyond(measured)
+    assert alone is not None and further is not None
+    assert [alone.ms(rows) for rows in (2, 16, 24, 32)] == [11, 24, 32, 40]
+    # What was measured stands.
+    assert [further.ms(rows) for rows in (1, 2, 4, 10, 32)] == pytest.approx([10, 10 + 2 / 3, 12, 18, 40])
+    ran.observe(16, 20.0)
+    faster = ran.beyond(None)
+    assert faster is not None and faster.ms(16) == 20

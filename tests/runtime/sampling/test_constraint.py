@@ -1,11 +1,12 @@
-"""The constraint of a closed list against a plain set of its replies, and whole replies drawn under it."""
+"""Constraints: closed lists of replies, and a caller's own check."""
 
 from __future__ import annotations
 
 import math
 import random
-import tracemalloc
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,19 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, Constraint, TextPlaces
+from edgeinfer.runtime.sampling.constraint import (
+    ChoiceConstraint,
+    ChoiceTrie,
+    Constraint,
+    TextCheck,
+    TextPlaces,
+    first_accepted,
+    weighed_draw,
+)
+from edgeinfer.runtime.sampling.distributions import GumbelNoise
 from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
+from edgeinfer.runtime.sampling.sampler import Sampler
+from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, V, letters_logits
 
 # Few different tokens, so that choices share beginnings and begin each other.
 CHOICES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=12)
@@ -119,28 +131,11 @@ def test_nothing_but_the_end_follows_a_token_that_may_not() -> None:
     assert allowed(constraint) == [5] and list(constraint.forced()) == [5, 6]
 
 
-def test_popping_stops_at_the_start() -> None:
-    constraint = ChoiceConstraint(ChoiceTrie([[5, 6]], [2]))
-    constraint.push(5)
-    constraint.pop(0)
-    assert allowed(constraint) == [6]
-    with pytest.raises(AssertionError):
-        constraint.pop(2)
-
-
 def test_repetitions_and_arrays_change_nothing() -> None:
     constraint = ChoiceConstraint(ChoiceTrie([[4, 5], np.array([4, 5]), [4, 5]], frozenset({2})))  # type: ignore[list-item]
     assert list(constraint.forced()) == [4, 5]
     constraint.push(np.array([4, 5])[0])
     assert allowed(constraint) == [5]
-
-
-def test_what_is_allowed_cannot_be_written_to() -> None:
-    constraint = ChoiceConstraint(ChoiceTrie([[4], [5]], [2]))
-    for token in (4, 2):
-        with pytest.raises(ValueError, match="read-only"):
-            constraint.allowed()[0] = 9
-        constraint.push(token)
 
 
 def test_impossible_lists_are_refused() -> None:
@@ -157,28 +152,6 @@ def test_impossible_lists_are_refused() -> None:
             ChoiceConstraint(ChoiceTrie(choices, ends))
             pytest.fail(f"{choices} with ends {ends}")
         assert error.value.hint
-
-
-def test_thousands_of_choices_take_little_memory() -> None:
-    """A few numbers a token: nothing is as large as the number of choices by the length of the longest."""
-    draw = random.Random(0)
-    choices = [[draw.randrange(3, 50_000) for _ in range(draw.randint(1, 8))] for _ in range(20_000)]
-    choices.append([7] * 20_000)  # one long choice must not make the others cost its length
-    tracemalloc.start()
-    try:
-        constraint = ChoiceConstraint(ChoiceTrie(choices, [2]))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 200 * sum(map(len, choices))
-    assert allowed(constraint) == sorted({choice[0] for choice in choices})
-    for choice in draw.sample(choices, 200):
-        for token in choice:
-            assert token in constraint.allowed()
-            constraint.push(token)
-        assert 2 in constraint.allowed()
-        constraint.pop(len(choice))
-    assert allowed(constraint) == sorted({choice[0] for choice in choices})
 
 
 def test_drawn_replies_are_always_on_the_list() -> None:
@@ -219,3 +192,89 @@ def test_frequencies_of_replies_are_the_product_of_the_renormalised_ones() -> No
     expected = {(0, 1): start * second, (0, 2): start * (1 - second), (3,): 1 - start}
     chi = sum((seen[reply] - n * p) ** 2 / (n * p) for reply, p in expected.items())
     assert chi < 13.8  # chi-square, 2 degrees of freedom, p = 0.001
+
+
+STOPS = frozenset({END})
+
+
+def allowed_after(text: str, check: Any) -> list[int]:
+    return [t for t in range(V) if check(text + ("" if t == END else LETTERS[t]), t == END)]
+
+
+def no_double(text: str, ended: bool) -> bool:
+    """No letter twice in a row, and at least two before the end."""
+    return all(a != b for a, b in pairwise(text)) and (len(text) > 1 or not ended)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "frequency_penalty": 0.5}])
+def test_tokens_are_those_that_drawing_among_all_accepted_ones_gives(options: dict[str, Any]) -> None:
+    """Bit for bit, for the same seed; also behind drafts."""
+    for seed in range(60):
+        config = GenerationConfig(**options)
+        checked = Sampler(LogitsProcessor(config, V, seed), PROMPT, check=TextCheck(no_double, Letters(), STOPS))
+        masked = LogitsProcessor(config, V, seed)
+        plain = Sampler(masked, PROMPT)
+        text: list[int] = []
+        while END not in text and len(text) < 8:
+            logits = letters_logits([*PROMPT, seed % 5, *text])
+            spelled = Letters().decode(text)
+            ids = np.array(allowed_after(spelled, no_double))
+            expected = masked.sample(logits, len(text), plain._counts, ids)
+            assert checked.sample(logits, len(text)) == expected
+            after = checked.sample(logits, 40, [expected]) if expected != END else END
+            assert after in allowed_after(Letters().decode([*text, expected]), no_double)
+            text.append(expected)
+            for sampler in (checked, plain):
+                sampler.accept(expected, logits)
+
+
+def test_few_tokens_are_asked_about() -> None:
+    asked: list[int] = []
+
+    def accepts(index: int) -> bool:
+        asked.append(index)
+        return index % 2 == 0
+
+    chance = np.random.default_rng(1)
+    for _ in range(200):
+        scores = chance.normal(size=5000)
+        found = first_accepted(scores, accepts)
+        assert found == 2 * int(scores[::2].argmax())
+    assert len(asked) < 200 * 3
+
+
+@pytest.mark.slow
+def test_frequencies_and_the_estimate_are_those_of_enumeration() -> None:
+    """Chi-square of the tokens; the mean estimate within four of its own errors of the accepted probability."""
+    chance = np.random.default_rng(5)
+    for accepted in ({0, 3}, {7}, set(range(8)), {1, 2, 4, 5, 6}):
+        logits = chance.normal(0, 1.5, 8)
+        logprobs = logits - math.log(np.exp(logits).sum())
+        share = sum(math.exp(logprobs[i]) for i in accepted)
+        noise, draws, seen, weights = GumbelNoise(3, 8), 6000, np.zeros(8), []
+        for position in range(draws):
+            drawn = weighed_draw(logprobs, logprobs + noise.of(np.arange(8), position), accepted.__contains__)
+            assert drawn.index in accepted
+            seen[drawn.index] += 1
+            weights.append(math.exp(drawn.log_weight))
+        expected = np.array([draws * math.exp(logprobs[i]) / share if i in accepted else 0 for i in range(8)])
+        chi = sum((seen[i] - expected[i]) ** 2 / expected[i] for i in accepted)
+        assert chi < 24.3  # 7 degrees of freedom at most, p = 0.001
+        assert abs(np.mean(weights) - share) < 4 * np.std(weights) / math.sqrt(draws) + 1e-9
+    refused = weighed_draw(logprobs, logprobs, lambda index: False)
+    assert (refused.index, refused.log_weight) == (None, -math.inf)
+
+
+def test_a_check_that_refuses_all_or_fails_says_so() -> None:
+    def fails(text: str, ended: bool) -> bool:
+        raise ValueError("no such text")
+
+    for check, message in (
+        (lambda text, ended: False, "refuses each of the 10 tokens"),
+        (fails, "ValueError: no such"),
+    ):
+        sampler = Sampler(LogitsProcessor(GenerationConfig(), V, 1), PROMPT, check=TextCheck(check, Letters(), STOPS))
+        with pytest.raises(UsageError, match=message):
+            sampler.sample(letters_logits([1]), 0)
+    with pytest.raises(UsageError, match="checker"):
+        GenerationConfig(checker="isdigit")  # type: ignore[arg-type]

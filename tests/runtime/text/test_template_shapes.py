@@ -10,8 +10,7 @@ import pytest
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.runtime.text.template import ChatTemplate
-from tests.runtime.text.template_dialects import DIALECTS
-from tests.runtime.text.template_shapes import SHAPES, TOKENS, Shape, judged
+from tests.runtime.text.template_shapes import DIALECTS, SHAPES, TOKENS, Shape, judged
 from tests.tables import each_row
 
 pytest.importorskip("transformers")

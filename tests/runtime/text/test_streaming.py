@@ -1,4 +1,4 @@
-"""Streamed text joined is the library's decoding, for every kind of decoder, and no piece splits a character."""
+"""Text of tokens as they arrive, whole characters only, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -13,9 +13,148 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from edgeinfer.runtime.text.streaming import StreamDecoder
+from edgeinfer.runtime.text.streaming import CallMark, CallStops, ReplyText, StopMatcher, StreamDecoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
+from tests.marked_tokenizers import tokenizer
 from tests.tables import each_row
+
+ALPHABET = st.sampled_from("abé😀")
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4).map(tuple)
+
+
+def oracle(text: str, stops: tuple[str, ...]) -> str | None:
+    """The text before the match that ends first, the longest of those; None without one."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)]
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(STOPS, st.lists(st.text(ALPHABET, max_size=6), max_size=8))
+def test_equals_naive_search(stops: tuple[str, ...], pieces: list[str]) -> None:
+    matcher, shown, arrived, matched = StopMatcher(stops), "", "", False
+    for piece in pieces:
+        arrived += piece
+        text, matched = matcher.push(piece)
+        shown += text
+        before = oracle(arrived, stops)
+        assert matched == (before is not None)
+        if before is not None:
+            assert shown == before
+            break
+        held = arrived[len(shown) :]
+        assert arrived.startswith(shown)
+        # Holds back exactly the longest suffix that may begin a stop string.
+        suffixes = [len(s[:n]) for s in stops for n in range(1, len(s)) if arrived.endswith(s[:n])]
+        assert len(held) == max(suffixes, default=0)
+    if not matched:
+        assert shown + matcher.flush() == arrived
+    else:
+        assert matcher.push("abab") == ("", True) and matcher.flush() == ""
+
+
+def test_without_stops_text_passes_at_once() -> None:
+    matcher = StopMatcher(())
+    assert matcher.push("abc") == ("abc", False)
+    assert matcher.flush() == ""
+
+
+MARKS = ("<|im_end|>", "<|user|>", "</s>")
+UNITS = st.lists(st.sampled_from([*"abé|>", *MARKS, "user", "<|"]), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "pieces, first"])
+@settings(max_examples=150, deadline=None)
+@given(
+    units=st.lists(st.sampled_from([*"abé|>", *MARKS, "<unk>"]), max_size=12), given_stops=st.lists(UNITS, max_size=3)
+)
+def test_stops_that_spell_special_tokens(kind: str, units: list[str], given_stops: list[list[str]]) -> None:
+    """Special tokens of a reply are found as a whole where a stop string spells them, and are never text."""
+    used = tokenizer(kind)
+    stops = tuple(map("".join, given_stops))
+    ids = [id_ for unit in units for id_ in _ids(used, unit)]
+    reply, shown = ReplyText(used, stops, frozenset()), ""
+    for id_ in ids:
+        shown += reply.push(id_)
+        if reply.ended:
+            break
+    shown += reply.finish()
+    # One character for each special token: those that no stop string spells are nothing at all.
+    spelled = [mark for mark in MARKS if any(mark in stop for stop in stops)]
+    stand = {mark: chr(0xE000 + place) for place, mark in enumerate(spelled)}
+    said = "".join(stand.get(unit, "") if unit in (*MARKS, "<unk>") else unit for unit in units)
+    searched = {stop: stop for stop in stops} | {_stood(stop, stand): stop for stop in stops}
+    before = oracle(said, tuple(searched))
+    assert shown == reply.text == "".join(c for c in (said if before is None else before) if c not in stand.values())
+    assert (reply.stop_string is None) == (before is None) and reply.stop_string in (None, *stops)
+
+
+def _ids(used: Tokenizer, unit: str) -> list[int]:
+    if unit in (*MARKS, "<unk>"):
+        return [used.token_to_id(unit) or 0]
+    # Without the space that some put before a text.
+    return used.encode("a" + unit, False, False)[len(used.encode("a", False, False)) :]
+
+
+def _stood(stop: str, stand: dict[str, str]) -> str:
+    for mark, character in stand.items():
+        stop = stop.replace(mark, character)
+    return stop
+
+
+def test_an_end_that_is_a_stop_string_is_named() -> None:
+    used = tokenizer("byte-level")
+    end = used.token_to_id("<|im_end|>") or 0
+    for stops, name in ((("b<|im_end|>", "x"), "b<|im_end|>"), (("<|im_end|>",), "<|im_end|>"), (("z",), None)):
+        reply = ReplyText(used, stops, frozenset({end}))
+        shown = "".join(map(reply.push, [*used.encode("a b", False), end])) + reply.finish()
+        assert (shown, reply.stop_string, reply.ended) == ("a " if name == "b<|im_end|>" else "a b", name, True)
+
+
+def shown(matcher: StopMatcher | CallStops, pieces: list[str]) -> str:
+    """All that is shown of a text that comes in pieces."""
+    found = ""
+    for piece in pieces:
+        text, matched = matcher.push(piece)
+        found += text
+        if matched:
+            return found
+    return found + matcher.flush()
+
+
+@settings(max_examples=200, deadline=None)
+@given(STOPS, st.text("abé😀 \n"), st.text("ab <{"), st.booleans(), st.lists(st.integers(0, 5), max_size=9))
+def test_nothing_is_looked_for_in_calls(
+    stops: tuple[str, ...], content: str, call: str, anywhere: bool, sizes: list[int]
+) -> None:
+    text = (content if anywhere else "") + "<a b>" + call
+    pieces, rest = [], text
+    for size in sizes:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    matcher = CallStops(StopMatcher((*stops, "\n", "<", "b>", "<a b>")), CallMark("<a b>", None, anywhere))
+    before = oracle(text[: text.index("<a b>")].rstrip(), (*stops, "\n", "<", "b>", "<a b>"))
+    assert shown(matcher, [*pieces, rest]) == (text if before is None else before)
+
+
+def test_text_that_only_looks_like_calls_is_looked_through() -> None:
+    for stop, text, expected in (("<a", "x <a", "x "), ("\n", "x\n", "x"), ("\n", "x\ny", "x"), (" b", "<a b", "<a")):
+        matcher = CallStops(StopMatcher((stop,)), CallMark("<a b>", None, True))
+        assert shown(matcher, list(text)) == expected and matcher.found == stop
+    at_first = CallStops(StopMatcher(("b",)), CallMark("<a b>", None, False))
+    assert shown(at_first, list("x <a b> b")) == "x <a "
+
+
+def test_calls_that_begin_with_a_special_token() -> None:
+    vocabulary = tokenizer("byte-level")
+    mark = vocabulary.control_texts["<|end|>"]
+    ids = vocabulary.encode("ab \n<|end|>a\nb", add_special_tokens=False)
+    reply = ReplyText(vocabulary, ("\n",), frozenset(), calls=CallMark("<|end|>", mark, True))
+    pieces = [reply.push(id_) for id_ in ids]
+    assert "".join(pieces) + reply.finish() == "ab \na\nb" and reply.stop_string is None
+
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. héllo wörld, ça va? 漢字 かな 한국어 👩‍👩‍👧 e\u0301 \n\n tabs\t"
@@ -180,32 +319,6 @@ def test_incomplete_characters_wait() -> None:
     ids = tokenizer.encode("😀")
     assert pieces_of(tokenizer, ids[:-1])[-1] == "\ufffd"
     assert len(ids) > 1 and "".join(pieces_of(tokenizer, ids[-1:], ids[:-1])) == "😀"
-
-
-class Counted:
-    """A tokenizer that notes how many tokens it is asked to decode each time."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.asked: list[int] = []
-        self._tokenizer = tokenizer
-        self.special_ids, self.decoder_types = tokenizer.special_ids, tokenizer.decoder_types
-        self.id_to_token = tokenizer.id_to_token
-
-    def decode(self, ids: list[int]) -> str:
-        self.asked.append(len(ids))
-        return self._tokenizer.decode(ids)
-
-
-@each_row("token", ["<0xF0>", "<0x80>", "<0xFF>", "<0x41>", "▁", "▁▁", "</s>"])
-def test_long_runs_cost_constant_work_per_token(token: str) -> None:
-    tokenizer, count = sentencepiece(), 2000
-    ids = [tokenizer.token_to_id(token) or 0] * count
-    counted: Any = Counted(tokenizer)
-    text = "".join(pieces_of(counted, ids))
-    broken = token in ("<0xF0>", "<0x80>", "<0xFF>")
-    assert text == ("\ufffd" * count if broken else tokenizer.decode(ids))
-    assert len(counted.asked) <= 3 * count
-    assert max(counted.asked, default=0) <= 100
 
 
 @each_row("model", ["tales", "stories260K", "mico_llama_1m"])
