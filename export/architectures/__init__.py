@@ -5,77 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from edgeinfer.export.architectures import (
+    gemma,
+    latent,
+    layer_norm,
+    lfm,
+    llama,
+    mamba,
+    mixtures,
+    qwen,
+    shared_mixtures,
+)
 from edgeinfer.export.architectures.base import Architecture
-from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, VAULT_GEMMA
-from edgeinfer.export.architectures.latent import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, YOUTU
-from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
-from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
-from edgeinfer.export.architectures.llama import (
-    APERTUS,
-    ARCEE,
-    BITNET,
-    ERNIE4_5,
-    EXAONE4,
-    GLM,
-    GLM4,
-    GRANITE,
-    GRANITE_MOE_SWA,
-    GRANITE_SWA,
-    HELIUM,
-    HUNYUAN,
-    LLAMA,
-    MINISTRAL,
-    MINISTRAL3,
-    MISTRAL,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SEED_OSS,
-    SMOLLM3,
-)
-from edgeinfer.export.architectures.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
-from edgeinfer.export.architectures.mixtures import (
-    BLOCK_FFN,
-    COHERE2_MOE,
-    GPT_OSS,
-    GRANITE_MOE,
-    MINICPM3,
-    MIXTRAL,
-    OLMOE,
-    PHIMOE,
-)
-from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from edgeinfer.export.architectures.refused import refusal
-from edgeinfer.export.architectures.shared_mixtures import AFMOE, DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 from edgeinfer.export.source.hf_config import HFConfig
 
-_DENSE = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    PHI3,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA3N,
-    GEMMA4,
-    VAULT_GEMMA,
-    OLMO2,
-    OLMO3,
-    EXAONE4,
-)
-_NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN)
-_WINDOWED = (GRANITE_SWA, GRANITE_MOE_SWA)
-_ACTIVATED = (APERTUS, BITNET)
-_LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
-_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE, COHERE2_MOE)
-_SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO, AFMOE)
-_LATENT = (DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
-_HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
-_MAMBA = (MAMBA2, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_HYBRID)
-_PLAIN = (*_DENSE, *_NEAR_LLAMA, *_ACTIVATED, *_LAYER_NORM)
-ARCHITECTURES = (*_PLAIN, *_WINDOWED, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID, *_MAMBA)
+_MODULES = (llama, qwen, gemma, layer_norm, mixtures, shared_mixtures, latent, lfm, mamba)
+_FOUND = (value for module in _MODULES for value in vars(module).values() if isinstance(value, Architecture))
+# Every family of these modules, once.
+ARCHITECTURES = tuple({family.classes: family for family in _FOUND}.values())
 
 
 def find_architecture(config: HFConfig) -> Architecture:

@@ -6,7 +6,7 @@ likes, in a fraction of the time that the target takes.
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from edgeinfer.bundle.writing import new_file, storage_errors, write_file
-from edgeinfer.errors import UsageError
+from edgeinfer.bundle.writing import new_file
 from edgeinfer.export.training.models import Target, hidden_states
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.results import Progress
@@ -29,7 +28,6 @@ _MOST_LOGITS = 1 << 24
 _TINY = 1e-6
 # Recorded tokens of a distribution: they hold all but a few percent of it.
 TOP_TOKENS = 16
-_FOLDER = "probabilities"
 # Windows that the target reads at a time.
 _ROWS = 16
 
@@ -137,24 +135,16 @@ def teacher_probabilities(
 ) -> TeacherProbabilities:
     """Records the target's probabilities over consecutive windows, or maps those that a working folder has."""
     tokens.require(length, "The target's text")
-    record = {"target": target.digest, "tokens": tokens.digest, "length": length}
-    folder = work / _FOLDER
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    digest = f"{target.digest} {tokens.digest} {length}"
     kind = np.dtype(
         [("tokens", "<u4", length), ("likeliest", "<u4", (length, TOP_TOKENS)), ("logs", "<f2", (length, TOP_TOKENS))]
     )
-    path, described = folder / f"{_FOLDER}.bin", folder / f"{_FOLDER}.json"
-    if path.exists():
-        if json.loads(described.read_text("utf-8")) != record:
-            hint = "Use another working folder, or remove this one to start over."
-            raise UsageError(f"{folder} contains probabilities of another target or text.", hint)
-    else:
-        write_file(described, json.dumps(record).encode())
+    path = work / f"probabilities-{hashlib.sha256(digest.encode()).hexdigest()[:16]}.bin"
+    if not path.exists():
         with new_file(path) as file:
             for windows in _read(target, tokens, length, kind, progress):
                 file.write(windows.tobytes())
-    return TeacherProbabilities(np.memmap(path, kind, "r"), f"{target.digest} {tokens.digest} {length}")
+    return TeacherProbabilities(np.memmap(path, kind, "r"), digest)
 
 
 @torch.inference_mode()

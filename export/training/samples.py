@@ -8,14 +8,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from edgeinfer.bundle.writing import storage_errors, write_file
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TextSource, TokenFile, open_tokens, write_tokens
@@ -23,7 +23,6 @@ from edgeinfer.options import require
 from edgeinfer.results import Progress
 
 Ints = NDArray[np.int64]
-_TOKENS, _RECORD = "samples.u32", "samples.json"
 # Most prompts of a text, and one in so many that is set aside for validation.
 _PROMPTS, _KEPT = 4000, 20
 
@@ -103,18 +102,19 @@ def sample(
     digest: str,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Samples replies to prompts into a file, each after its prompt; resumes an interrupted sampling."""
+    """Samples replies to prompts into a file, each after its prompt; resumes a sampling with the same options."""
     if not prompts:
         raise UsageError("There are no prompts to sample from.", "Give more text.")
     record = {"target": digest, "by": replier.name, "prompts": _digest(prompts)} | asdict(options)
-    record["temperatures"] = list(options.temperatures)
-    _claim(folder, record)
-    path = folder / _TOKENS
+    name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.u32"
     if path.exists():
         return open_tokens(path)
     done, batch, written = 0, 0, []
     while done < options.tokens:
-        file = folder / f"batch-{batch}.u32"
+        file = folder / f"{name}-{batch}.u32"
         tokens = open_tokens(file) if file.exists() else write_tokens(file, _batch(replier, prompts, options, batch))
         written.append(file)
         done, batch = done + len(tokens), batch + 1
@@ -124,19 +124,6 @@ def sample(
     for file in written:
         file.unlink()
     return joined
-
-
-def _claim(folder: Path, record: dict[str, Any]) -> None:
-    """Records what the samples of a folder belong to, or refuses samples of something else."""
-    file = folder / _RECORD
-    if file.exists():
-        if json.loads(file.read_text("utf-8")) != record:
-            hint = "Use another working folder, or remove this one to start over."
-            raise UsageError(f"{folder} contains samples of another target, text or options.", hint)
-        return
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_file(file, json.dumps(record).encode())
 
 
 def _digest(prompts: Sequence[Ints]) -> str:

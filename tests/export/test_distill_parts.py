@@ -311,9 +311,10 @@ def test_sampling_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     rest = Counting()
     assert sample(rest, PROMPTS, options, tmp_path / "work", "t").digest == whole.digest
     assert rest.calls == 0 < again.calls
-    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["samples.json", "samples.u32"]
-    with pytest.raises(UsageError, match="another target"):
-        sample(Counting(), PROMPTS, options, tmp_path / "work", "other")
+    assert len(list((tmp_path / "work").iterdir())) == 1
+    other = Counting()
+    sample(other, PROMPTS, options, tmp_path / "work", "another target")
+    assert other.calls and len(list((tmp_path / "work").iterdir())) == 2
     with pytest.raises(UsageError, match="no prompts"):
         sample(Counting(), [], options, tmp_path / "none", "t")
 
@@ -327,8 +328,7 @@ def test_laws_are_the_targets_likeliest_tokens(tmp_path: Path, target: Target) -
     assert torch.allclose(logs, expected.values, atol=1e-2)
     assert (likeliest == expected.indices).float().mean() > 0.95
     assert teacher_probabilities(target, tokens, 16, tmp_path).digest == taught.digest
-    with pytest.raises(UsageError, match="another target or text"):
-        teacher_probabilities(target, tokens, 8, tmp_path)
+    assert teacher_probabilities(target, tokens, 8, tmp_path).digest != taught.digest
     with pytest.raises(UsageError, match="70 tokens, and 71"):
         teacher_probabilities(target, tokens, 71, tmp_path / "short")
 

@@ -22,7 +22,7 @@ pytest.importorskip("llama_cpp")
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
-from tests.export.test_gguf_subject import REFUSED
+from tests.export.test_gguf_requests import REFUSED
 from tests.gguf_models import GgufModel
 
 pytestmark = pytest.mark.gguf

@@ -20,10 +20,14 @@ from edgeinfer.export.exporter import export_checkpoint as export_anew
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.dflash import DflashOptions
 from edgeinfer.export.training.distill import KindOptions, distill
+from edgeinfer.export.training.drafter import DrafterOptions, StudentSize, train_drafter
 from edgeinfer.export.training.eagle import EagleOptions
+from edgeinfer.export.training.exits import ExitsOptions, tune_exits
+from edgeinfer.export.training.heads import HydraOptions, MedusaOptions
 from edgeinfer.export.training.hydra_plus import HydraPlusOptions
 from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.modules import ModuleTask
+from edgeinfer.export.training.routers import RoutersOptions
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.results import Progress
 from tests.cache import export_checkpoint
@@ -32,6 +36,7 @@ from tests.draft_modules import change_tensors, drafted_logits, drafter_of
 from tests.eagle_heads import ReferenceHead
 from tests.factories import make_checkpoint
 from tests.hydra_modules import ReferenceHydra
+from tests.other_device import OTHER, other_device
 from tests.speculation import load_eager, same
 
 pytestmark = pytest.mark.slow
@@ -222,3 +227,55 @@ def test_minutes_become_steps_and_replies(target: Target, text: TextSource, tmp_
 
 def _stop(name: str, done: int, total: int) -> None:
     raise KeyboardInterrupt
+
+
+FEW: dict[str, Any] = {"steps": 2, "samples": 0, "rows": 2, "length": 16, "threads": 1, "device": "cpu"}
+SIZE = StudentSize(32, 2, 48, 2, 2)
+DEVICE_KINDS: tuple[KindOptions[Any], ...] = (
+    *(MedusaOptions(**FEW), HydraOptions(**FEW), RoutersOptions(**FEW)),
+    *(EagleOptions(**FEW, tokens=120), DflashOptions(**FEW, block=5), HydraPlusOptions(**FEW, tokens=120)),
+)
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("devices")
+    make_checkpoint(path / "target", "llama", num_hidden_layers=4, max_position_embeddings=48)
+    lines = [json.dumps({"text": f"the cat ran to the dog and sat on it {i * i} times"}) for i in range(60)]
+    (path / "text.jsonl").write_text("\n".join(lines), "utf-8")
+    return path
+
+
+Train = Callable[[Target, TextSource, Path], object]
+
+
+def trainings() -> dict[str, Train]:
+    """Every training, of few steps."""
+
+    def of_kind(options: KindOptions[Any]) -> Train:
+        return lambda target, text, work: distill(target, text, options, work)
+
+    def drafter(**more: Any) -> Train:
+        options = DrafterOptions(**FEW | {"samples": 20}, size=SIZE, minutes=None, **more)
+        return lambda target, text, work: train_drafter(target, text, options, work)
+
+    def exits(target: Target, text: TextSource, work: Path) -> object:
+        few = {name: value for name, value in FEW.items() if name != "samples"}
+        return tune_exits(target, text, ExitsOptions(**few), work / "out", work)
+
+    kinds = {options.kind: of_kind(options) for options in DEVICE_KINDS}
+    return kinds | {"drafter": drafter(), "sorted": drafter(nested=True), "exits": exits}
+
+
+def test_no_training_mixes_arrays_of_its_device_with_the_cpu_s(devices: Path, tmp_path: Path) -> None:
+    """Found on CUDA, where `distill heads` failed: tokens of heads stayed on the CPU."""
+    faults = {}
+    for name, train in trainings().items():
+        with other_device():
+            target = load_target(devices / "target", OTHER)
+            text = TextSource((devices / "text.jsonl",), target)
+            try:
+                train(target, text, tmp_path / name)
+            except RuntimeError as error:
+                faults[name] = str(error)
+    assert not faults

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edgeinfer.errors import UsageError
-from edgeinfer.export.options import ExportConfig
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.options import ExportConfig, StaticOptions
+from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.training.drafter import DrafterOptions, StudentSize
+from edgeinfer.export.training.exits import ExitsOptions
+from edgeinfer.export.training.heads import MedusaOptions
+from edgeinfer.export.training.samples import SampleOptions
+from edgeinfer.export.training.trainer import TrainOptions
+from edgeinfer.quant.calibration import CalibrationOptions
+from edgeinfer.quant.gptq import GptqOptions
+from edgeinfer.quant.policy import QuantScheme
+from tests.bounds import bounds, facts, near, told
+from tests.export.families.table import FAMILIES
+from tests.factories import COMMON, make_config
+from tests.recorded import check_recorded
 
 
 @pytest.mark.parametrize(
@@ -63,3 +81,83 @@ def test_bits_stand_for_types_of_gguf() -> None:
 
 def test_names_of_types_are_taken_in_any_case() -> None:
     assert ExportConfig(format="gguf", gguf_type="q4_k_m").gguf_kind == "Q4_K_M"
+
+
+# Those whose descriptions have parts that others lack.
+PARTS = ("Llama", "Gemma2", "Qwen3Moe", "Dots1", "NemotronH", "Qwen3Next", "MiniCPM3", "Gemma3n", "Lfm2", "GptOss")
+
+
+def read(values: dict[str, Any]) -> tuple[DecoderSpec, int, int]:
+    """The decoder of a config.json, how many tensors it has, and numbers in them."""
+    config = HFConfig(values)
+    family = find_architecture(config)
+    spec = family.read(config, bool(values.get("tie_word_embeddings")))
+    shapes = [plan.shape for plan in family.tensors(config, spec)]
+    return spec, len(shapes), sum(map(len, shapes))
+
+
+def difference(values: dict[str, Any], usual: DecoderSpec) -> object:
+    """What another configuration changes of a decoder, or what is said of it."""
+    try:
+        spec, *_ = read(values)
+    except EdgeInferError as error:
+        return str(error.message)
+    fields = [field.name for field in dataclasses.fields(spec)]
+    return {name: told(getattr(spec, name)) for name in fields if getattr(spec, name) != getattr(usual, name)}
+
+
+def test_configurations_one_step_away_read_as_they_did() -> None:
+    found = {}
+    for family in FAMILIES:
+        for place, settings in enumerate(family.settings):
+            values = make_config(family.name, **settings).to_dict()
+            spec, tensors, sides = read(values)
+            found[f"{family.name} {place}"] = [told(spec), facts(spec), tensors, sides]
+            if not place:
+                changed = {
+                    f"{name}={value!r}": difference(values | {name: value}, spec)
+                    for name in sorted({*settings, *(COMMON if family.name in PARTS else ())})
+                    for value in near(values.get(name))[-3:]
+                }
+                found[family.name] = [{name: said for name, said in changed.items() if said != {}}]
+    check_recorded("families", found)
+
+
+def test_descriptions_one_step_away_are_refused_as_they_were() -> None:
+    found: dict[str, Any] = {}
+    families = {family.name: family for family in FAMILIES}
+    for name in PARTS:
+        if name in families:
+            spec, *_ = read(make_config(name, **families[name].settings[-1]).to_dict())
+            for part in (spec, *(getattr(spec, field.name) for field in dataclasses.fields(spec))):
+                if dataclasses.is_dataclass(part):
+                    found[f"{name} {type(part).__name__}"] = [bounds(part), {} if part is spec else facts(part)]
+    check_recorded("bounds-decoders", found)
+
+
+def test_options_one_step_away_are_refused_as_they_were() -> None:
+    sound = (
+        *(ExportConfig(), ExportConfig(method="gptq", calibration=Path("text")), ExportConfig(target_size=9_000_000)),
+        *(
+            ExportConfig(format="gguf"),
+            ExportConfig(static=StaticOptions(48, 16, (1, 4))),
+            StaticOptions(48, 16, (1, 4)),
+        ),
+        *(QuantScheme(4, 32), GptqOptions(), CalibrationOptions()),
+        *(TrainOptions(4), ExitsOptions(), MedusaOptions(samples=0), SampleOptions(9), StudentSize(64, 2, 96, 4, 2)),
+        DrafterOptions(size=StudentSize(64, 2, 96, 4, 2), nested=True),
+    )
+    check_recorded("bounds-options", {f"{n} {type(each).__name__}": bounds(each) for n, each in enumerate(sound)})
+
+
+def test_static_graphs_fit_a_decoder_or_are_refused() -> None:
+    """A decoder of 3 layers and 128 positions: contexts, chunks and layers up to these and beyond."""
+    spec, *_ = read(make_config("Llama").to_dict())
+    found = {}
+    for context, chunk, layers in product((None, 64, 127, 128, 129), (None, 8, 64), ((), (1,), (2,), (3,))):
+        try:
+            said = told(StaticOptions(context, chunk, layers=layers).graphs(spec))
+        except EdgeInferError as error:
+            said = str(error)
+        found[f"{context} {chunk} {layers}"] = said
+    check_recorded("static-graphs", found)

@@ -6,9 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import edgeinfer
+from edgeinfer.bundle.gguf_bundle import open_gguf
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
+from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer, file_has_pairs
+from edgeinfer.tokenizing import chat_template
+from tests.cache import made
+from tests.edgeinfer.openai.functions import WEATHER, as_tools
+from tests.factories import make_checkpoint
 from tests.tables import each_row
 from tests.tools.random_models import pseudo_text, write_tokenizer
 
@@ -78,3 +90,84 @@ def test_what_only_the_settings_say_of_a_tokenizer(tmp_path: Path) -> None:
     normalized = json.loads(original) | {"normalizer": {"type": "NFKC"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(normalized), "utf-8")
     assert json.loads(written(tmp_path))["normalizer"] == {"type": "NFKC"}
+
+
+DEFAULT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TOOL_USE = "tools: {% for t in tools %}{{ t | tojson }} <tool_call>{% endfor %}\n" + DEFAULT
+NAMED = {"default": DEFAULT, "tool_use": TOOL_USE, "rag": "{{ documents }}"}
+LISTED = [{"name": name, "template": text} for name, text in NAMED.items()]
+FILES = ("chat_template.jinja", "chat_template.tool_use.jinja")
+USER = [{"role": "user", "content": "Hi"}]
+ASKED: dict[str, Any] = {"messages": USER, "tools": as_tools(WEATHER)}
+
+
+def make_named(folder: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "llama-tied", chat_template=LISTED, max_position_embeddings=2048)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return made(make_named, copy_to=tmp_path / "made") / "checkpoint"
+
+
+MORE = "additional_chat_templates"
+WAYS: list[tuple[dict[str, Any], dict[str, str], tuple[str | None, str | None]]] = [
+    ({"chat_template": LISTED}, {}, (DEFAULT, TOOL_USE)),
+    ({"chat_template": NAMED}, {}, (DEFAULT, TOOL_USE)),
+    ({}, {"chat_template.jinja": DEFAULT, f"{MORE}/tool_use.jinja": TOOL_USE}, (DEFAULT, TOOL_USE)),
+    ({"chat_template": "old"}, {"chat_template.jinja": DEFAULT, f"{MORE}/rag.jinja": "x"}, (DEFAULT, None)),
+    ({"chat_template": LISTED}, {"chat_template.jinja": "new"}, ("new", TOOL_USE)),
+    ({"chat_template": LISTED[1:]}, {}, (TOOL_USE, None)),
+    ({"chat_template": LISTED[:1]}, {}, (DEFAULT, None)),
+    ({}, {"chat_template.json": json.dumps({"chat_template": DEFAULT})}, (DEFAULT, None)),
+    ({}, {"chat_template.json": json.dumps({"chat_template": NAMED})}, (DEFAULT, TOOL_USE)),
+    ({"chat_template": [5, {"name": "default"}, {"template": "x"}]}, {}, (None, None)),
+    ({"chat_template": None}, {}, (None, None)),
+]
+
+
+@each_row(("settings", "files", "found"), WAYS)
+def test_every_way_in_which_templates_are_published(
+    checkpoint: Path, settings: dict[str, Any], files: dict[str, str], found: tuple[str | None, str | None]
+) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    (checkpoint / MORE).mkdir(exist_ok=True)
+    for old in (checkpoint / "chat_template.jinja", checkpoint / "chat_template.json", *(checkpoint / MORE).iterdir()):
+        old.unlink(missing_ok=True)
+    for name, text in files.items():
+        (checkpoint / name).write_text(text, "utf-8")
+    written = read_sidecar(checkpoint, HFConfig({})).files
+    texts = tuple(written[name].decode() if name in written else None for name in FILES)
+    assert texts == found
+
+
+@pytest.mark.parametrize("format", ["onnx", "gguf"])
+def test_conversations_with_tools_take_the_template_for_tools(checkpoint: Path, tmp_path: Path, format: str) -> None:
+    if format == "gguf":
+        pytest.importorskip("gguf")
+        out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(format="gguf", gguf_type="F16"))
+        template = chat_template(open_gguf(out / "model.gguf"))
+    else:
+        out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False))
+        template = chat_template(open_bundle(out))
+    check(template)
+
+
+def check(template: ChatTemplate | None) -> None:
+    assert template is not None and template.tool_use is not None
+    assert template.render(USER) == template.render(USER, tools=[]) == "user: Hi\n"
+    told = template.render(USER, tools=ASKED["tools"])
+    assert told.startswith("tools: ") and "get_weather" in told and told.endswith("user: Hi\n")
+    template.close()
+
+
+def test_requests_with_tools_take_the_template_for_tools(checkpoint: Path, tmp_path: Path) -> None:
+    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False))
+    with edgeinfer.load(out, threads=1, speculation="off") as model:
+        assert (model.chat_template_text, model.tool_template_text) == (DEFAULT, TOOL_USE)
+        with_tools = model.render_chat(**ASKED)
+        assert with_tools.startswith("tools: ") and "get_weather" in with_tools
+        assert model.render_chat(USER) == "user: Hi\n"
+        for asked, tokens in ((ASKED, model.tokenize_chat(**ASKED)), ({"messages": USER}, model.tokenize_chat(USER))):
+            answer = model.create_chat_completion(**asked, max_tokens=1)
+            assert isinstance(answer, dict) and answer["usage"]["prompt_tokens"] == len(tokens)

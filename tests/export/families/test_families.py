@@ -13,14 +13,18 @@ import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.export.source.hf_config import HFConfig, completed
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -240,3 +244,83 @@ def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, method: str
     expected, found = expected_logits(model, TOKENS), run(ReferenceBackend(bundle, CONTEXT), TOKENS)
     error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert np.median(error) <= family.rounded / 2
+
+
+_SLOW = ("Gemma3", "Gemma3n", "Qwen3Moe", "Qwen3_5", "Mamba2", "Cohere2", "FalconH1")
+
+
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
+def test_it_is_the_same_decoder(name: str, tmp_path: Path) -> None:
+    settings = next(family.settings[0] for family in FAMILIES if family.name == name)
+    make_checkpoint(tmp_path / "whole", name, **{**settings, "tie_word_embeddings": True})
+    make_checkpoint(tmp_path / "base", name, **{**settings, "tie_word_embeddings": True})
+    transformers.AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")
+    whole, base = (
+        export_checkpoint(tmp_path / kind, tmp_path / f"{kind}-bundle", ExportConfig(bits=32))
+        for kind in ("whole", "base")
+    )
+    assert (base / "weights.bin").read_bytes() == (whole / "weights.bin").read_bytes()
+
+
+def test_one_whose_head_is_missing_is_refused_by_name(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base", "Llama")
+    transformers.AutoModel.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"no tensor 'lm_head\.weight'"):
+        export_checkpoint(tmp_path / "base", tmp_path / "bundle", ExportConfig(bits=32))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_head_is_the_embedding_where_it_is_its_copy(factor: float, tmp_path: Path) -> None:
+    """Transformers uses a head with other values, though config.json says that it is tied."""
+    folder = tmp_path / "checkpoint"
+    make_checkpoint(folder, "Llama", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = np.float32(factor) * tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    bundle = open_bundle(export_checkpoint(folder, tmp_path / "bundle", ExportConfig(bits=32)))
+    assert bundle.manifest.decoder is not None and bundle.manifest.decoder.tied == (factor == 1)
+    expected = expected_logits(transformers.AutoModelForCausalLM.from_pretrained(folder), TOKENS)
+    found = run(ReferenceBackend(bundle, len(TOKENS)), TOKENS)
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
+_WINDOW = {"sliding_window": 64, "hidden_activation": "gelu_pytorch_tanh"}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
+_SCAN = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+OLDER: dict[str, dict[str, Any]] = {
+    "Apertus": {"hidden_act": "xielu", "rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 64}},
+    "Cohere2": _WINDOW | {"sliding_window_pattern": 4, "rope_theta": 5e4, "logit_scale": 0.25},
+    "FalconH1": _SCAN | {"mamba_d_ssm": 96, "rope_theta": 1e11, "rope_scaling": None},
+    "GraniteMoeHybrid": _SCAN
+    | {"layer_types": ["mamba", "attention"] * 4, "position_embedding_type": "nope", "num_local_experts": 0}
+    | {"mamba_expand": 2, "mamba_n_heads": 8, "shared_intermediate_size": 96},
+    "NemotronH": {"hybrid_override_pattern": "M-M*-M-M", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2}
+    # Published configurations bring their own code along, whose time steps differ from those of transformers.
+    | {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}},
+    "Gemma": {"head_dim": 32, "hidden_act": "gelu", "hidden_activation": None},
+    "Gemma2": _WINDOW
+    | {"final_logit_softcapping": 30.0, "query_pre_attn_scalar": 24, "head_dim": 32}
+    | {"attn_logit_softcapping": 50.0},
+    "Gemma3": _WINDOW
+    | {"rope_local_base_freq": 1e4, "rope_theta": 1e6, "sliding_window_pattern": 6, "head_dim": 32}
+    | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "Glm4": {"partial_rotary_factor": 0.5, "head_dim": 32, "attention_bias": True},
+    "HunYuanDenseV1": {"head_dim": 32, "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    "Olmo3": {"layer_types": [*["sliding_attention"] * 7, "full_attention"], "sliding_window": 64}
+    | {"rope_scaling": _YARN, "rope_theta": 5e5},
+    "Phi": {"partial_rotary_factor": 0.4, "hidden_act": "gelu_new", "rope_theta": 1e4, "rope_scaling": None},
+    "SmolLM3": {"no_rope_layers": [1, 1, 1, 0] * 2, "rope_theta": 5e6, "use_sliding_window": False},
+    "StableLm": {"partial_rotary_factor": 0.25, "use_qkv_bias": True, "rope_theta": 1e4},
+}
+
+
+def test_they_describe_the_same_decoder() -> None:
+    for name in OLDER:
+        older = COMMON | {"num_hidden_layers": 8} | OLDER[name] | {"architectures": [f"{name}ForCausalLM"]}
+        class_ = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+        # What transformers of today makes of it has every field under its present name.
+        today = class_(**older).to_dict() | {"architectures": older["architectures"]}
+        family = find_architecture(HFConfig(older))
+        read = family.read(HFConfig(completed(older, class_.model_type)), False)
+        assert read == family.read(HFConfig(today), False), name
