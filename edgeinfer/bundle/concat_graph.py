@@ -15,7 +15,7 @@ outputs
 
 from __future__ import annotations
 
-# The file beside model.onnx that holds the weights; Manifest.weight_bytes counts what begins with "model.".
+# The file next to model.onnx that holds the weights; Manifest.weight_bytes counts what begins with "model.".
 WEIGHTS = "model.onnx_data"
 
 INPUT_IDS = "input_ids"

@@ -112,7 +112,7 @@ TAPPED = "tapped"
 NATIVE_DOMAIN = "edgeinfer"
 # Slots of a page.
 PAGE_SLOTS = 64
-# Rows of the cache and positions differ by as much as a draft tree has rows beside a path. The operator's own window,
+# Rows of the cache and positions differ by the rows that a draft tree has next to a path. The operator's own window,
 # counted in rows, is wider than the model's by this much, so that `window_bias` alone decides.
 TREE_ROWS = 256
 

@@ -146,7 +146,9 @@ class DecoderSpec:
         _require(min(self.logit_softcap, self.attention_softcap, self.attention_scale) >= 0, "caps must be positive")
         dense = () if self.moe is None else self.moe.dense_layers
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
-        self._check_ropes()
+        _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
+        known = range(-1, len(self.ropes))
+        _require(all(index in known for index in self.rope_layers), "rope_layers must name rotations that there are")
         kinds = {"conv": self.conv, "delta": self.delta, "mamba2": self.mamba2}
         check_mixers(self.mixers, self.num_layers, kinds, self.no_mlp)
         self._check_latent()
@@ -171,11 +173,6 @@ class DecoderSpec:
         others = self.qk_norm or self.value_norm or self.inner_norms or self.mixers or self.norm != "rms"
         plain = self.pre_norm and not (others or self.output_gate or self.parallel)
         _require(plain, "latent attention is not combined with other norms, gates or mixers")
-
-    def _check_ropes(self) -> None:
-        _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
-        known = range(-1, len(self.ropes))
-        _require(all(index in known for index in self.rope_layers), "rope_layers must name rotations that there are")
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

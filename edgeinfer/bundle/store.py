@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The model file of a GGUF bundle, and what plain ones' names end in.
 GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
-# Larger files hold weights, which are verified beside loading: hashing this much takes some 50 ms.
+# Larger files hold weights, which are verified while they are loaded: hashing this much takes some 50 ms.
 _MOST_HASHED_BYTES = 64 * 1000**2
 _AGAIN = "Export or download the bundle again."
 

@@ -111,17 +111,14 @@ def _stacks(outlines: list[Outline], layout: Layout) -> dict[str, list[Outline]]
         bits, block, zeros = common_format(quantized) if quantized else (32, 0, False)
         for part in {expert.part for expert, _ in members}:
             # Experts by number, whatever the order of the table.
-            ordered = [o for _, o in sorted(((e.expert, o) for e, o in members if e.part == part), key=_number)]
+            numbered = {expert.expert: outline for expert, outline in members if expert.part == part}
+            ordered = [numbered[number] for number in sorted(numbered)]
             if len({o.shape for o in ordered}) > 1:
                 hint = "The bundle is damaged or made by another program."
                 raise BundleError(f"The experts of layer {layer} have different shapes.", hint)
             together = [_formatted(outline, bits, block, zeros) for outline in ordered]
             stacks |= {outline.name: together for outline in together}
     return stacks
-
-
-def _number(numbered: tuple[int, Outline]) -> int:
-    return numbered[0]
 
 
 def _formatted(outline: Outline, bits: int, block: int, zeros: bool) -> Outline:

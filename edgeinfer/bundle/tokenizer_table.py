@@ -99,10 +99,14 @@ def _is_plain(tokenizer: dict[str, Any], model: dict[str, Any]) -> bool:
         return False
     if unknown is not None and unknown not in vocab:
         return False
+    from tokenizers.pre_tokenizers import ByteLevel
+
     # Words of the vocabulary that are taken whole are looked up by their spelling, so it must have all characters.
     splitting = tokenizer.get("pre_tokenizer") or {}
     last = splitting.get("pretokenizers", [splitting])[-1]
-    return not model.get("ignore_merges") or (last.get("type") == "ByteLevel" and vocab.keys() >= _alphabet())
+    return not model.get("ignore_merges") or (
+        last.get("type") == "ByteLevel" and vocab.keys() >= set(ByteLevel.alphabet())
+    )
 
 
 def _added_ids(tokens: list[dict[str, Any]], vocab: dict[str, int]) -> dict[str, int] | None:
@@ -123,12 +127,6 @@ def _is_symbol(text: str, model: dict[str, Any]) -> bool:
     lacks, and what stands for the rest."""
     in_bytes = bool(model.get("byte_fallback")) and _BYTE.fullmatch(text) is not None
     return len(text) == 1 or in_bytes or text == model.get("unk_token")
-
-
-def _alphabet() -> set[str]:
-    from tokenizers.pre_tokenizers import ByteLevel  # by export and once for each old bundle
-
-    return set(ByteLevel.alphabet())
 
 
 class TokenizerTable:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -71,7 +71,11 @@ def places() -> list[Place]:
     known = {place.path for place in found}
     found += [Place(_file_name(path), path, "folder") for path in _own_files() if path not in known]
     counts = Counter(place.name.lower() for place in found)
-    return [place if counts[place.name.lower()] == 1 else _by_path(place) for place in found]
+    # A model whose name others have too is loaded by its path; the built-in one keeps its own.
+    return [
+        place if counts[place.name.lower()] == 1 or place.origin == "built-in" else replace(place, name=str(place.path))
+        for place in found
+    ]
 
 
 def find_place(name: str, bits: int | None = None) -> Place | None:
@@ -93,7 +97,11 @@ def find_place(name: str, bits: int | None = None) -> Place | None:
         return max(fitting or found, key=lambda place: place.path.stat().st_mtime)
     found = found or [place for place in here if _own_name(place.path).casefold() == wanted]
     used = (Path(path) for path in ([] if found else last_uses()))
-    found = found or [Place(str(path), path, "folder") for path in used if _is_called(path, wanted)]
+    found = found or [
+        Place(str(path), path, "folder")
+        for path in used
+        if _file_name(path).casefold() == wanted and (is_bundle(path) or path.is_file())
+    ]
     if len(found) > 1:
         shown = ", ".join(sorted(str(place.path) for place in found))
         raise ModelError(f"Several models are called {name}.", f"Give the path of one: {shown}.")
@@ -122,10 +130,6 @@ def _file_name(path: Path) -> str:
     return source_of(path) or (stem_of(path.name) if path.suffix == GGUF else path.name)
 
 
-def _is_called(path: Path, wanted: str) -> bool:
-    return _file_name(path).casefold() == wanted and (is_bundle(path) or path.is_file())
-
-
 def _own_name(path: Path) -> str:
     """The name in a model's own files."""
     manifest = path / MANIFEST if path.is_dir() else path
@@ -137,11 +141,6 @@ def _read_name(path: Path, changed: int) -> str:
     with contextlib.suppress(EdgeInferError):
         return open_bundle(path).manifest.name
     return _file_name(path)
-
-
-def _by_path(place: Place) -> Place:
-    """A model whose name others have too is loaded by its path; the built-in one keeps its own."""
-    return place if place.origin == "built-in" else dataclasses.replace(place, name=str(place.path))
 
 
 def _own_files() -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""What is measured of a model or a device, tuned for it, and learnt from it, beside replies."""
+"""Tools that measure a model or a device, tune settings, and learn from texts."""
 
 from __future__ import annotations
 

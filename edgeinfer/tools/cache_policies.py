@@ -1,4 +1,4 @@
-"""What each policy for full contexts loses of a model's texts: read on, copied and recalled; the best is kept."""
+"""How much each policy for full contexts loses: on later text, copied passages and recalled pieces; keeps the best."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ _REPLY = 512
 
 @dataclass(frozen=True)
 class Foreseen:
-    """How well tokens were foreseen.
+    """How well tokens were predicted.
 
     Attributes:
-        tokens: that were to be foreseen.
-        perplexity: of them.
-        share: of those that were the most likely ones.
+        tokens: that were to be predicted.
+        share: of the tokens that were the most likely ones.
     """
 
     tokens: int
@@ -58,7 +57,7 @@ class CacheLoss:
         context: tokens that the cache holds.
         text: the second half of the text.
         copying: a passage that is read again behind the text, but for its first tokens.
-        needles: pieces from all over the text that are begun again at its end.
+        needles: pieces from all over the text whose beginnings are repeated at its end.
     """
 
     policy: str
@@ -75,10 +74,10 @@ class CacheLoss:
 
 @dataclass(frozen=True)
 class CacheTuning:
-    """What policies lose, and which of them "auto" takes from now on.
+    """The losses of all policies, and the one that "auto" uses from now on.
 
     Attributes:
-        whole: with a context that holds all of the text.
+        whole: the loss with a context that holds all of the text.
         losses: of every policy in every smaller context, the larger ones first.
         kept: the policy that beats "window" on all three kinds, over all contexts, and loses least; else "window".
         unusable: why other policies cannot make room in this model's cache, by name.
@@ -100,11 +99,11 @@ def tune_cache(
 ) -> CacheTuning:
     """Measures each policy for full contexts on a text that outgrows them; overflow="auto" takes the best from then on.
 
-    The text is read, then a passage of it again, then pieces from all over it are begun again, all in one.
+    The text is read, then a passage of it again, then the beginnings of pieces from all over it, in one sequence.
 
     Args:
         model: bundle directory, GGUF file or hub id; None is the built-in model.
-        text: at least 300 tokens of what the model is used for; None has the model write one.
+        text: at least 300 tokens typical of the model's use; None has the model write one.
         shares: of the text's length, contexts to measure with.
         progress: called with readings done and to do.
         options: as `load` takes them; `context` is the text's length, at most 2,048 tokens if left out.
@@ -143,7 +142,7 @@ def tune_cache(
 
 
 def _best(whole: CacheLoss, losses: Sequence[CacheLoss], tokens: int) -> MeasuredPolicy:
-    """The policy that loses least of those that beat the window on every kind; without any, the window."""
+    """The policy that loses least among those that beat the window on every kind; without any, the window."""
     full = np.log([each.perplexity for each in whole.kinds])
     means = {}
     for policy in dict.fromkeys(loss.policy for loss in losses):
@@ -156,7 +155,7 @@ def _best(whole: CacheLoss, losses: Sequence[CacheLoss], tokens: int) -> Measure
 
 
 def _tokens(model: Model, text: str | None, length: int) -> list[int]:
-    """The tokens to read from: of the text, or as many as the model writes itself."""
+    """The tokens of the text, or of a text that the model writes itself."""
     if text is not None:
         return model.tokenize(text, parse_special=False)
     written = list[int]()
@@ -173,7 +172,7 @@ def _tokens(model: Model, text: str | None, length: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Tokens to read, and which of them are to be foreseen.
+    """Tokens to read, and those whose predictions count.
 
     Attributes:
         ids: a beginning, a passage, the rest of the text, the passage again, needles.
@@ -185,7 +184,7 @@ class _Reading:
 
     @classmethod
     def of(cls, model: Model, tokens: Sequence[int], length: int) -> _Reading:
-        """A reading of at most so many tokens."""
+        """A reading of at most `length` tokens."""
         begin = model.prefix_ids
         length = min(length, len(begin) + int(len(tokens) / (1 + _PASSAGE)))
         if length < _SHORTEST:
@@ -209,7 +208,7 @@ class _Reading:
         return cls(ids, (text, copying, needles))
 
     def foreseen(self, model: Model) -> tuple[Foreseen, ...]:
-        """How well a model foresees the tokens of each kind."""
+        """How well a model predicts the tokens of each kind."""
         targets, wanted = np.array(self.ids), np.logical_or.reduce(self.kinds)
         logprobs, hits = np.zeros(len(targets)), np.zeros(len(targets), np.bool_)
         start = 1  # of the token that the next row of logits foresees

@@ -6,8 +6,9 @@ import dataclasses
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.config import LoadConfig
@@ -18,7 +19,6 @@ from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.results import DeviceFacts, DeviceLimits
 from edgeinfer.runtime.backends.llamacpp.graphics import (
-    GraphicsProcessor,
     check_processor,
     graphics_device,
     listed_processors,
@@ -43,6 +43,7 @@ from edgeinfer.runtime.profile.settings import (
     keep_profile,
     write_profile,
 )
+from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY
 from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
 from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.runtime.tuning.search import FULL, QUICK, Attempt, SettingChoices, SettingsFound, search_settings
@@ -56,11 +57,11 @@ _GRAPHICS_TRIED = "CUDA on an NVIDIA H200, Vulkan in software; Metal and ROCm no
 
 @dataclass(frozen=True)
 class PartGain:
-    """What tuning did to a part of the work.
+    """The gain of tuning in one part of the work.
 
     Attributes:
-        usual_ms, tuned_ms: medians of timings that took turns: of a token of a prompt, of a plain token of a reply, of
-            a pass that verifies a draft, of a turn of 64 tokens of prompt and 128 of reply, of loading.
+        usual_ms, tuned_ms: medians of alternating timings: a token of a prompt, a plain token of a reply, a pass that
+            verifies a draft, a turn of 64 tokens of prompt and 128 of reply, loading.
         ratio: how many times faster it became: the median over pairs of timings.
     """
 
@@ -71,18 +72,18 @@ class PartGain:
 
 @dataclass(frozen=True)
 class DeviceTuning:
-    """What was found on this device for a model.
+    """The best settings of a model on this device.
 
     Attributes:
         settings: better than the usual ones, and proved so; all None or empty where nothing is.
         threads: that the model runs with by them.
         parts: by name, "prompt", "decode", "verify", "turn", "load".
-        attempts: what was tried, in its order.
-        rejected: settings that looked better one by one, but not when they were to be proved together.
+        attempts: settings that were tried, in order.
+        rejected: settings that looked better one by one, but did not when proved together.
         busy: threads of other programs that wanted to run when it began, as the system counts the last minute; None
-            where it does not. What is found on a busy machine may not be the best on one at rest.
+            where it does not. Settings found on a busy machine may not be the best on an idle one.
         seconds: that it took.
-        path: of the file that has them; None where none was needed, as nothing is better than usual.
+        path: of the file with the settings; None where nothing is better than usual.
     """
 
     settings: TunedSettings
@@ -105,15 +106,15 @@ def tune_device(
 ) -> DeviceTuning:
     """Measures a model with other threads, processors, weights and chunks than the usual, and keeps what is faster.
 
-    Kept is only what was faster than the usual settings beyond doubt, when the two were timed in turns, and slower in
-    nothing. The next `load` of this model uses it, unless told otherwise.
+    A setting is kept only if it was faster than the usual one beyond doubt, in alternating timings, and slower in
+    nothing. The next `load` of this model uses it unless `profile` says otherwise.
 
     Args:
         model: bundle directory, GGUF file or hub id; None is the built-in model.
         quick: measure for seconds instead of minutes; smaller gains are not found then.
         out: a file to write the settings to, for `load(profile=...)`; None keeps them for this user.
-        progress: called with what is measured, steps done and at most to do.
-        options: as `load` takes them; what is given there is not tuned.
+        progress: called with the current measurement, steps done and at most to do.
+        options: as `load` takes them; options that are given are not tuned.
 
     Raises:
         CapabilityError: there is nothing to tune about the model's backend.
@@ -135,7 +136,7 @@ def tune_device(
 
 
 def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> bool:
-    """Drops what `tune_device` and `tune_cache` kept of a model for this user; whether there was anything.
+    """Deletes the results of `tune_device` and `tune_cache` for a model; returns whether there were any.
 
     Args:
         model, options: as `tune_device` took them.
@@ -147,14 +148,14 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
     config = LoadConfig.of(**{**options, "profile": OFF})
     bundle = open_bundle(resolve(model))
     forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
-    return any([forgotten, KEPT_POLICY.forget(bundle)])
+    return any([forgotten, KEPT_POLICY.forget(bundle), KEPT_UNCERTAINTY.forget(bundle)])
 
 
 @allocating("The model")
 def _measure(
     bundles: Bundles, config: LoadConfig, names: tuple[str, ...], quick: bool, progress: Progress | None
 ) -> tuple[SettingsFound, int]:
-    """What was found, and the threads it was proved with."""
+    """The settings found, and the threads they were proved with."""
     effort = QUICK if quick else FULL
     usual = bundles.subject(config)
     speed, process = speed_model(usual, profiles_of(usual, config)), process_before_loading(usual)
@@ -179,7 +180,7 @@ def _measure(
 def _ways(
     config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int
 ) -> SettingChoices:
-    """What the caller left open, of what the backend has."""
+    """The settings that the caller left open, as far as the backend has them."""
     threads = range(1, len(usable_processors()) + 1) if config.threads is None and "threads" in names else ()
     chunks: tuple[int, ...] = ()
     if config.prefill_chunk is None and "prefill_chunk" in names:
@@ -198,7 +199,7 @@ def _ways(
 
 
 def _keep(bundles: Bundles, config: LoadConfig, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
-    """Writes what was found, in the place of what was kept before."""
+    """Writes the settings, replacing those kept before."""
     bundle = bundles.target
     model = digest_of(bundles.choice, config)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -243,67 +244,60 @@ def measure_device(threads: int = 1) -> DeviceLimits:
 def list_devices(*, check: bool = True) -> tuple[DeviceFacts, ...]:
     """The devices that models may run on, installed or not, in the order in which "auto" looks for one.
 
-    Behind them are the graphics processors that the installed llama.cpp finds, which run GGUF files where they are
-    asked for.
+    They are followed by the graphics processors that the installed llama.cpp finds, which run GGUF files on request.
 
     Args:
         check: run small models on those that are there and have hardware.
     """
     own = (_facts(entry, device, check) for entry in ENTRIES for device in entry.devices)
-    return (*own, *(_graphics_facts(processor, check) for processor in listed_processors()))
+    graphics = (
+        _device_facts(
+            graphics_device(processor),
+            partial(check_processor, processor) if check else None,
+            package="llama-cpp-python",
+            plugin=True,
+            installed=True,
+            hardware=lambda: True,
+            bundles="gguf",
+            tried=_GRAPHICS_TRIED,
+            description=processor.description,
+        )
+        for processor in listed_processors()
+    )
+    return (*own, *graphics)
 
 
 def _facts(entry: DeviceEntry, device: Device, check: bool) -> DeviceFacts:
-    installed, hardware, outcome = is_installed(device), None, ""
-    if installed:
-        try:
-            hardware = entry.hardware(device)
-            if check and hardware:
-                check_device(device)
-                outcome = "ok"
-        except DeviceError as error:
-            outcome = error.message
-    traits = dataclasses.asdict(device.traits)
-    return DeviceFacts(
-        name=device.name,
-        provider=device.provider,
+    return _device_facts(
+        device,
+        partial(check_device, device) if check else None,
         package=entry.package,
         plugin=entry.plugin,
-        installed=installed,
-        hardware=hardware,
-        bundles="all" if traits.pop("dynamic_shapes") else "static",
-        traits=traits,
-        memory=device.memory,
-        check=outcome,
+        installed=is_installed(device),
+        hardware=partial(entry.hardware, device),
+        bundles="all" if device.traits.dynamic_shapes else "static",
         tried=entry.tried,
         kernels=_kernels() if device.traits.custom_ops else (),
     )
 
 
-def _graphics_facts(processor: GraphicsProcessor, check: bool) -> DeviceFacts:
-    device, outcome = graphics_device(processor), ""
-    if check:
+def _device_facts(
+    device: Device, check: Callable[[], None] | None, *, installed: bool, hardware: Callable[[], bool], **facts: Any
+) -> DeviceFacts:
+    """The facts of a device; a check runs where it is installed and has hardware."""
+    found, outcome = None, ""
+    if installed:
         try:
-            check_processor(processor)
-            outcome = "ok"
+            found = hardware()
+            if check is not None and found:
+                check()
+                outcome = "ok"
         except DeviceError as error:
             outcome = error.message
     traits = dataclasses.asdict(device.traits)
     del traits["dynamic_shapes"]
-    return DeviceFacts(
-        name=device.name,
-        provider=device.provider,
-        package="llama-cpp-python",
-        plugin=True,
-        installed=True,
-        hardware=True,
-        bundles="gguf",
-        traits=traits,
-        memory=device.memory,
-        check=outcome,
-        tried=_GRAPHICS_TRIED,
-        description=processor.description,
-    )
+    own = {"name": device.name, "provider": device.provider, "memory": device.memory, "traits": traits}
+    return DeviceFacts(**own, installed=installed, hardware=found, check=outcome, **facts)
 
 
 def _kernels() -> tuple[str, ...]:

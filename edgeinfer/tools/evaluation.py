@@ -29,12 +29,12 @@ from edgeinfer.tokenizing import boundary_ids
 _ROWS = 16
 _QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
-Told = Callable[[int], None]
+Report = Callable[[int], None]
 Doubles = NDArray[np.float64]
 
 
 class Predictor(Protocol):
-    """What gives logits after each token of a text: a loaded `Model`, or another engine."""
+    """Gives logits after each token of a text: a loaded `Model`, or another engine."""
 
     def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
         """Arrays of a few rows each, which the next may overwrite: (R, V)."""
@@ -60,7 +60,7 @@ class Divergence:
 
     @property
     def mean(self) -> float:
-        """Of the divergences, in nats."""
+        """Mean divergence, in nats."""
         return float(self.values.mean())
 
     @property
@@ -130,11 +130,11 @@ class Evaluation:
         }
 
 
-def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], told: Told) -> Doubles:
+def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], report: Report) -> Doubles:
     """Log-probability of every token of each window but its first. (N,)
 
     Args:
-        told: called with the number of tokens that were read since the last call.
+        report: called with the number of tokens that were read since the last call.
     """
     parts = []
     for ids in windows:
@@ -144,14 +144,14 @@ def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], told: T
                 rows = log_softmax(block[first : first + _ROWS], np.float64)
                 parts.append(_of_targets(rows, ids, start))
                 start += len(rows)
-                told(len(rows))
+                report(len(rows))
     return np.concatenate(parts)
 
 
 def compare_predictions(
-    model: Predictor, reference: Predictor, windows: Sequence[Sequence[int]], top: int, told: Told
+    model: Predictor, reference: Predictor, windows: Sequence[Sequence[int]], top: int, report: Report
 ) -> tuple[Doubles, Divergence]:
-    """As `read_predictions`, and how far the predictions are from the reference's."""
+    """Log-probabilities as `read_predictions` gives them, and the divergence from the reference's predictions."""
     logprobs, wanted, values, same, overlap = [], [], [], [], []
     for ids in windows:
         start = 0
@@ -163,7 +163,7 @@ def compare_predictions(
             same.append(pair[0].argmax(axis=1) == pair[1].argmax(axis=1))
             overlap.append(_overlap(*pair, top))
             start += len(ours)
-            told(len(ours))
+            report(len(ours))
     divergence = Divergence(
         values=np.concatenate(values),
         same=np.concatenate(same),
@@ -175,7 +175,7 @@ def compare_predictions(
 
 
 def _side_by_side(one: Iterator[Floats], other: Iterator[Floats]) -> Iterator[tuple[Floats, Floats]]:
-    """The same few rows of both, whatever arrays they come in. (R, V) each"""
+    """Equally many rows of both at a time, whatever arrays they come in. (R, V) each"""
     left, right = next(one), next(other)
     while True:
         if left.shape[1] != right.shape[1]:
@@ -194,7 +194,7 @@ def _side_by_side(one: Iterator[Floats], other: Iterator[Floats]) -> Iterator[tu
 
 
 def _of_targets(rows: Doubles, ids: Sequence[int], start: int) -> Doubles:  # (R, V) -> (R',)
-    """Of the tokens that follow; the last of a window is followed by none."""
+    """The values of the next tokens; the last token of a window has none."""
     targets = np.array(ids[start + 1 : start + 1 + len(rows)], np.int64)
     return rows[np.arange(len(targets)), targets]
 
@@ -225,14 +225,14 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Unpack[LoadOptionsButContext],
 ) -> Evaluation:
-    """Reads texts with a model, and side by side with a reference, a few tokens at a time.
+    """Measures how well a model predicts texts, and how far it is from a reference.
 
     Args:
-        model: a bundle directory or hub id, None for the built-in model; or what is loaded already.
+        model: a bundle directory or hub id, None for the built-in model; or a loaded model.
         texts: read in windows, each after the begin token if the tokenizer adds one; or token ids, each text one window
             as it is.
-        reference: what the predictions are compared with, usually the same model unquantized: as `model`.
-        context: tokens of a window; None is what the models hold, at most 2048.
+        reference: the model to compare predictions with, usually the same one unquantized; as `model`.
+        context: tokens of a window; None is the models' longest, at most 2048.
         tokens: most to read in all.
         top: most likely tokens whose overlap is counted.
         progress: called with a stage, tokens read and tokens to read.
@@ -257,13 +257,13 @@ def evaluate(
         windows = _first(_windows(ours, texts, length), tokens)
         if not windows:
             raise UsageError("There is no text to read.", "Use a text of at least two tokens.")
-        told = _counter(progress, sum(map(len, windows)))
+        report = _counter(progress, sum(map(len, windows)))
         divergence = None
         if reference is None:
-            logprobs = read_predictions(ours, windows, told)
+            logprobs = read_predictions(ours, windows, report)
         else:
             theirs = _loaded(opened, reference, compared, plain)
-            logprobs, divergence = compare_predictions(ours, theirs, windows, top, told)
+            logprobs, divergence = compare_predictions(ours, theirs, windows, top, report)
     if bundle is None or not bundle.manifest.tensors:
         return Evaluation(logprobs, len(windows), divergence)
     manifest = bundle.manifest
@@ -271,7 +271,7 @@ def evaluate(
 
 
 def _bundle(model: str | Path | Predictor | None) -> Bundle | None:
-    """The bundle that is to be loaded; None where it is loaded already."""
+    """The bundle to load; None for a loaded model."""
     return open_bundle(resolve(model)) if model is None or isinstance(model, str | Path) else None
 
 
@@ -330,20 +330,20 @@ def _first(windows: list[list[int]], tokens: int | None) -> list[list[int]]:
 def _counter(progress: Callable[[str, int, int], None] | None, total: int) -> Callable[[int], None]:
     done = 0
 
-    def told(read: int) -> None:
+    def report(read: int) -> None:
         nonlocal done
         done += read
         if progress is not None:
             progress("reading", done, total)
 
-    return told
+    return report
 
 
 _TOKENS = 256
 
 
 def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[AttentionError]:
-    """How much smaller caches change what each layer's attention gives for these texts, in plain numpy: slowly.
+    """Measures how much smaller KV caches change each layer's attention on these texts, in plain numpy: slowly.
 
     Args:
         model: bundle directory or hub id; None is the built-in model.
@@ -363,7 +363,6 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
 
 
 def _tokens(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
-    """Texts as tokens."""
     tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
     _, ends = boundary_ids(bundle)
     encoder = LiteralEncoder(tokenizer, ends)

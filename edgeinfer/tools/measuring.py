@@ -1,4 +1,4 @@
-"""What can be measured of a loaded model while no reply is running. Measuring empties its cache."""
+"""Measures a loaded model while no reply is running. Measuring empties its cache."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_figures_are_those_of_the_distributions(ours: list[int], theirs: list[in
     windows = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in lengths]
     read: list[int] = []
     logprobs, divergence = compare_predictions(
-        Told(candidate, ours), Told(reference, theirs), windows, top=5, told=read.append
+        Told(candidate, ours), Told(reference, theirs), windows, top=5, report=read.append
     )
     assert sum(read) == sum(lengths)
     p, q = (
@@ -180,7 +180,7 @@ def test_figures_are_those_of_the_distributions(ours: list[int], theirs: list[in
 def test_a_model_is_its_own_reference() -> None:
     reference, _ = tables()
     logprobs, divergence = compare_predictions(
-        Told(reference, [3]), Told(reference, [7]), [list(range(40))], top=100, told=nothing
+        Told(reference, [3]), Told(reference, [7]), [list(range(40))], top=100, report=nothing
     )
     assert divergence.mean == 0.0 and divergence.agreement == 1.0
     # There are no more tokens than the vocabulary has.
@@ -190,7 +190,7 @@ def test_a_model_is_its_own_reference() -> None:
 
 def test_vocabularies_of_different_sizes_are_refused() -> None:
     with pytest.raises(ModelError, match="40 and 39"):
-        compare_predictions(Told(tables(39)[0], [2]), Told(tables(40)[0], [2]), [[1, 2]], top=1, told=nothing)
+        compare_predictions(Told(tables(39)[0], [2]), Told(tables(40)[0], [2]), [[1, 2]], top=1, report=nothing)
 
 
 def test_figures_over_all_tokens() -> None:

@@ -34,7 +34,7 @@ _PACKAGE = "llama_cpp"
 # llama.cpp's threads wait for each other some hundred times in a pass. GNU's OpenMP lets them spin 300,000 times, some
 # 12 ms, before they sleep: on a busy machine a thread that spins keeps the processor from the very one it waits for.
 # 1,000 turns are enough where nothing else runs: a reply of 64 tokens by a model of 3M takes 0.04 s with 1,000 as with
-# 300,000, and 0.38 s where they sleep at once. Beside two busy loops it is 0.3, 4.5 and 0.1 s.
+# 300,000, and 0.38 s where they sleep at once. With two busy loops it is 0.3, 4.5 and 0.1 s.
 _SPINNING, _POLICY = ("GOMP_SPINCOUNT", "1000"), "OMP_WAIT_POLICY"
 _ERROR_LEVEL = 4  # ggml_log_level
 _PAUSE_HARD = 2  # omp_pause_resource_t
@@ -215,34 +215,29 @@ def _remember(level: int, text: bytes | None, _: Any) -> None:
 
 _CPU = 0  # ggml_backend_dev_type
 _AMX = b"AMX"
+# Functions of ggml that return something else than a pointer, and those that return one.
 _RESULTS: dict[str, Any] = {
-    "ggml_backend_buft_alloc_buffer": ctypes.c_void_p,
     "ggml_backend_buft_name": ctypes.c_char_p,
-    "ggml_backend_dev_backend_reg": ctypes.c_void_p,
-    "ggml_backend_dev_by_type": ctypes.c_void_p,
-    "ggml_backend_dev_count": ctypes.c_size_t,
     "ggml_backend_dev_description": ctypes.c_char_p,
-    "ggml_backend_dev_get": ctypes.c_void_p,
-    "ggml_backend_dev_memory": None,
     "ggml_backend_dev_name": ctypes.c_char_p,
-    "ggml_backend_dev_supports_op": ctypes.c_bool,
-    "ggml_backend_cpu_buffer_type": ctypes.c_void_p,
-    "ggml_backend_dev_type": ctypes.c_int,
-    "ggml_backend_reg_by_name": ctypes.c_void_p,
+    "ggml_backend_dev_count": ctypes.c_size_t,
     "ggml_backend_reg_dev_count": ctypes.c_size_t,
-    "ggml_backend_reg_dev_get": ctypes.c_void_p,
-    "ggml_backend_reg_get_proc_address": ctypes.c_void_p,
-    "ggml_init": ctypes.c_void_p,
-    "ggml_mul_mat": ctypes.c_void_p,
-    "ggml_new_tensor_2d": ctypes.c_void_p,
+    "ggml_backend_dev_memory": None,
+    "ggml_backend_dev_supports_op": ctypes.c_bool,
+    "ggml_backend_dev_type": ctypes.c_int,
 }
+_POINTERS = (
+    *("ggml_backend_buft_alloc_buffer", "ggml_backend_dev_backend_reg", "ggml_backend_dev_by_type"),
+    *("ggml_backend_dev_get", "ggml_backend_cpu_buffer_type", "ggml_backend_reg_by_name", "ggml_backend_reg_dev_get"),
+    *("ggml_backend_reg_get_proc_address", "ggml_init", "ggml_mul_mat", "ggml_new_tensor_2d"),
+)
 
 
 @cache
 def functions(name: str) -> Any:
     """ggml's functions in a library, whose pointers go in as `c_void_p` and come out as numbers."""
     ggml = ctypes.CDLL(name)
-    for function, result in _RESULTS.items():
+    for function, result in {**dict.fromkeys(_POINTERS, ctypes.c_void_p), **_RESULTS}.items():
         getattr(ggml, function).restype = result
     return ggml
 

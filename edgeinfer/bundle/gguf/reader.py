@@ -140,7 +140,7 @@ class _Header:
         self._check_count(tensors, MAX_TENSORS, _LEAST_TENSOR, "tensors")
         metadata: dict[str, Value] = {}
         for _ in range(pairs):
-            key = self._key()
+            key = self._name("a key", MAX_KEY_BYTES)
             if key in metadata:
                 raise self._bad(f"{_short(key)} is there twice")
             metadata[key] = self._value(key)
@@ -212,9 +212,6 @@ class _Header:
             raise self._bad(f"{what} is not UTF-8") from error
 
     # Metadata
-
-    def _key(self) -> str:
-        return self._name("a key", MAX_KEY_BYTES)
 
     def _name(self, what: str, most: int) -> str:
         name = self._text(most, what)

@@ -43,7 +43,7 @@ _SPECIAL = {
     "fim_rep": "fim_rep_token_id",
     "fim_sep": "fim_sep_token_id",
 }
-# Without these a text is begun or ended wrongly; of the others, files with numbers that are no tokens are about.
+# Without these a text begins or ends wrongly. For the others, some published files have numbers that are no tokens.
 _ESSENTIAL = ("bos", "eos", "eot", "eom")
 # What a file means that does not say, by its kind of vocabulary.
 _DEFAULTS: dict[str, dict[str, int]] = {
@@ -134,8 +134,11 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
     found, texts = _scan(gguf, tokens, special)
     types = _types(gguf, tokens.count)
     if types is not None:
+        # Tokens of these kinds are text; `</s>` is a tag of HTML, too.
         numbers = types.numbers()
-        found = {text: token for text, token in found.items() if not _is_text(text, int(numbers[token]))}
+        text = {spelling for spelling, token in found.items() if numbers[token] == _NORMAL}
+        text |= {"</s>"} if "</s>" in found and numbers[found["</s>"]] == _USER_DEFINED else set()
+        found = {spelling: token for spelling, token in found.items() if spelling not in text}
     if model == _SENTENCE_PIECE and not _has_all_bytes(tokens):
         raise damaged(path, "its SentencePiece vocabulary has no token for some bytes")
     add_bos = data.flag(f"{_PREFIX}add_bos_token", model in _BOS_KINDS or (model in _BYTE_PAIRS and pre in _BOS_PRE))
@@ -160,25 +163,20 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
 
 
 def _types(gguf: GgufFile, count: int) -> GgufArray | None:
-    types = _beside(gguf, "token_type", count, "int32")
+    types = _per_token(gguf, "token_type", count, "int32")
     if types is not None and not np.isin(types.numbers(), _TOKEN_TYPES).all():
         raise damaged(gguf.path, "a token has an unknown type")
     return types
 
 
-def _is_text(spelling: str, kind: int) -> bool:
-    """Whether a token that is spelled like an end is text; `</s>` is a tag of HTML, too."""
-    return kind == _NORMAL or (kind == _USER_DEFINED and spelling == "</s>")
-
-
 def _scores(gguf: GgufFile, count: int) -> GgufArray | None:
-    scores = _beside(gguf, "scores", count, "float32", "int32")
+    scores = _per_token(gguf, "scores", count, "float32", "int32")
     if scores is not None and not np.isfinite(scores.numbers()).all():
         raise damaged(gguf.path, "a token's score is not finite")
     return scores
 
 
-def _beside(gguf: GgufFile, name: str, count: int, *item_types: str) -> GgufArray | None:
+def _per_token(gguf: GgufFile, name: str, count: int, *item_types: str) -> GgufArray | None:
     """An array that has an item for each token, if it is there."""
     if _PREFIX + name not in gguf.metadata:
         return None
