@@ -43,8 +43,6 @@ from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.records import dataclass
 
 MOST_HEADS = 8
-# Figures of an acceptance head: how well it tells what is accepted, and how well the drafter's own probability does.
-JUDGED, TRUSTED = "area under the curve", "of the drafter's own probability"
 # Of the norm through which heads see states; they are trained with it, whatever the model's own is.
 STATE_EPS = 1e-6
 # Tokens of a steering vector: with it, a reply may still have as many biases of its own.

@@ -56,14 +56,13 @@ def _require_plan(condition: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """What was planned for one matrix.
+    """The planned format of one matrix.
 
     Attributes:
-        bits: of each value; 32 keeps float32. Of a tensor of a GGUF file with its scales, 4.5 for Q4_K.
+        bits: of each value; 32 keeps float32. For a tensor of a GGUF file with its scales, such as 4.5 for Q4_K.
         block_size: values that share a scale; 0 at 32 bits.
-        symmetric: without zero points.
-        predicted_kl: what quantizing it was predicted to cost, in nats per token; None where nothing was predicted.
-        type: of a tensor of a GGUF file, by llama.cpp's name.
+        predicted_kl: predicted cost of quantizing it, in nats per token; None without a prediction.
+        type: llama.cpp's name of a GGUF tensor's type.
     """
 
     name: str
@@ -88,11 +87,10 @@ class PlanRecord:
     """How every matrix of a bundle was quantized.
 
     Attributes:
-        method: of edgeinfer.quant.methods, by name.
+        method: name of a method of edgeinfer.quant.
         tensors: every matrix, in the order of the table; a tied head is its embedding and not listed.
-        calibration_sha256: of the text that the model was run on; None where there was none.
-        calibration_tokens: that were run.
-        budget_bytes: what the weights were allowed to take; None where their bits were given.
+        calibration_sha256: of the calibration text; None without one.
+        budget_bytes: limit of the weights' bytes; None where their bits were given.
     """
 
     method: str
@@ -155,16 +153,16 @@ class TensorEntry:
 
     Attributes:
         shape: logical shape, (N, K) for a matrix.
-        data: float32 values, or quantized ones; of 8 bits in the native layout the high plane.
+        data: float32 values, or quantized ones; the high plane of 8 bits in the native layout.
         scales, zero_points: of the blocks; inline scales are in `data`; without zero points the zero is the middle.
         low: the low plane of 8 bits in the native layout.
         paired: two quantized matrices of N / 2 rows each, gate and up.
         transposed: the stored array is (K, N): float32, or quantized in the static layout.
-        interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
-        e2m1: values are codes of E2M1 in blocks of 32 without zero points; of experts in the native layout only.
-        inline_scales: scales lie among the values of the native layout, or will where another is converted to that.
-        vectors: values of 2 bits are fields of codes of vectors in whole blocks; in the native layout only.
-        modules: of the checkpoint that make it up, where adapters of them can change it.
+        interleaved: the rows of gate and up alternate in the stored arrays; portable or float32 only.
+        e2m1: values are codes of E2M1 in blocks of 32 without zero points; native experts only.
+        inline_scales: scales lie among the values of the native layout, or will after a conversion to it.
+        modules: the checkpoint's modules that make it up, where adapters can change them.
+        vectors: values of 2 bits are fields of codes of vectors in whole blocks; native only.
     """
 
     name: str
@@ -259,12 +257,12 @@ class Capabilities:
         tree: a draft tree can be verified in one pass.
         row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
         high_planes: layers can be read by their high 4-bit planes alone (the input `planes`).
-        exact: rows can be bit-identical at all.
-        copies: rows of the cache can be copied out and in anywhere, without a state behind them.
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
             Empty for models without experts.
-        paged: the graph's attention reads pages of a pool (edgeinfer.bundle.graph), so a row depends on its own path
-            alone, and the type of the cache is chosen when it is loaded.
+        exact: rows can be bit-identical at all.
+        copies: rows of the cache can be copied out and in anywhere, without a state that they depend on.
+        paged: the graph's attention reads pages of a pool, so a row depends on its own path alone, and the type of the
+            cache is chosen when it is loaded.
     """
 
     layer_skip: bool
@@ -316,23 +314,21 @@ def capabilities_in(
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything `edgeinfer.json` holds.
+    """The contents of `edgeinfer.json`.
 
     Attributes:
-        backend: runtime backend that runs the model file: "onnx", "onnx-static", "onnx-optimum" or "llamacpp".
-        geometry: sizes the runtime drives the model by.
+        backend: "onnx", "onnx-static", "onnx-optimum" or "llamacpp".
+        files: every other file of the bundle by its relative path.
         decoder: the model's full description; None where the model file is opaque (`onnx-optimum`, `llamacpp`).
         tensors: the weights in `weights.bin`; empty for backends with opaque weights.
-        layout, layout_version: how the quantized tensors lie in `weights.bin` (edgeinfer.bundle.layouts).
         exits: layers after which an early exit is meaningful, ascending, the last is num_layers.
         drafters: folders of nested bundles.
-        files: every other file of the bundle by its relative path.
         export: options the bundle was made with, for people to read.
         quality: figures measured at export by name.
-        plan: how the bits of the weights were chosen; None in bundles that do not say.
+        plan: how the bits of the weights were chosen; None where that is not known.
         static: the graphs of an "onnx-static" bundle; None in all others.
         taps: layers before which a pass also gives the hidden states, for the draft module inside; L is after the last.
-        module: how a bundle's decoder reads its target, where it is a draft module.
+        module: how the decoder of a draft module reads its target; None for other bundles.
     """
 
     name: str

@@ -15,7 +15,7 @@ from edgeinfer.records import dataclass
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """The heads of the layers without a window, where they differ from those of the others (Gemma 4).
+    """The heads of the layers without a window, where they differ from the other layers' (Gemma 4).
 
     Attributes:
         num_kv_heads: of keys and values; there are as many query heads as in other layers.
@@ -33,15 +33,13 @@ class HeadsSpec:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one layer's attention, as a decoder's description gives them.
+    """The heads of one layer's attention.
 
     Attributes:
-        heads, kv_heads: of queries; of keys and values.
         size: channels of one.
         keys_are_values: see HeadsSpec.
-        source: the layer whose keys and values are read: its own number, or that of an earlier one, and then the layer
-            makes queries alone and writes nothing.
-        owns: whether they are its own.
+        source: the layer whose keys and values are read; where it is an earlier one, the layer only makes queries.
+        owns: whether the source is the layer itself.
     """
 
     heads: int
@@ -91,7 +89,7 @@ def with_sources(kv_sources: Sequence[int], layer_mask: NDArray[np.bool_]) -> ND
 
 @dataclass(frozen=True)
 class PerLayerSpec:
-    """Per-layer embeddings: a small vector for every layer and token, which its MLP is followed by (Gemma 3n, 4).
+    """Per-layer embeddings: a small vector for every layer and token, used after the layer's MLP (Gemma 3n, 4).
 
     A layer's vector is the sum of a row of a table, by the token, and of a product with the token's embedding, normed.
     After its MLP, the layer adds norm(out(act(gate(x)) * vector)) to the hidden states x.
@@ -110,20 +108,19 @@ class PerLayerSpec:
 
 @dataclass(frozen=True)
 class StreamsSpec:
-    """Hidden states in several streams, of which a layer computes with the first and predicts the others (AltUp).
+    """Hidden states in several streams: a layer computes with the first and predicts the others (AltUp).
 
-    A router makes a number for each stream of the first one's hidden states, between -1 and 1. A layer's streams are
-    first predicted: each is itself plus a sum of all, weighted by a product of these numbers. What attention and MLP
-    then change of the first stream is added to each, times one plus another product of the numbers that the router
-    makes of it. A per-layer embedding is added to all streams but the first. Embeddings enter the other streams by a
-    matrix for each, and the head reads the mean of all after another, which both keep the magnitude of the first.
+    A router maps the first stream's hidden states to a number from -1 to 1 for each stream. First, the layer predicts
+    each stream as itself plus a weighted sum of all; the weights are a product of these numbers. Then the change that
+    attention and MLP make to the first stream is added to every stream, times one plus another product of the router's
+    numbers for the changed stream. A per-layer embedding is added to all streams but the first. Embeddings enter the
+    other streams by a matrix each, and the head reads the mean of all streams after a matrix each; both keep the
+    magnitude of the first.
 
-    What a layer's attention reads, and up(down(x)) of that, of `laurel_rank`, normed, is added to the hidden states
-    behind attention, and their sum divided by the root of two.
+    The input of a layer's attention also goes through up(down(x)) of width `laurel_rank` and a norm; the result is
+    added to the hidden states after attention, and the sum divided by the root of two.
 
     Attributes:
-        count: of streams.
-        laurel_rank: inner width of the augmented residual.
         scaled: the first stream is multiplied by a vector before it meets the per-layer embedding.
     """
 
@@ -138,18 +135,16 @@ class StreamsSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Keys and values made of one small vector for each token (multi-head latent attention, DeepSeek-V2).
+    """Keys and values made from one small vector per token (multi-head latent attention, DeepSeek-V2).
 
-    The cache holds that vector after its norm, and one rotated key for all heads.
-
-    A head's scores are the products of its query with the rotated key, and of what its matrix `attn.k_b` makes of the
-    rest of the query with the vector itself; its results are what `attn.v_b` makes of the weighted sum of vectors.
+    The cache holds that vector after its norm, and one rotated key for all heads. A head's score is the product of the
+    rotated parts plus the product of `attn.k_b` times the rest of the query with the vector. Its result is `attn.v_b`
+    times the weighted sum of vectors.
 
     Attributes:
-        query_rank: width of the queries' own small vector; 0 where they are made of the hidden state.
-        rank: width of the vector that keys and values are made of.
-        plain_size, rotary_size: channels of a head's query and key that are not rotated, and those that are.
-        value_size: channels of a head's values.
+        query_rank: width of the queries' own small vector; 0 where they are made from the hidden state.
+        rank: width of the vector.
+        plain_size, rotary_size: channels of a head's query and key without and with rotation.
         norm_eps: of the norms of both small vectors.
     """
 
@@ -181,14 +176,13 @@ class RopeSpec:
 
     Attributes:
         dim: rotated dimensions of a head, even; the rest pass through.
-        factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
         short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
         attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
         beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
         interleaved: neighbouring channels are a pair, instead of one of each half.
         query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
             (Llama 4, Ministral 3); 0 leaves them as they are.
-        turned: of "proportional": pairs that turn, the others stand still (LFM3, Gemma 4).
+        turned: pairs that a "proportional" rotation turns; the others stay (LFM3, Gemma 4).
     """
 
     type: RopeType
@@ -233,18 +227,20 @@ Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The mixture of experts that stands in for a layer's MLP.
+    """The mixture of experts that replaces a layer's MLP.
 
-    A token's scores are the router's product with its normed hidden state, and a bias where there is one. They become
-    shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
-    is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
-    `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
-    rectified scores (BlockFFN); `top_k` is the number of experts then. "sparsemixer" (Phi-3.5-MoE): experts are chosen
-    by falling score, and each weighted by its share of a softmax over those that are not chosen before it and whose
-    score lies at most 2 `jitter` below its own, relative to the larger magnitude of theirs and its own score.
+    A token's scores are the router's product with its normed hidden state, plus a bias where there is one. The router
+    says how experts are chosen and weighted:
+
+    - "softmax", "sigmoid": the scores become shares, by a softmax over all experts or by a sigmoid of each. The `top_k`
+      experts with the highest share (plus `choice_bias`) are used and weighted by their shares, which are divided by
+      their sum where `renormalize`, times `scale`.
+    - "relu" (BlockFFN): every expert with a positive score, weighted by the RMS norm of the rectified scores; `top_k`
+      is the number of experts.
+    - "sparsemixer" (Phi-3.5-MoE): by falling score, each weighted by its share of a softmax over the experts that are
+      not chosen before it and whose score is at most 2 `jitter` lower, relative to the larger magnitude of both.
 
     Attributes:
-        experts: of a layer.
         top_k: the most a token uses.
         expert_size: inner width of one.
         shared_size: inner width of the expert that every token uses; 0 where there is none.
@@ -252,15 +248,14 @@ class MoESpec:
         gated: experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
         dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
         router_bias: is added to the scores (gpt-oss).
-        choice_bias: is added to the shares when experts are chosen, and not to what they are weighted by (DeepSeek-V3).
+        choice_bias: is added to the shares when experts are chosen, and not to their weights (DeepSeek-V3).
         expert_bias: the experts' matrices have biases (gpt-oss).
         groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
             group's rank is its best share, or with a choice bias the sum of its two best.
-        scale: of the chosen experts' weights.
         jitter: of a "sparsemixer"; 0 for other routers.
         with_mlp: the layer has its ordinary MLP as well. Router, experts and MLP each read the hidden states through a
-            norm of their own; what the chosen experts give is multiplied by a number of each, experts and MLP are
-            normed, and their sum is what the layer's MLP gives (Gemma 4).
+            norm of their own; the experts' results are multiplied by a number of each, and the layer's MLP gives the
+            sum of the normed results of experts and MLP (Gemma 4).
     """
 
     experts: int
@@ -322,10 +317,10 @@ Mixer = Literal["attention", "conv", "delta", "mamba2", "attention+mamba2", "non
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """A short convolution between two gates (LFM2): out(C * conv(B * x)) of B, C and x made of the hidden state.
+    """A short convolution between two gates (LFM2): out(C * conv(B * x)) of B, C and x made from the hidden state.
 
-    Each channel has its own weights over the last tokens. What the convolution reads, B * x, is kept of every token
-    like keys and values are.
+    Each channel has its own weights over the last tokens. The input of the convolution, B * x, is kept for every token
+    like keys and values.
 
     Attributes:
         width: tokens that it reaches over, the latest included.
@@ -341,13 +336,13 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """The gated delta rule (Qwen3-Next, Qwen3.5), whose heads have a matrix each that a token decays and corrects.
+    """The gated delta rule (Qwen3-Next, Qwen3.5): each head has a matrix that every token decays and corrects.
 
-    Queries, keys and values are made of the hidden state and go through a convolution over the last tokens and silu.
-    What heads give is normalised and multiplied by silu of a gate.
+    Queries, keys and values are made from the hidden state and go through a convolution over the last tokens and silu.
+    The results of the heads are normed and multiplied by silu of a gate.
 
     Attributes:
-        key_heads, value_heads: heads of queries and keys, each of which serves as many of values.
+        key_heads, value_heads: each head of queries and keys serves equally many heads of values.
         key_size, value_size: channels of one.
         width: tokens that the convolution reaches over, the latest included.
     """
@@ -382,14 +377,15 @@ class DeltaSpec:
 
 @dataclass(frozen=True)
 class Mamba2Spec:
-    """A state of a matrix for each head, scaled down and added to by every token (Mamba-2, "SSD").
+    """A matrix per head as state, which every token scales down and adds to (Mamba-2, "SSD").
 
     One product of the hidden state gives a gate z, the channels x, B and C, and a time step for each head. x, B and C
     pass a convolution over the last tokens and SiLU. With dt = softplus(time step + bias), clipped, a head's state S
-    becomes exp(-exp(a_log) dt) S + dt x B^T and gives S C + d x. What heads give is multiplied by SiLU(z) and normed.
+    becomes exp(-exp(a_log) dt) S + dt x B^T and gives S C + d x. The heads' results are multiplied by SiLU(z) and
+    normed.
 
     Attributes:
-        heads, head_size: of x and z; together they are as wide as what the last product reads.
+        heads, head_size: of x and z; their product is the width of the last matrix's input.
         groups: of heads, which share B and C, and of channels, which share a norm.
         state_size: channels of B and of C.
         width: tokens that the convolution reaches over, the latest included.
@@ -397,7 +393,7 @@ class Mamba2Spec:
         conv_bias: of the convolution.
         normed: there is a norm; otherwise the gate is all.
         norm_first: the norm comes before the gate.
-        least_step, most_step: what dt is clipped to; 0 for the latter leaves it as it is.
+        least_step, most_step: limits of dt; 0 for the latter sets none.
     """
 
     heads: int
@@ -451,7 +447,7 @@ def parts_of(mixer: Mixer) -> tuple[Mixer, ...]:
 def check_mixers(
     mixers: tuple[Mixer, ...], layers: int, sizes: Mapping[str, object | None], no_mlp: tuple[int, ...]
 ) -> None:
-    """Checks what mixes the tokens of each layer.
+    """Checks the mixers of all layers.
 
     Args:
         sizes: of each kind of recurrence; None where no layer has it.

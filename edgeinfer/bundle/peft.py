@@ -53,14 +53,14 @@ _PLAIN_HINT = "Merge it into the model with PEFT (merge_and_unload), save that, 
 
 @dataclass(frozen=True)
 class Module:
-    """A linear module of the checkpoint that a matrix of a bundle holds some rows of.
+    """A linear module of the checkpoint, of which a matrix of a bundle holds some rows.
 
     Attributes:
         name: as the checkpoint has it, such as model.layers.0.self_attn.q_proj.
-        rows: of the matrix, behind those of the modules before it.
+        rows: of the matrix, after those of the modules before it.
         scale: by which the export multiplied the module's weights.
-        pieces: of each how many rows of the module, from which on, how many the matrix has; empty for all. The others
-            are of another matrix, or elsewhere in this one.
+        pieces: (period, first, share): of each `period` rows of the module the matrix has `share`, from `first` on;
+            empty for all. The others are in another matrix, or elsewhere in this one.
     """
 
     name: str
@@ -120,7 +120,7 @@ class AdapterFile:
 
     Attributes:
         path: of the folder.
-        changes: of its modules, by what identifies them (`module_key`).
+        changes: of its modules, by `module_key`.
     """
 
     path: Path

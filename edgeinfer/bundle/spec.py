@@ -37,43 +37,38 @@ class DecoderSpec:
 
     Attributes:
         rope: rotation of queries and keys, in the layers that rotate.
-        windows: sliding window of each layer in tokens, 0 for full attention; empty when all are full.
         qk_norm: norm on every query and key head before rotation (Qwen3).
         whole_norm: that norm is over all heads together (OLMoE).
-        moe: the experts of every layer that is not among its dense layers; None where all are dense.
         tied: the LM head is the embedding.
+        windows: sliding window of each layer in tokens, 0 for full attention; empty when all are full.
+        moe: the experts of every layer that is not among its dense layers; None where all are dense.
         norm: "rms", or "layer", which also takes the mean off.
-        norm_bias: norms, but not those of queries and keys, add a bias.
-        pre_norm, post_norm: norms of what enters attention and MLP, and of what they give before it is added
-            (OLMo 2 has the latter alone, Gemma 2 both).
+        norm_bias: norms, except those of queries and keys, add a bias.
+        pre_norm, post_norm: norms before attention and MLP, and of their results before these are added (OLMo 2 has the
+            latter alone, Gemma 2 both).
         inner_norms: norms before the last product of attention and of the MLP (BitNet).
         parallel: attention and MLP read the same hidden states, with one norm, and both are added (Cohere, Phi).
         gated: MLPs are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        head_bias: of the LM head.
         logit_softcap, attention_softcap: logits, and scores, are cap * tanh(x / cap); 0 leaves them as they are.
         attention_scale: of the scores; 0 is one over the root of the head's width.
         sinks: every head has a score that takes its share of the softmax and gives nothing (gpt-oss).
         norm_after_rope: queries and keys are normed after rotation (Hunyuan).
         value_norm: values are normed like keys, without a weight (Gemma 4).
-        output_gate: what heads give is multiplied by the logistic function of a product of the normed hidden state: of
-            each "channel" (Qwen3-Next), or of each "head" (LFM3).
-        more_ropes: further rotations, for `rope_layers`.
+        output_gate: the heads' results are multiplied by the logistic function of a product of the normed hidden state,
+            one number for each "channel" (Qwen3-Next) or "head" (LFM3).
         rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
             where all layers have `rope`.
-        latent: of multi-head latent attention; head sizes are those of its queries then, and it has one key.
-        mixers: what mixes the tokens of each layer; empty where all have attention.
-        conv: of the layers whose mixer is "conv".
-        delta: of the layers whose mixer is "delta".
-        mamba2: of the layers whose mixer is "mamba2", alone or together with attention.
+        latent: multi-head latent attention; head sizes are those of its queries then, and it has one key.
+        mixers: how each layer mixes tokens; empty where all have attention.
+        conv, delta, mamba2: sizes of the layers with that mixer.
         no_mlp: layers without an MLP, ascending (Nemotron-H, Mamba-2).
-        full_heads: of the layers without a window, where theirs differ.
+        full_heads: heads of the layers without a window, where theirs differ.
         kv_sources: for each layer the one whose keys and values it reads; empty where all read their own.
         mlp_sizes: inner width of each layer's MLP; empty where all have `intermediate_size`.
         layer_scales: the hidden states after each layer are multiplied by a number of its own (Gemma 4).
-        per_layer: of per-layer embeddings.
-        streams: of hidden states in several streams (Gemma 3n).
-        sparsity: share of what enters each layer's activation that is cut off, as if it were normally distributed, so
-            that what is left is counted from there; 0 cuts nothing. Empty where no layer cuts.
+        streams: hidden states in several streams (Gemma 3n).
+        sparsity: share of each layer's gate values that is cut off, as if they were normally distributed; the rest are
+            counted from the cutoff. 0 cuts nothing. Empty where no layer cuts.
     """
 
     vocab_size: int
@@ -316,29 +311,33 @@ _SHARED = ("embed", "head")
 
 @dataclass(frozen=True)
 class DraftModule:
-    """The part of a draft module that is not its decoder.
+    """How a draft module reads its target: EAGLE heads and modules for multi-token prediction, nested in a bundle.
+
+    A module is a decoder of one layer or a few. Its row for a token reads that token's embedding, and the state from
+    which the target, or the module itself in the row before, predicted it; or its rows are a block that is drafted at
+    once. Embedding and head may be the target's own, whose bytes are read in the target's bundle.
 
     Attributes:
-        width: W, of what it reads of each of the target's rows: the states of all tapped layers, or the last state.
-        drafter: name of the drafter that it is for.
+        width: W, of the states read for each of the target's rows: all tapped layers', or the last one's.
+        drafter: name of the drafter that uses it.
         vocab_size: tokens that it can draft; 0 is all of the target's.
         shares: tensors that lie in the target's bundle, of "embed" and "head".
         concatenated: the first layer's attention reads normed embedding and normed state side by side, the state being
             a product of the target's states (EAGLE-3); otherwise a product of both enters the first layer.
-        residual_normed: what the first layer adds to is the normed state (EAGLE-3's norm_before_residual).
-        taps_normed: what is read of the target is normed before that product (EAGLE-3's norm_before_fc).
+        residual_normed: the first layer adds to the normed state (EAGLE-3's norm_before_residual).
+        taps_normed: the target's states are normed before that product (EAGLE-3's norm_before_fc).
         parts_normed: embedding and state are normed before their product (MTP).
-        first_normed: what enters the first layer's attention is normed (all but EAGLE-1).
+        first_normed: the input of the first layer's attention is normed (all but EAGLE-1).
         last_normed: the head reads normed states (all but EAGLE-1).
-        state_normed: the state of the target is read as its head reads it: through its final norm.
-        feeds_normed: so is the module's own, through the module's (Qwen's MTP).
-        block: rows of a block that is drafted at once: the last token, then masks that see each other and the text,
-            whose rows are keys and values alone, made of a normed product of what is read of the target (DFlash); 0
-            where tokens are drafted one by one.
+        state_normed: the target's state is read through its final norm, as its head reads it.
+        feeds_normed: the module's own state is read through the module's final norm (Qwen's MTP).
+        block: rows of a block that is drafted at once (DFlash): the last token, then masks that see each other and the
+            text. The text's rows are keys and values alone, made from a normed product of the target's states. 0 where
+            tokens are drafted one by one.
         mask: the token of the masks.
-        embed_scale: what multiplies the rows of the target's stored embedding that a block's tokens and heads read.
-        causal: layers in which a row of a block sees none of those behind it.
-        heads: one for each token of a draft, over what the layer gives of the target's normed states alone (Hydra++); 0
+        embed_scale: factor of the rows of the target's embedding that a block's tokens and heads read.
+        causal: layers in which a row of a block does not see later ones.
+        heads: one for each token of a draft, over the layer's output for the target's normed states alone (Hydra++); 0
             where the layers draft.
         head_layers: of each head.
     """

@@ -27,11 +27,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What changes when a file is written to or replaced, by the system's own account.
+    """Properties of a file that change when it is written to or replaced.
 
     Attributes:
-        changed_ns: of contents, name or rights, which programs cannot set back as they can `modified_ns`; 0 on Windows,
-            where there is none.
+        changed_ns: time of the last change of contents, name or rights, which programs cannot set as they can
+            `modified_ns`; 0 on Windows, which has none.
     """
 
     device: int

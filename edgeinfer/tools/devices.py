@@ -296,8 +296,16 @@ def _device_facts(
             outcome = error.message
     traits = dataclasses.asdict(device.traits)
     del traits["dynamic_shapes"]
-    own = {"name": device.name, "provider": device.provider, "memory": device.memory, "traits": traits}
-    return DeviceFacts(**own, installed=installed, hardware=found, check=outcome, **facts)
+    return DeviceFacts(
+        name=device.name,
+        provider=device.provider,
+        memory=device.memory,
+        traits=traits,
+        installed=installed,
+        hardware=found,
+        check=outcome,
+        **facts,
+    )
 
 
 def _kernels() -> tuple[str, ...]:

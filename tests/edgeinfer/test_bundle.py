@@ -352,7 +352,7 @@ def test_write_file_replaces_whole(tmp_path: Path) -> None:
     write_file(pipe, b"told")
     assert os.read(reading, 8) == b"told" and stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reading)
-    # A link is not replaced either: the file at its end is, and its folder holds the file beside.
+    # A link is not replaced either: the file at its end is, by a temporary file in its folder.
     link = tmp_path / "link"
     (tmp_path / "elsewhere").mkdir()
     link.symlink_to(tmp_path / "elsewhere" / "report")

@@ -98,7 +98,7 @@ def test_weights_made_on_the_device_are_the_exported_ones(
     assert [entry.name for entry in tmp_path.iterdir()] == [target.name]
     assert target.stat().st_mode == (given.path / WEIGHTS).stat().st_mode
     assert [step[1] for step in steps] == list(range(len(steps))) and steps[-1][1] == steps[-1][2]
-    # The graph beside finds every blob where the other layout's own bundle has it.
+    # The other graph finds every blob where the other layout's own bundle has it.
     assert convert_table(given.manifest.tensors, layout) == exported.manifest.tensors
 
 

@@ -124,7 +124,7 @@ def test_no_fault_gives_text(rich_bundle: Path, tmp_path: Path) -> None:
 def test_large_weights_are_awaited_by_the_first_token(
     small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading goes on beside; nothing of the model is told before the verdict, and all that asks is refused."""
+    """Loading continues meanwhile; no text comes before the verdict, and every request is refused after it."""
     monkeypatch.setattr(verification, "SMALL_BYTES", 1000)
     data = flip((small_bundle / WEIGHTS).read_bytes(), random.Random(3))
     copy = damaged_copy(small_bundle, tmp_path / "copy", WEIGHTS, data)

@@ -147,7 +147,7 @@ def tables(vocabulary: int = 40, seed: int = 0) -> tuple[Logits, Logits]:
 
 
 def nothing(read: int) -> None:
-    """Nobody looks."""
+    """Ignores progress."""
 
 
 blocks = st.lists(st.integers(1, 40), min_size=1, max_size=4)

@@ -1,4 +1,4 @@
-"""Every number that may be asked for, at its extremes: a reply, or a mistake told as the caller's, and nothing else."""
+"""Every option with a number at its extremes gives a reply or a UsageError, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTREMES: tuple[Any, ...] = (
 
 
 def ranges(configuration: type[Any]) -> dict[str, Range]:
-    """Of the options that take a number."""
+    """The ranges of the options that take a number."""
     return {name: option.range for name, option in options_of(configuration).items() if option.range is not None}
 
 
@@ -50,7 +50,7 @@ WITH: dict[str, dict[str, Any]] = {
     **{name: {"compute": "exit"} for name in ("exit_layer", "exit_confidence", "quality_floor")},
     "compute_speedup": {"compute": "unified"},
 }
-# As requests have them, beside those that options have by the same name.
+# Fields of requests whose names differ from the options'.
 FIELDS = ("max_completion_tokens", "repeat_penalty", "n", "top_logprobs", "seed")
 
 

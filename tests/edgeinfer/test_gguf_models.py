@@ -46,7 +46,7 @@ def tales() -> Iterator[edgeinfer.Model]:
 
 @pytest.fixture(scope="module")
 def floats() -> Iterator[edgeinfer.Model]:
-    """The same in half precision, as llama.cpp runs it by default."""
+    """The model in half precision, as llama.cpp runs it by default."""
     with load_eager(builtin_gguf(), context=256, draft_model=str(builtin_gguf())) as model:
         yield model
 

@@ -204,7 +204,7 @@ def test_whatever_is_written_is_read(
     assert [t.shape for t in gguf.tensors] == [(n, 32) for n in rows]
 
 
-# Beside the gguf package
+# Compared with the gguf package
 
 
 @pytest.mark.gguf

@@ -237,7 +237,7 @@ def test_failures_say_what_to_do(fake: FakeHub, failure: Exception, kind: type[E
 
 
 def test_really_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The library itself, told to be offline, ends in the same message."""
+    """The library in its offline mode ends in the same message."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):

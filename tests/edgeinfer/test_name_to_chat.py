@@ -177,7 +177,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_nothing(user: User, stage: str) -> No
     assert user.written() <= {"org--model/source.json"}
 
 
-# A folder whose name is told before the program that made it has it, and while whoever asked for it goes away.
+# A folder that is not there yet when its name is reported, while the caller goes away.
 SLOWLY_MADE = """
 import tempfile, threading
 def mkdtemp(*place, make=tempfile.mkdtemp, **named):

@@ -46,7 +46,7 @@ def drawn() -> tuple[Any, list[int]]:
 
 
 def nats(logits: Any, ids: list[int], bias: Any) -> float:
-    """Of all tokens but the first, as they are defined."""
+    """Nats of all tokens but the first, by their definition."""
     rows = logits[:-1] + bias
     totals = np.log(np.exp(rows).sum(axis=1))
     return float((totals - rows[np.arange(len(rows)), ids[1:]]).mean())
