@@ -1,4 +1,4 @@
-"""Which drafters pay on a user's own texts: each measured against plain decoding in turns, and those that do kept."""
+"""Which drafters pay on a user's own texts: each is compared with plain decoding, and those that pay are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgeinfer.tools.measuring import drafting_state, restore_drafting
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 
 _OFF = "off"
-# Standard errors by which who pays is faster than plain decoding.
+# Standard errors by which a drafter that pays is faster than plain decoding.
 _SURE = 2.0
 # Tokens after the first below which a reply's time says nothing.
 _FEWEST = 2
@@ -29,14 +29,14 @@ _FEWEST = 2
 
 @dataclass(frozen=True)
 class DrafterGain:
-    """What a drafter did on the texts, or several together.
+    """The gain of a drafter on the texts, or of several together.
 
     Attributes:
         drafters: one name, or several joined by ",".
         acceptance: accepted at each place of a draft, the first at index 0, of the drafts that there were.
         acceptance_rate: accepted / drafted; 0 without drafts.
         mean_accepted_length: tokens per pass of the model; 1 is plain decoding.
-        guess_ms: per drafted token, with what asking in vain took.
+        guess_ms: per drafted token, including attempts without a draft.
         pass_ratio: time of a pass that verifies, in units of a plain step on the same text.
         speedup: over plain decoding on the same text, geometric mean over the texts.
         least_speedup: of the text on which it was slowest.
@@ -63,7 +63,7 @@ class DrafterGain:
 
 @dataclass(frozen=True)
 class DraftersTuning:
-    """Which drafters pay.
+    """The drafters that pay.
 
     Attributes:
         gains: of each drafter alone, in the order in which they are asked.
@@ -92,11 +92,11 @@ def tune_drafters(
     repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> DraftersTuning:
-    """Measures what each drafter of a model gains on the replies to some texts; "auto" asks those that pay from now on.
+    """Measures the gain of each drafter of a model on replies to some texts; "auto" uses the ones that pay from now on.
 
-    Drafters are timed alone, in turns with plain decoding, and learn from one text for the next as they would in use.
-    Those that surely pay are then timed together, beside those that "auto" asked before: they take their place unless
-    they are slower. What was learnt on the way is forgotten. To go back, tune the layers (`tune_drafting`).
+    Drafters are timed alone, alternating with plain decoding, and learn from one text for the next as they would in
+    use. The ones that surely pay are then timed together, alternating with the ones that "auto" used before, and
+    replace them unless they are slower. What drafters learnt here is forgotten. To go back, use `tune_drafting`.
 
     Args:
         texts: prompts, as text or token ids; None takes a few of edgeinfer's own.
@@ -146,7 +146,7 @@ def _paying(gains: Sequence[DrafterGain]) -> tuple[str, ...]:
 
 
 class _Way:
-    """One way to decode, plainly or with some drafters, and what these have learnt in it.
+    """One way to decode, plainly or with some drafters, and what the drafters have learnt.
 
     Attributes:
         name: as the option `speculation` has it.
@@ -158,7 +158,7 @@ class _Way:
         self._learnt = self._latest = learnt
 
     def reply(self, prompt: Sequence[int], max_tokens: int) -> Result:
-        """Continues a prompt of which no cache has anything, knowing what it knew when `learn` was last called."""
+        """Continues an uncached prompt, with the knowledge of the last call of `learn`."""
         other = prompt[0] - 1 if prompt[0] else 1
         self._model.generate([other], max_tokens=2, ignore_eos=True, speculation=self.name)
         restore_drafting(self._model, self._learnt)
@@ -167,12 +167,12 @@ class _Way:
         return result
 
     def learn(self) -> None:
-        """Keeps what the last reply taught."""
+        """Keeps what drafters learnt from the last reply."""
         self._learnt = self._latest
 
 
 class _Visits:
-    """Replies to the same texts in several ways, in turns.
+    """Replies to the same texts in several ways, alternating.
 
     Attributes:
         texts: whose replies were long enough to be timed.
@@ -213,7 +213,7 @@ class _Visits:
     def measured(
         self, sets: Sequence[tuple[str, ...]], progress: Callable[[int, int], None] | None
     ) -> dict[tuple[str, ...], DrafterGain]:
-        """What each set of drafters gains, all in turns with plain decoding."""
+        """The gain of each set of drafters, all alternating with plain decoding."""
         plain = _Way(self._model, _OFF, self._learnt)
         ways = [plain, *(_Way(self._model, ",".join(names), self._learnt) for names in sets)]
         replies: list[dict[str, list[Result]]] = []  # of each text, by way
