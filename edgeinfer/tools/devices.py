@@ -43,7 +43,6 @@ from edgeinfer.runtime.profile.settings import (
     keep_profile,
     write_profile,
 )
-from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY
 from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
 from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.runtime.tuning.search import FULL, QUICK, Attempt, SettingChoices, SettingsFound, search_settings
@@ -148,7 +147,7 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
     config = LoadConfig.of(**{**options, "profile": OFF})
     bundle = open_bundle(resolve(model))
     forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
-    return any([forgotten, KEPT_POLICY.forget(bundle), KEPT_UNCERTAINTY.forget(bundle)])
+    return any([forgotten, KEPT_POLICY.forget(bundle)])
 
 
 @allocating("The model")
