@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from edgeinfer.apps.bench.peers_engines import (
     PEERS,
     REFERENCE,
     SIZES,
+    Participant,
     PeerModel,
     PeersOptions,
     run_limited,
@@ -32,7 +32,7 @@ from edgeinfer.errors import BackendError, UsageError
 
 # The share of an engine's tokens that must agree with the reference for its speed to count.
 LEAST_AGREEMENT = 0.8
-# Tokens of the replies that are checked besides the one inside memory limits, and passes of one size in a visit.
+# Tokens of checked replies, and passes of one size in a visit.
 _CHECKED, _BURST = 16, 3
 _MB = 10**6
 _NO_GROUPS = "no control group can be made here, which takes Linux and the right to make one below one's own"
@@ -50,25 +50,6 @@ examples:
 """
 
 
-@dataclass
-class _Entry:
-    """An engine that takes part, and its figures so far; `counts` says whether its speed does."""
-
-    name: str
-    python: str | None
-    options: dict[str, Any]
-    found: dict[str, Any]
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    limited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    reply: list[int] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
-    counts: bool = True
-
-    def worker(self) -> Worker:
-        """The engine in a process of its own."""
-        return Worker(self.name, self.options, self.python)
-
-
 class PeersRun:
     """One model on all engines; `figures` can be called when the run is interrupted."""
 
@@ -79,7 +60,7 @@ class PeersRun:
             message = f"{model.name} holds {model.longest} tokens, and what is timed takes {config.needed}."
             raise UsageError(message, "Give a shorter prompt (-p) and reply (-n), or another model.")
         self._prompts: list[list[int]] = []
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Participant] = {}
         self._skipped: dict[str, str] = {}
         self._unchecked = self._limits = ""
 
@@ -106,7 +87,7 @@ class PeersRun:
             if not reason:
                 path = peer.make(self._model, python)
                 found = {"bytes": sum(file.stat().st_size for file in files_in(path)), "note": peer.note}
-                self._entries[name] = _Entry(name, python, self._options(name, path), found)
+                self._entries[name] = Participant(name, python, self._options(name, path), found)
         except BackendError as error:
             reason = error.message
         if reason:
@@ -227,7 +208,7 @@ class PeersRun:
             if not any(run["reason"] for run in runs):
                 runs.append(self._limited(self._entries[name], budget))
 
-    def _limited(self, entry: _Entry, budget: int) -> dict[str, Any]:
+    def _limited(self, entry: Participant, budget: int) -> dict[str, Any]:
         """A reply inside a limit."""
         prompt, patience = self._text(ASKED), self._config.patience
         options = entry.options | ({"memory": budget} if PEERS[entry.name].budgeted else {})
@@ -236,8 +217,8 @@ class PeersRun:
         run = {"tokens_per_second": None, "reason": reason, "peak_rss_bytes": peak}
         if reason:
             return run
-        other = reply["token_ids"] != entry.reply
-        for agreeing, tokens in self._verdicts([(prompt, reply["token_ids"])] if other else []):
+        ids = reply["token_ids"]
+        for agreeing, tokens in self._verdicts([(prompt, ids)] if ids != entry.reply else []):
             if agreeing < LEAST_AGREEMENT * tokens:
                 return run | {"reason": f"wrong: {agreeing} of {tokens} tokens agree with the reference"}
         return run | {"tokens_per_second": (ANSWERED - 1) / reply["later_ms"] * 1e3}
@@ -308,10 +289,9 @@ def _model_parts(model: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[
     timed = [engine for engine in model["engines"] if not engine["skipped"]]
     yield _speed_table(model, timed)
     if budgets := sorted({int(budget) for engine in timed for budget in engine["budgets"]}):
-        asked = f"a reply of {data['budget_reply']} tokens to {data['budget_prompt']}"
         rows = [(each["engine"], *(_cell(each["budgets"].get(str(b))) for b in budgets)) for each in timed]
-        caption = f"{model['model']}: tokens per second of {asked}, the whole process inside an enforced limit"
-        yield Table(caption, ("engine", *map(format_size, budgets)), rows)
+        asked = f"a reply of {data['budget_reply']} tokens to {data['budget_prompt']}, all inside an enforced limit"
+        yield Table(f"{model['model']}: tokens per second of {asked}", ("engine", *map(format_size, budgets)), rows)
     yield from map(Paragraph, _notes(model, timed, data))
 
 

@@ -17,6 +17,7 @@ from edgeinfer.apps.bench.benchmark import BenchContext, names, option
 from edgeinfer.apps.bench.devices import write_bundle_checkpoint
 from edgeinfer.apps.bench.processes import (
     ENGINES_SCRIPT,
+    Worker,
     child_environment,
     enclosure,
     engine_environment,
@@ -42,7 +43,6 @@ PAST, SIZES = 128, (1, 4)
 ASKED, ANSWERED = 128, 64
 # Has OpenVINO GenAI convert a GGUF file; the model is saved in the file's folder.
 _CONVERT = "import sys, openvino_genai as g; g.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
-_PROBE_SECONDS = 60
 
 
 class PeerModel:
@@ -291,24 +291,29 @@ class PeersOptions:
         return f"{module} is not installed here; name an interpreter that has it: --python {name}=PATH"
 
     def peer_models(self, context: BenchContext) -> list[PeerModel]:
-        """The models, once all interpreters are known to run."""
-        for _, path in self.pythons:
-            _require_interpreter(path)
+        """The models to compare on."""
         work = self.work or Path.home() / ".cache" / "edgeinfer" / "bench"
         builtin = context.resolve(None)
         return [PeerModel(work, builtin if name == BUILTIN else Path(name), name == BUILTIN) for name in self.models]
 
 
-def _require_interpreter(path: str) -> None:
-    hint = "Give the python of an environment that has the engine."
-    command = [path, "-c", "print('it runs')"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = getattr(error, "strerror", None) or "it does not end"
-        raise UsageError(f"Cannot run {path}: {reason}.", hint) from error
-    if done.stdout.strip() != "it runs":
-        raise UsageError(f"{path} is no Python interpreter.", hint)
+@dataclass
+class Participant:
+    """An engine that takes part, and its figures so far; `counts` says whether its speed does."""
+
+    name: str
+    python: str | None
+    options: dict[str, Any]
+    found: dict[str, Any]
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    limited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    reply: list[int] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    counts: bool = True
+
+    def worker(self) -> Worker:
+        """The engine in a process of its own."""
+        return Worker(self.name, self.options, self.python)
 
 
 def run_limited(

@@ -31,7 +31,7 @@ from edgeinfer.apps.bench.texts import (
 from edgeinfer.config import KV_TYPES, format_size
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 
-# A reply that says more than the answer is wrong: so many tokens show that it does.
+# Tokens after an answer that show whether a reply says more.
 _BEYOND = 4
 # Bits, and whether small layers are quantized like the others.
 WIDTHS = {
@@ -76,7 +76,7 @@ class Variant:
         return f"{self.scheme}, {self.kv} cache" if self.kv else self.scheme
 
 
-# The name of a model, and its variants; the first one is the reference of the others.
+# The name of a model, and its variants, of which the first is the reference.
 Family = tuple[str, list[Variant]]
 
 
@@ -151,9 +151,8 @@ class QualityOptions:
         """Models with their variants."""
         families = [self._checkpoint_family(path.resolve()) for path in self.checkpoints]
         families += [self._given_family()] if self.models else []
-        if families:
-            return families
-        return [("tales", [Variant("as built in", None, kv=kv) for kv in (None, *self._caches(_BUILTIN_CACHES))])]
+        builtin = [Variant("as built in", None, kv=kv) for kv in (None, *self._caches(_BUILTIN_CACHES))]
+        return families or [("tales", builtin)]
 
     def _caches(self, default: Sequence[str] = ()) -> list[str]:
         return [kv for kv in (default if self.kv is None else self.kv) if kv != "float32"]
@@ -169,7 +168,7 @@ class QualityOptions:
 
     def _checkpoint_family(self, path: Path) -> Family:
         variants = []
-        for bits, small in (WIDTHS[width] for width in ("32", *self.bits)):
+        for bits, small in dict.fromkeys(WIDTHS[width] for width in ("32", *self.bits)):
             variants.append(Variant(f"{bits} bits{', small layers too' if small else ''}", str(path), bits, small))
         variants += [Variant(f"budget of {self.budget:g} bits", str(path), self.budget)] if self.budget else []
         first = variants[min(1, len(variants) - 1)]
@@ -239,14 +238,13 @@ def _measured(
         raise UsageError(message, "Compare a model with what it was made from: give that with --reference.")
     found = edgeinfer.evaluate(model, windows, reference=reference)
     values = np.zeros(sum(map(len, windows))) if found.divergence is None else found.divergence.values  # (S,)
-    info = model.info
-    bits = found.bits_per_weight or info.bits_per_weight
+    bits = found.bits_per_weight or model.info.bits_per_weight
     return {
         "model": name,
         "variant": variant.label,
         "weights": variant.scheme,
         "cache": variant.kv,
-        "bytes": found.weight_bytes or round(info.parameters * bits / 8),
+        "bytes": found.weight_bytes or round(model.info.parameters * bits / 8),
         "bits_per_weight": bits,
         "cache_bytes": model.plan.terms.get("kv", 0),
         "perplexity": found.perplexity,
@@ -287,11 +285,8 @@ def score_tasks(model: edgeinfer.Model, prompts: Sequence[Prompt]) -> dict[str, 
 
 def _run(options: QualityOptions, context: BenchContext) -> BenchResult:
     families, (material, text) = options.families(), options.material()
-    subjects, skipped = [], []
-    for family in families:
-        found, failed = measure_family(family, material, context.progress)
-        subjects += found
-        skipped += failed
+    measured = [measure_family(family, material, context.progress) for family in families]
+    subjects, skipped = (list(itertools.chain(*each)) for each in zip(*measured, strict=True))
     return BenchResult({"text": text, "subjects": subjects, "skipped": skipped})
 
 

@@ -27,7 +27,7 @@ from edgeinfer.apps.bench.texts import (
 from edgeinfer.errors import EdgeInferError, UsageError
 
 PLAIN = "off"
-# Plain decoding measured a second time: how far it is from itself is the noise of the machine.
+# Plain decoding measured a second time, which shows the noise of the machine.
 CONTROL = "off again"
 # The mode that must not be slower than plain decoding; the noise of a median of three is about 2%.
 _JUDGED, LEAST_SPEEDUP = "auto", 0.98
@@ -48,7 +48,7 @@ PromptFigures = dict[str, Any]
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """Modes and prompts; the first `warm_up` prompts of a category only teach drafters and are not timed."""
+    """Modes and prompts; `warm_up` prompts of a category only teach drafters and are not timed."""
 
     modes: tuple[str, ...] = option(
         "--modes LIST",
@@ -138,8 +138,7 @@ class Mode:
 
     def reply(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Continue a prompt with the knowledge at the last call of `learn`."""
-        # Another first token leaves nothing of the prompt in a cache of target or drafter.
-        other = prompt[0] - 1 if prompt[0] else 1
+        other = prompt[0] - 1 if prompt[0] else 1  # leaves nothing of the prompt in any cache
         self._model.generate([other], **{**self._options, "max_tokens": 2, "ignore_eos": True})
         edgeinfer.tools.restore_drafting(self._model, self._known)
         result = self._model.generate(list(prompt), **self._options)

@@ -35,7 +35,7 @@ def read_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
 def commands_here(patch: pytest.MonkeyPatch, *modules: str) -> None:
     """Have modules run the project's commands in this process, and take exports from the cache."""
     for name in modules:
-        patch.setattr(f"{name}.subprocess", SimpleNamespace(run=_ran, TimeoutExpired=subprocess.TimeoutExpired))
+        patch.setattr(f"{name}.subprocess", SimpleNamespace(run=_ran))
 
 
 def known_limits(patch: pytest.MonkeyPatch) -> None:

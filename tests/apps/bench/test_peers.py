@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench import peers
+from edgeinfer.apps.bench import peers, peers_engines
 from edgeinfer.apps.bench.devices import write_bundle_checkpoint
 from edgeinfer.apps.bench.engines import ENGINES, SteppedEngine, serve
 from edgeinfer.apps.bench.peers import PeersRun
@@ -56,7 +56,8 @@ def canned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that take no time, and a reference that knows what they should say; "wrong" says something else."""
     engines = dict.fromkeys(("edgeinfer", "wrong", "transformers"), Canned)
     monkeypatch.setattr(LocalWorker, "engines", engines)
-    monkeypatch.setattr(peers, "Worker", LocalWorker)
+    for module in (peers, peers_engines):
+        monkeypatch.setattr(module, "Worker", LocalWorker)
     monkeypatch.setattr(PeersOptions, "missing", lambda self, name: "")
     monkeypatch.setattr(PeerModel, "prompts", lambda self: [[5, 6, 7 + n] * 20 for n in range(6)])
     ours = replace(PEERS["edgeinfer"], make=lambda model, python: tmp_path)
@@ -173,8 +174,6 @@ BAD_INPUT = (
     (["--engines", "edgeinfer,warp"], "Unknown engine 'warp'"),
     (["--python", "warp=/bin/true"], "Unknown engine 'warp'"),
     (["--python", "genai"], "does not name an engine"),
-    (["--python", "genai=/bin/echo"], "/bin/echo is no Python interpreter"),
-    (["--python", "genai=/nowhere/python"], "Cannot run /nowhere/python"),
     (["--budgets", "lots"], "'lots' is not a positive size"),
     (["--models", "/nowhere"], "/nowhere is no checkpoint"),
     (["-c", "100"], "A context of 100 tokens is too small"),
