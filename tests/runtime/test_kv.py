@@ -13,12 +13,19 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.layouts import PORTABLE
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from tests.runtime.models import bundle_of
 from tests.tables import each_row
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
@@ -176,10 +183,6 @@ def test_starts_small_and_doubles_up_to_the_capacity() -> None:
     assert cache.rows == CAPACITY + 1
 
 
-def test_never_larger_than_the_capacity() -> None:
-    assert KVBuffers(GEOMETRY, 10, spare=1).rows == 11
-
-
 def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
     cache = filled(256)
     for array in (*cache.keys, *cache.values):
@@ -266,3 +269,42 @@ def test_refuses_the_snapshot_of_another_type() -> None:
     with pytest.raises(BackendError, match="is of a cache of float16, this one is of float32"):
         cache.restore(CopiedRows(1, rows, rows, "float16"))
     assert cache.length == 5
+
+
+TEXT = np.random.default_rng(1).integers(0, 320, 300)
+
+
+@pytest.fixture
+def bundle() -> Bundle:
+    return bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=PORTABLE), hidden_size=128)
+
+
+def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
+    rows = np.arange(len(tokens))
+    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits.copy()
+
+
+def test_a_grown_cache_holds_what_it_held(bundle: Bundle) -> None:
+    whole, parts = (OnnxBackend(bundle, 600) for _ in range(2))
+    expected = run(whole, TEXT)
+    assert np.array_equal(np.concatenate([run(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected)
+    assert parts.nbytes()["kv"] == 512 * bundle.manifest.geometry.kv_bytes_per_token()
+
+
+def test_growth_without_memory_leaves_the_backend_usable(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, other = (OnnxBackend(bundle, 600) for _ in range(2))
+    for each in (backend, other):
+        run(each, TEXT[:256])
+    zeros, left = np.zeros, iter(range(3))
+
+    def scarce(shape: Any, *args: Any) -> Any:
+        if isinstance(shape, tuple) and len(shape) == 4 and next(left, None) is None:
+            raise MemoryError
+        return zeros(shape, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", scarce)
+        with pytest.raises(MemoryError):
+            run(backend, TEXT[256:])
+    assert backend.cache.length == 256
+    assert np.array_equal(run(backend, TEXT[256:]), run(other, TEXT[256:]))

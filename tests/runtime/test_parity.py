@@ -217,31 +217,6 @@ def test_a_snapshot_moves_to_another_backend(family: Family, pair: tuple[Backend
         assert_close(feed(target, TEXT[11:]), family.expected(TEXT)[11:])
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("sizes", [[300], [250, 5, 1, 1, 43], [100, 100, 56, 44]], ids=["one", "edge", "chunks"])
-def test_the_cache_grows(make_family: Callable[..., Family], maker: str, sizes: list[int]) -> None:
-    family = make_family("llama", max_position_embeddings=1024)
-    text = [int(t) for t in np.random.default_rng(1).integers(0, 320, 300)]
-    expected = family.expected(text)
-    backend = MAKERS[maker](family.bundle, 600)
-    before = backend.nbytes()["kv"]
-    assert_close(feed_in(backend, text, sizes), expected)
-    assert backend.nbytes()["kv"] > before
-    backend.cache.trim(270)
-    assert_close(feed(backend, text[270:]), expected[270:])
-
-
-@each_row("maker", MAKERS)
-def test_restoring_more_than_the_cache_holds(make_family: Callable[..., Family], maker: str) -> None:
-    family = make_family("llama", max_position_embeddings=1024)
-    text = [int(t) for t in np.random.default_rng(2).integers(0, 320, 280)]
-    first, second = (MAKERS[maker](family.bundle, 600) for _ in range(2))
-    feed(first, text[:270])
-    feed(second, text[:3])
-    second.cache.restore(first.cache.snapshot())
-    assert_close(feed_in(second, text[270:], [1, 9]), family.expected(text)[270:])
-
-
 @each_row("maker", MAKERS)
 def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
     family = make_family("llama")

@@ -17,8 +17,6 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.wrapped import active_experts
-from edgeinfer.runtime.weights.experts import expected_experts
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 from tests.speculation import PROMPT, load_eager, plain, same
@@ -121,24 +119,6 @@ def test_plans_count_the_experts_that_stay(bundle: Path) -> None:
         edgeinfer.plan(bundle, **options, weights="streamed", expert_memory="1GB")
     with pytest.raises(BudgetError):
         edgeinfer.load(bundle, **options, memory="20MB")
-
-
-def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> None:
-    """Random tokens of a random model choose nearly independently; what they like in common only makes it fewer."""
-    backend = make_graph_backend(open_bundle(bundle), 256)
-    chance = np.random.default_rng(0)
-    for size in (1, 2, 4, 8, 16):
-        unions = []
-        for _ in range(12):
-            backend.cache.trim(0)
-            used = backend.forward(
-                ForwardInput(chance.integers(2, 320, size), np.arange(size), np.zeros(0, np.int64))
-            ).experts
-            assert used is not None
-            unions.append(active_experts(used, EXPERTS).any(axis=0).sum() / LAYERS)
-        predicted = expected_experts(EXPERTS, TOP_K, size)
-        assert 0.6 * predicted < np.mean(unions) < 1.05 * predicted
-    backend.close()
 
 
 def test_padding_uses_no_experts_of_its_own(bundle: Path) -> None:
