@@ -14,8 +14,9 @@ from typing import Any, is_typeddict
 import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS, build_parser
 from edgeinfer.apps.cli.parser import Parser
-from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.reply import GenerationConfig
 
 _WIDTH = "88"
 # What everybody uses stands before the rest.

@@ -11,15 +11,12 @@ from edgeinfer.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
     from edgeinfer import tools
-    from edgeinfer.adaptive import ReducedCompute
     from edgeinfer.api import Model, aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
-    from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.context_model import ContextModel
     from edgeinfer.contexts import Context
-    from edgeinfer.drafting import Speculation
     from edgeinfer.errors import (
         AdapterError,
         BackendError,
@@ -48,11 +45,12 @@ if TYPE_CHECKING:
     from edgeinfer.generation import TokenStream
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
     from edgeinfer.installed import LocalModel, ModelFacts, describe, list_models, pull, remove_model, verify
-    from edgeinfer.option_types import GenerationOptions, LoadOptions
-    from edgeinfer.reply_options import Sampling
+    from edgeinfer.options.decoding import ReducedCompute, Search, Speculation
+    from edgeinfer.options.load import Cache, LoadConfig
+    from edgeinfer.options.reply import GenerationConfig, Sampling
+    from edgeinfer.options.types import GenerationOptions, LoadOptions
     from edgeinfer.results import Chunk, Result
     from edgeinfer.runtime.planning.plan import MemoryPlan
-    from edgeinfer.searching import Search
     from edgeinfer.tools import evaluate, list_devices
     from edgeinfer.verification_round import VerificationStream
 
@@ -129,15 +127,12 @@ _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # The module of each name.
 _NAMES = {
-    "adaptive": "ReducedCompute",
     "api": "MemoryPlan Model TokenStream VerificationStream aload load plan",
     "async_replies": "AsyncTokenStream",
     "batching": "ReplyBatch Slot",
     "chat": "Chat",
-    "config": "Cache GenerationConfig LoadConfig",
     "context_model": "ContextModel",
     "contexts": "Context",
-    "drafting": "Speculation",
     "errors": (
         "AdapterError BackendError BudgetError BundleError CapabilityError CheckpointError ContextLengthError "
         "DeviceError EdgeInferError GrammarError HubError InternalError ModelError NativeUnavailableError "
@@ -146,10 +141,11 @@ _NAMES = {
     ),
     "hub": "CatalogModel FoundModel Offer catalog offers search_hub",
     "installed": "LocalModel ModelFacts describe list_models pull remove_model verify",
-    "option_types": "GenerationOptions LoadOptions",
-    "reply_options": "Sampling",
+    "options.decoding": "ReducedCompute Search Speculation",
+    "options.load": "Cache LoadConfig",
+    "options.reply": "GenerationConfig Sampling",
+    "options.types": "GenerationOptions LoadOptions",
     "results": "Chunk Result",
-    "searching": "Search",
     "tools": "evaluate list_devices",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

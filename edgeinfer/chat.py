@@ -9,10 +9,10 @@ from typing import Any, Protocol, Unpack
 
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError, shown
 from edgeinfer.generation import TokenStream
-from edgeinfer.option_types import GenerationOptions
+from edgeinfer.options import format_size
+from edgeinfer.options.types import GenerationOptions
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 

@@ -13,7 +13,6 @@ from edgeinfer.options import require
 from edgeinfer.records import dataclass
 from edgeinfer.user_files import decode_text, user_cache
 
-Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
 # The longest contexts of models hold less text.
 _MOST_BYTES = 64 * 1000**2
@@ -124,26 +123,3 @@ class Context:
             return decode_text(data, path).strip()
         except PromptError as error:
             raise UnreadContextError(path, error.message, error.hint) from error
-
-
-@dataclass(frozen=True)
-class ContextUse:
-    """The contexts that a reply was made with.
-
-    Attributes:
-        contexts: how many.
-        tokens: of all of them.
-        evaluated: of these, those that were evaluated, as no file kept them.
-        edited: contexts with rows that were turned to where an edit left them.
-        placement: "parallel" or "sequence".
-        temperature: that scores of their keys were divided by.
-        lossless: whether the text is what evaluating all in one would give: of one context alone that was not edited.
-    """
-
-    contexts: int
-    tokens: int
-    evaluated: int
-    edited: int
-    placement: Placement
-    temperature: float
-    lossless: bool

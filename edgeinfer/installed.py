@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from edgeinfer import hub
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import EdgeInferError, HubError, ModelError, UsageError
 from edgeinfer.hub import local, resolve
 from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import Bundles
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.weights.verification import Outcome, VerifiedFiles, accept_file, check_file, files_of
 from edgeinfer.tokenizing import recommended_sampling

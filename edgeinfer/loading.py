@@ -14,11 +14,11 @@ from edgeinfer.bundle.additions import read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import LoadConfig
-from edgeinfer.drafting import NO_DRAFT_MODEL
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
+from edgeinfer.options.decoding import NO_DRAFT_MODEL
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.backends.contract import Backend

@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from edgeinfer.adapting import steering_in
 from edgeinfer.bundle.additions import read_steering
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import Setting, UnshareableError, UsageError
 from edgeinfer.lifecycle import ModelParts
+from edgeinfer.options.reply import MOST_BIASES, GenerationConfig, steering_in
 from edgeinfer.records import dataclass
-from edgeinfer.reply_options import MOST_BIASES
 from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts

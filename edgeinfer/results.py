@@ -5,18 +5,17 @@ Field names are those of `edgeinfer run --json`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, field
 from typing import Any, Literal
 
-from edgeinfer.adaptive import ComputeUse
-from edgeinfer.contexts import ContextUse
+from edgeinfer.errors import UsageError
+from edgeinfer.options.reply import SchemaClass
 from edgeinfer.records import dataclass, listed
-from edgeinfer.remote_options import RemoteUse
-from edgeinfer.schema_classes import SchemaClass, read_reply
-from edgeinfer.searching import SearchUse
 from edgeinfer.version import SAMPLING
 
+Placement = Literal["parallel", "sequence"]
 FinishReason = Literal["stop", "length", "cancelled"]
 # Called with what is being done, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -325,6 +324,158 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class RemoteUse:
+    """What a reply took of the model that decided it.
+
+    Attributes:
+        url: of its server.
+        model: its name.
+        digest: sha256 of its weights and decoder, in hexadecimal digits.
+        rounds: drafts that it verified.
+        drafted, accepted: tokens of these drafts, and those of them that it agreed with.
+        streamed: tokens that it made without drafts.
+        local: tokens at the end that this machine's model made alone, as the server was lost: not the server's text.
+        retries: requests that were sent again.
+        link_ms: median milliseconds of a round that the way took.
+        server_ms: median milliseconds of a round in the server.
+    """
+
+    url: str
+    model: str
+    digest: str
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    streamed: int = 0
+    local: int = 0
+    retries: int = 0
+    link_ms: float = 0.0
+    server_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class ContextUse:
+    """The contexts that a reply was made with.
+
+    Attributes:
+        contexts: how many.
+        tokens: of all of them.
+        evaluated: of these, those that were evaluated, as no file kept them.
+        edited: contexts with rows that were turned to where an edit left them.
+        placement: "parallel" or "sequence".
+        temperature: that scores of their keys were divided by.
+        lossless: whether the text is what evaluating all in one would give: of one context alone that was not edited.
+    """
+
+    contexts: int
+    tokens: int
+    evaluated: int
+    edited: int
+    placement: Placement
+    temperature: float
+    lossless: bool
+
+
+@dataclass(frozen=True)
+class SearchedText:
+    """One of several texts that were looked at to the end.
+
+    Attributes:
+        score: mean natural log-probability of its tokens by the model itself, a stop token included.
+        finish_reason: "stop" where it ended by itself, else "length".
+        weight: its share of the weight of all particles; None where texts have none.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: str
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class SearchUse:
+    """What searching did in a reply.
+
+    Attributes:
+        search: as it was asked for.
+        lossless: whether the text is the one that plain decoding with these options and this seed gives.
+        passes: over the model, those of the prompt not counted.
+        rows: tokens that were fed in them.
+        branches: continuations that were begun.
+        trials: continuations among which was chosen; of searches token by token, tokens that were chosen differently
+            from plain decoding.
+        chosen: index in `texts` of the reply.
+        texts: whole texts that were looked at; empty where a way only looks at a part at a time.
+        divergence: of "anchored": nats by which the distributions that tokens were drawn from diverge from the draft
+            model's, added up.
+        divergence_allowed: nats that they might have diverged by.
+    """
+
+    search: str
+    lossless: bool
+    passes: int = 0
+    rows: int = 0
+    branches: int = 0
+    trials: int = 0
+    chosen: int = 0
+    texts: tuple[SearchedText, ...] = ()
+    divergence: float | None = None
+    divergence_allowed: float | None = None
+
+
+@dataclass(frozen=True)
+class ComputeUse:
+    """What computing less did in a reply.
+
+    Attributes:
+        compute: as it was asked for.
+        lossless: whether every token was made by the whole model after all.
+        tokens: of the reply after its first, which the prompt's pass gives.
+        reduced: of them, made with less than the whole model.
+        layer_mask: blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; of "entropy" empty.
+        skipped_share: of all blocks of the tokens after the first, those that did not run for them.
+        large_share: of "entropy" and "steps": tokens that the large model made, over all.
+        switches: of the same: how often the other model took over.
+        caught_up: tokens that were fed later, for the cache of a model or layer that had not seen them; of "steps",
+            those that were read and not taken.
+        parameter_share: of the same: parameters that the tokens went through, over those of the large model for each;
+            catching up left out.
+        decide_ms: deciding what to leave out, after the prompt.
+        predicted_ms: of a reduced pass, by measured costs of blocks; None where these are not known.
+        predicted_speedup: of such a pass over the whole model's, by the same costs.
+        per_token_ms: measured, all told.
+        plain_ms: of a pass of the whole model over one token; None where that is not known.
+        saved_ms: by the reply as a whole against `plain_ms` for each token; below 0 it cost more.
+        divergence: nats from the whole model's predictions, mean over all tokens, by those sampled; None without any.
+        sampled: tokens that tell it.
+        quality_floor: as it was asked for.
+        stopped_at: tokens after which the floor ended it; None where it did not.
+    """
+
+    compute: str
+    lossless: bool = False
+    tokens: int = 0
+    reduced: int = 0
+    layer_mask: tuple[bool, ...] = ()
+    skipped_share: float = 0.0
+    large_share: float | None = None
+    switches: int = 0
+    caught_up: int = 0
+    parameter_share: float | None = None
+    decide_ms: float = 0.0
+    predicted_ms: float | None = None
+    predicted_speedup: float | None = None
+    per_token_ms: float | None = None
+    plain_ms: float | None = None
+    saved_ms: float | None = None
+    divergence: float | None = None
+    sampled: int = 0
+    quality_floor: float | None = None
+    stopped_at: int | None = None
+
+
+@dataclass(frozen=True)
 class Result:
     """One finished reply.
 
@@ -375,3 +526,21 @@ class Result:
         del data["schema_class"]
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data if self.logprobs else {name: value for name, value in data.items() if name != "logprobs"}
+
+
+def read_reply(text: str, finish_reason: str, schema_class: type[SchemaClass] | None) -> Any:
+    """What a reply says: values of JSON, or an instance of a class."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if finish_reason != "stop":
+            message = f"The reply ended ({finish_reason}) before its JSON did."
+            raise UsageError(message, "Give it more tokens with max_tokens, or a larger context.") from error
+        raise UsageError("The reply is not JSON.", "Ask for JSON with json_schema.") from error
+    if schema_class is None:
+        return found
+    try:
+        return schema_class.model_validate_json(text)
+    except ValueError as error:  # pydantic's, of checks that no schema has
+        message = f"{schema_class.__name__} refuses the reply: {' '.join(str(error).split())[:300]}"
+        raise UsageError(message, "Ask again with another seed, or read result.text.") from error

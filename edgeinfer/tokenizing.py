@@ -9,10 +9,10 @@ from numbers import Integral
 from typing import Any
 
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, PromptError, Setting, shown
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.option_types import Prompt
+from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.options.types import Prompt
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.plan_input import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed

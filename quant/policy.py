@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.packing import BLOCK_SIZES
-from edgeinfer.config import BITS, FLOAT_BITS
 from edgeinfer.errors import UsageError
+from edgeinfer.options.load import BITS, FLOAT_BITS
 
 # The fewest bits of a shared expert.
 PROTECTED_BITS = 8

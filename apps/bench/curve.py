@@ -23,8 +23,8 @@ from edgeinfer.apps.bench.benchmark import (
 from edgeinfer.apps.bench.processes import Worker, token_ids
 from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import SpeedTest, describe_run, device_limits, floor_ns, median_limits
-from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
+from edgeinfer.options.load import KV_TYPES
 from edgeinfer.results import DeviceLimits
 
 if TYPE_CHECKING:

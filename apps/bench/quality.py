@@ -28,8 +28,9 @@ from edgeinfer.apps.bench.texts import (
     read_stories,
     story_ids,
 )
-from edgeinfer.config import KV_TYPES, format_size
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
+from edgeinfer.options import format_size
+from edgeinfer.options.load import KV_TYPES
 
 # Tokens after an answer that show whether a reply says more.
 _BEYOND = 4

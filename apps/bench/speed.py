@@ -28,8 +28,8 @@ from edgeinfer.apps.bench.benchmark import (
     timestamp,
 )
 from edgeinfer.apps.bench.render import Chart, Line, Section, Table, commands, markdown_table, run_facts
-from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, NativeUnavailableError, Setting, UsageError
+from edgeinfer.options import format_size
 from edgeinfer.results import DeviceLimits
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extr
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.config import BITS, CONVERTED_BITS, FLOAT_BITS, format_size, parse_size
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options import format_size, parse_size
+from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
-from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError
+from edgeinfer.options import format_size
 from edgeinfer.user_files import decode_text
 
 if TYPE_CHECKING:

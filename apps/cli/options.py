@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.apps.cli.inputs import prepared, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.output import progress_bar
-from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import Setting, UsageError, shown
-from edgeinfer.options import ConfigOption, is_integer, options_of
-from edgeinfer.reply_options import ReplyOptions
-from edgeinfer.searching import SearchOptions
+from edgeinfer.options import ConfigOption, is_integer, options_of, parse_size
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.reply import GenerationConfig
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -81,17 +79,25 @@ def add_generation_options(
         "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
         "grammar": "file with a grammar that the reply must match, in Lark's notation or GBNF; - reads stdin",
         "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
+        "passage": "file with the text of which extract finds the likeliest span; - reads stdin",
     }
-    add_options(parser, ReplyOptions, help=help, usual=usual)
+    names = [name for name in GENERATION if name not in LOADING]
+    add_options(
+        parser,
+        GenerationConfig,
+        sorted(names, key=lambda name: _group(name) != _group("choices")),
+        help=help,
+        usual=usual,
+    )
+    group = next(group for group in parser._action_groups if group.title == _group("choices"))
     text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
-    group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
-    text = "Python file whose function check(text, ended) tells whether the reply may begin so, or be that"
+    text = "Python file whose function check(text, ended) says whether the reply may start with a text, or be it"
     parser.advanced(group.add_argument("--checker", dest="checker_file", metavar="FILE", help=text))
-    add_options(parser, GenerationConfig, ("verification", "draft_width", "method_options", "adapter", "steering"))
-    add_options(parser, ComputeOptions)
-    passage = "file with the text of which extract finds the likeliest span; - reads stdin"
-    add_options(parser, SearchOptions, help={"passage": passage})
+
+
+def _group(name: str) -> str:
+    return _DECLARED[name].group
 
 
 def add_options(

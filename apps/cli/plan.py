@@ -12,8 +12,9 @@ from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError
+from edgeinfer.options import format_size
+from edgeinfer.options.load import LoadConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

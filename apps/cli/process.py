@@ -138,7 +138,7 @@ def is_refused(error: BaseException) -> bool:
 def refusal(limit: int | None) -> BudgetError:
     if limit is None:
         return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
-    from edgeinfer.config import format_size  # imported late, as it imports others
+    from edgeinfer.options import format_size  # imported late, as it imports others
 
     message = f"The system limits this process to {format_size(limit)} of address space, which is too little."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))

@@ -21,8 +21,9 @@ from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.process import end_start
 from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
-from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
+from edgeinfer.options import format_size
+from edgeinfer.options.reply import GenerationConfig
 
 if TYPE_CHECKING:
     from edgeinfer import Model, Result, TokenStream

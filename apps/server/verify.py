@@ -25,7 +25,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.text import is_id
 from edgeinfer.options import LARGEST_COUNT
-from edgeinfer.remote_options import VERIFIED_OPTIONS
+from edgeinfer.options.load import VERIFIED_OPTIONS
 from edgeinfer.results import Chunk, Result
 
 # Most tokens of a draft: more than any client drafts, and few enough not to delay others.

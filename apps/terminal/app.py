@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
 from rich.cells import cell_len
 
 from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
-from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, Setting, UsageError, UserError
-from edgeinfer.options import nearest, options_of
+from edgeinfer.options import format_size, nearest, options_of
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:

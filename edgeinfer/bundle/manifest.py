@@ -44,8 +44,8 @@ from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
-from edgeinfer.config import BITS, CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.errors import BundleError
+from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.records import dataclass
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from edgeinfer.bundle.names import quantization_of
 from edgeinfer.bundle.writing import MANIFEST, digest_of
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, HubError, UsageError
 from edgeinfer.hub.cache import Kind, gguf_name
 from edgeinfer.hub.catalog_models import gguf_memory, room
@@ -32,6 +31,7 @@ from edgeinfer.hub.ids import (
     literal,
     parse_name,
 )
+from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 
 _CHECKPOINT = (*CONFIG_PATTERNS, *WEIGHT_PATTERNS)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
-from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
 from edgeinfer.hub.ids import WEIGHT_PATTERNS
+from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
 from edgeinfer.user_files import user_data
 

@@ -11,8 +11,8 @@ from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.names import part_of, quantization_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import BundleError, HubError
+from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
 
 GGUF = ".gguf"

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import ModelError, UsageError, one_of
 from edgeinfer.hub.cache import (
     BUILTIN,
@@ -26,6 +25,7 @@ from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import CheckpointSource, find_converted, source_of
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
+from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
 
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")

@@ -7,50 +7,29 @@ from types import TracebackType
 from typing import Any, Literal, NotRequired, Protocol, Self, TypedDict, TypeVar
 
 from edgeinfer.contexts import Context
-from edgeinfer.option_types import (
-    ComputeOption,
-    JsonSchema,
-    RareReplyOptions,
-    SamplingOption,
-    SearchOption,
-    SpeculationOption,
-)
+from edgeinfer.options.types import RequestOptions
 from edgeinfer.results import Chunk, ModelInfo, Result
 
 
-class ChatRequest(RareReplyOptions, total=False):
+class ChatRequest(RequestOptions, total=False):
     """Fields of a request: OpenAI's, those that change nothing here, and options of `Model.generate`."""
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
     response_format: Mapping[str, Any] | None
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
     n: int | None
     logprobs: bool | None
     top_logprobs: int | None
+    logit_bias: Mapping[str, float] | Mapping[int, float] | None
     model: str
     max_completion_tokens: int | None
-    logit_bias: Mapping[str, float] | Mapping[int, float] | None
     stream_options: Mapping[str, Any] | None
     reasoning_effort: str | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
     add_generation_prompt: bool
     repeat_penalty: float
-    top_k: int
-    choices: Sequence[str]
-    json_schema: JsonSchema
-    regex: str
-    grammar: str
-    sampling: SamplingOption
-    speculation: SpeculationOption
-    search: SearchOption
-    compute: ComputeOption
     metadata: Mapping[str, str] | None
     modalities: Sequence[Literal["text"]]
     prediction: Mapping[str, Any] | None

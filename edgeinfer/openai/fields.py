@@ -6,13 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.config import REPLY_GROUPS, GenerationConfig
 from edgeinfer.errors import UsageError, shown
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.schemas import closed
-from edgeinfer.option_groups import flat_options
-from edgeinfer.options import is_integer, nearest, options_of
-from edgeinfer.reply_options import FORMS
+from edgeinfer.options import flat_options, is_integer, nearest, options_of
+from edgeinfer.options.reply import FORMS, REPLY_GROUPS, GenerationConfig
 from edgeinfer.version import VERSION
 
 _EMPTY: tuple[Any, ...] = ("", [], {})

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.contexts import Context, UnreadContextError
 from edgeinfer.errors import ContextLengthError, GrammarError
 from edgeinfer.openai.contract import ChatModel, StreamT
@@ -16,6 +15,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader
 from edgeinfer.openai.tools import ToolUse
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
 
 _log = logging.getLogger("edgeinfer")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import IGNORED, MOST_ALTERNATIVES, Fields, form, limit, sampling, thinking, warnings
@@ -25,6 +24,7 @@ from edgeinfer.openai.replies import (
     timings,
 )
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
 from edgeinfer.results import Chunk, Result, TokenLogprob
 

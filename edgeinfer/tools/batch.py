@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from filelock import FileLock, Timeout
 
 from edgeinfer.bundle.writing import new_file, storage_errors
-from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UnshareableError, UsageError
 from edgeinfer.openai import make_completion, whole
 from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
+from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 from edgeinfer.results import Progress
 from edgeinfer.user_files import decode_text, marked_encoding

@@ -13,7 +13,7 @@ from edgeinfer.api import Model, load
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.option_types import LoadOptions
+from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy

@@ -24,7 +24,6 @@ from typing import Any
 from filelock import Timeout
 
 from edgeinfer.bundle.writing import storage_errors, sync_tree
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, InternalError, StorageError
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
 from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, room
@@ -50,6 +49,7 @@ from edgeinfer.hub.folder import (
     remove_leftovers,
 )
 from edgeinfer.hub.ids import gguf_parts, parse_name
+from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 
 _PROGRESS_S = 0.1

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
-from edgeinfer.option_types import LoadOptions
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.results import DeviceFacts, DeviceLimits
 from edgeinfer.runtime.backends.llamacpp.graphics import (

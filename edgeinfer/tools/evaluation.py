@@ -16,7 +16,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.option_types import LoadOptionsButContext
+from edgeinfer.options.types import LoadOptionsButContext
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from edgeinfer.api import Model
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.option_types import GenerationOptions
+from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.options.types import GenerationOptions
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.backends.wrapped import ExpertCounts
 from edgeinfer.runtime.layer_skip.reduced_compute import compute_method

@@ -20,7 +20,7 @@ from edgeinfer.bundle.additions import MOST_STEERED, SteeringVector, add_steerin
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.option_types import LoadOptions
+from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tools.evaluation import Predictor

@@ -11,7 +11,7 @@ from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
 from edgeinfer.errors import Setting, UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.option_types import LoadOptions
+from edgeinfer.options.types import LoadOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.verification.rule import Lesson, find_verification
 from edgeinfer.runtime.tuning.measure import last_state

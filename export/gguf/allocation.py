@@ -23,10 +23,10 @@ from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.metadata import GgmlType, ggml_type
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, TensorRows
 from edgeinfer.export.options import fitting
+from edgeinfer.options import format_size
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded

@@ -15,7 +15,6 @@ from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import Outline
-from edgeinfer.config import FLOAT_BITS
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -23,6 +22,7 @@ from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.source.sidecar import Sidecar
+from edgeinfer.options.load import FLOAT_BITS
 from edgeinfer.quant.blocks import Grid, packed
 from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_within
 from edgeinfer.quant.methods import method_for

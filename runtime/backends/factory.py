@@ -10,7 +10,7 @@ from typing import ClassVar
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE
-from edgeinfer.config import LoadConfig
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend

@@ -11,14 +11,11 @@ from statistics import fmean
 
 import numpy as np
 
-from edgeinfer.adaptive import ComputeUse
 from edgeinfer.records import dataclass
-from edgeinfer.remote_options import RemoteUse
-from edgeinfer.results import DrafterUse
+from edgeinfer.results import ComputeUse, DrafterUse, RemoteUse, SearchUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.searching import SearchUse
 
 Run = Callable[[ForwardInput], ForwardOutput]
 

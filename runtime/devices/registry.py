@@ -5,9 +5,8 @@ The order of the entries is the one in which "auto" looks for a device: what com
 
 from __future__ import annotations
 
-from edgeinfer.config import LoadConfig
-from edgeinfer.device_options import is_graphics
 from edgeinfer.errors import DeviceError, Setting, UsageError
+from edgeinfer.options.load import LoadConfig, is_graphics
 from edgeinfer.runtime.devices.providers import (
     CPU,
     CPU_MEMORY,

@@ -25,9 +25,10 @@ import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.contexts import ContextUse, rows_folder
+from edgeinfer.contexts import rows_folder
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.results import ContextUse
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.decoding.strategy import Run
@@ -214,6 +214,25 @@ class PromptStates:
             self._backend.cache.trim(start)
             raise
         return output
+
+
+def kept_layers(layers: int, speedup: float) -> list[int]:
+    """Layers that unified skipping keeps, by the authors' rule (arXiv 2404.06954).
+
+    They are first and last, and each multiple of an interval until int(L / speedup) layers are kept.
+
+    Below three layers to keep there is nothing to space; first and last always stay.
+    """
+    count = int(layers / speedup)
+    if count >= layers:
+        return list(range(layers))
+    kept = sorted({0, layers - 1})
+    if count > 2:
+        interval = int(layers / (count - 2 + 1))
+        for layer in range(1, layers - 1):
+            if layer % interval == 0 and len(kept) < count:
+                kept.append(layer)
+    return sorted(kept)
 
 
 def layers_mask(layers: int, kept: list[int]) -> Mask:

@@ -12,10 +12,10 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import ComputeUse
 from edgeinfer.bundle.arithmetic import log_softmax
-from edgeinfer.config import GenerationConfig
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
+from edgeinfer.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics

@@ -9,8 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, Setting
+from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import Replan

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from edgeinfer.bundle.layouts import Layout
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
+from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint

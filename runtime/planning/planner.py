@@ -16,8 +16,9 @@ from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
+from edgeinfer.options import format_size
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations, weights_ways
 from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel

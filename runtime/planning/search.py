@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from edgeinfer.bundle.geometry import find_kv_type
-from edgeinfer.config import LoadConfig, format_size
-from edgeinfer.drafting import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import Setting, UsageError
+from edgeinfer.options import format_size
+from edgeinfer.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.candidates import (
     USUAL_CONTEXT,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.config import OVERFLOWS, LoadConfig
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options.load import OVERFLOWS, LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.user_files import make_private, user_cache
 

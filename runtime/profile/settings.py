@@ -17,8 +17,8 @@ from typing import Any, Self
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import processor_name, usable_cores, usable_processors
 from edgeinfer.user_files import make_private, user_cache, written

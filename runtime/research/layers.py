@@ -7,11 +7,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import kept_layers
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, layers_mask, skipping
+from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, kept_layers, layers_mask, skipping
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import EvaluatedPrompt, Mask, SpeedTarget, StrategyArguments
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from edgeinfer.errors import Setting, UsageError
 from edgeinfer.methods import method_option
 from edgeinfer.records import dataclass
+from edgeinfer.results import SearchedText
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
-from edgeinfer.searching import SearchedText
 
 # Particles are resampled where fewer of them than this share still count (the published code's default).
 _EFFECTIVE_SHARE = 0.5

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
 
 Logits = NDArray[np.floating[Any]]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, GrammarError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words

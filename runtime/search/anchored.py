@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import ContextLengthError
 from edgeinfer.records import dataclass
+from edgeinfer.results import SearchUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy, logprob
-from edgeinfer.searching import SearchUse
 
 Distribution = NDArray[np.float64]
 T = TypeVar("T")

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from edgeinfer.records import dataclass
+from edgeinfer.results import SearchUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text.streaming import ReplyText
-from edgeinfer.searching import SearchUse
 
 _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 

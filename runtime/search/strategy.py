@@ -14,10 +14,11 @@ from typing import ClassVar, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, Setting, UsageError
 from edgeinfer.methods import DeclaredMethod, find_method, product_methods
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
+from edgeinfer.results import SearchedText, SearchUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
 from edgeinfer.runtime.backends.forks import can_fork, copied_bytes
@@ -28,7 +29,6 @@ from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.streaming import ReplyText
-from edgeinfer.searching import SearchedText, SearchUse
 
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
 MOST_ROWS = 16

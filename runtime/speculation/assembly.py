@@ -6,9 +6,9 @@ import dataclasses
 
 from edgeinfer.bundle.opening import nested_drafter, trained_depths
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import LoadConfig
-from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import ModelError
+from edgeinfer.options.decoding import drafters_in
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.loading.registry import make_backend

@@ -13,9 +13,9 @@ from dataclasses import replace
 from statistics import median
 from weakref import WeakSet
 
-from edgeinfer.config import GenerationConfig
-from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options.decoding import drafters_in
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.results import SpeculationUse
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationStatistics
 from edgeinfer.runtime.planning.economics import asking_pays

@@ -23,8 +23,8 @@ from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, EdgeInferError, Setting
+from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.forks import RenewedLock
 

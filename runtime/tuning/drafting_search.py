@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import kept_layers
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
-from edgeinfer.runtime.layer_skip.calibrated import SKIP_LEVELS, SkipLevels, layers_mask
+from edgeinfer.runtime.layer_skip.calibrated import SKIP_LEVELS, SkipLevels, kept_layers, layers_mask
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies, rolling_means
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import Mask, entropy_bits

@@ -14,8 +14,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS
-from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import options_of
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.reply import GenerationConfig
 from tests.cli import TIME_LIMIT
 from tests.docs.pages import DOCS, ROOT, pages
 

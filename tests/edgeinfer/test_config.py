@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.config import GenerationConfig, LoadConfig, format_size, parse_size
 from edgeinfer.errors import UsageError
+from edgeinfer.options import format_size, parse_size
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.reply import GenerationConfig
 from tests.tables import each_row
 
 

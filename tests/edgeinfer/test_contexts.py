@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.contexts import Placement
 from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, StorageError, UsageError
+from edgeinfer.results import Placement
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.contexts import EditPart, parts_of_edit

@@ -12,9 +12,9 @@ import onnxruntime as ort
 import pytest
 
 import edgeinfer
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, DeviceError, UsageError
 from edgeinfer.loading import Bundles, profiles_of
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.results import ModelInfo
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.devices.providers import Device, Graphs

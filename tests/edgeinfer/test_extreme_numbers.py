@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.adaptive import ComputeOptions
-from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import UsageError
-from edgeinfer.options import Range, options_of
-from edgeinfer.searching import SearchOptions
+from edgeinfer.options import Range, options_of, parse_size
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.reply import GenerationConfig
 from tests.speculation import known_costs
 
 EXTREMES: tuple[Any, ...] = (
@@ -69,10 +68,7 @@ def numeric(kind: type[Any]) -> set[str]:
 def test_every_number_has_a_range() -> None:
     # Of loading one more, which may be a word too.
     assert numeric(LoadConfig) == {*LOAD_RANGES, "gpu_layers"}
-    # A tuple of numbers, each of which has one.
-    assert numeric(SearchOptions) == {*ranges(SearchOptions), "resistance"}
-    assert numeric(ComputeOptions) == set(ranges(ComputeOptions))
-    # Of the rest, a mapping and a tuple of ids.
+    # Tuples and a mapping have ranges for their numbers.
     assert numeric(GenerationConfig) == {*RANGES, "resistance", "logit_bias", "stop_token_ids"}
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from edgeinfer import hub
 from edgeinfer.bundle.names import display_name, file_name
-from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub.folder import CheckpointSource, find_converted
 from edgeinfer.installed import list_models, remove_model
+from edgeinfer.options.load import CONVERTED_BITS
 
 # Names of files, folders and repositories, and how people say them.
 SHOWN = {

@@ -9,9 +9,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.opening import nest_drafter
-from edgeinfer.config import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.method import priors_of
 from tests.heads import with_heads

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.adaptive import ReducedCompute
 from edgeinfer.apps.bench.compute import ComputeBenchOptions
 from edgeinfer.apps.bench.curve import CurveConfig
 from edgeinfer.apps.bench.quality import QualityOptions
@@ -19,12 +18,11 @@ from edgeinfer.bundle.geometry import KVLayer, StateLayer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.parts import ConvSpec, HeadsSpec
-from edgeinfer.config import Cache, GenerationConfig, LoadConfig
-from edgeinfer.drafting import Speculation
-from edgeinfer.reply_options import Sampling
+from edgeinfer.options.decoding import ReducedCompute, Search, Speculation
+from edgeinfer.options.load import Cache, LoadConfig
+from edgeinfer.options.reply import GenerationConfig, Sampling
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
-from edgeinfer.searching import Search
 from tests.bounds import bounds, facts
 from tests.recorded import check_recorded
 

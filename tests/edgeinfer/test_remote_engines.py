@@ -20,7 +20,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import CapabilityError, RemoteError, UsageError
-from edgeinfer.remote_options import RemoteApi
+from edgeinfer.options.load import RemoteApi
 from edgeinfer.runtime.remote.channel import Channel
 from tests.edgeinfer.stub_engines import StubEngine, answering, stub
 from tests.speculation import needs_builtin

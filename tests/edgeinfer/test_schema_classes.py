@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.schema_classes import read_reply
+from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.results import read_reply
 from tests.speculation import PROMPT, needs_builtin
 
 SCHEMA: dict[str, Any] = {

@@ -14,8 +14,8 @@ import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.additions import SteeringVector, add_steering, read_steering, steering_names
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.tools import steering as learning
 from edgeinfer.tools import tune_steering
 from tests.speculation import PROMPT, known_costs

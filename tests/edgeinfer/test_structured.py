@@ -13,8 +13,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, run_case
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling import grammar_trial
 from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
 from tests.tables import each_row

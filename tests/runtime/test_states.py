@@ -16,10 +16,10 @@ import edgeinfer
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

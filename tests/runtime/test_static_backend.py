@@ -15,10 +15,10 @@ import pytest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
-from edgeinfer.config import LoadConfig
-from edgeinfer.drafting import MOST_DRAFTED, drafters_in
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export.options import ExportConfig, StaticOptions
+from edgeinfer.options.decoding import MOST_DRAFTED, drafters_in
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

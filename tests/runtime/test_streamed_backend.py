@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend

@@ -25,7 +25,7 @@ import psutil
 
 import edgeinfer
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.remote_options import RemoteApi
+from edgeinfer.options.load import RemoteApi
 from edgeinfer.results import Result
 from tests.tools.figures import script_json
 from tests.tools.link import Link

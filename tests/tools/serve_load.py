@@ -26,8 +26,8 @@ import psutil
 
 import edgeinfer
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.options import format_size
 from tests.tools.figures import percentile, script_json
 
 _NAMES = ("Tom", "Lily", "a little dog", "the old tree", "a red ball", "Sam and Ben", "the moon", "a brave mouse")

@@ -9,9 +9,9 @@ from edgeinfer.bundle.geometry import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import LoadConfig
-from edgeinfer.drafting import MOST_DRAFTED
 from edgeinfer.errors import BackendError, BundleError, DeviceError, Setting
+from edgeinfer.options.decoding import MOST_DRAFTED
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder

@@ -15,8 +15,8 @@ import pytest
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
-from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import CheckpointError
+from edgeinfer.options.decoding import drafters_in
 from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed

@@ -23,10 +23,10 @@ from edgeinfer.bundle.opening import (
     trained_depths,
 )
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint

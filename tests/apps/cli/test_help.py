@@ -12,8 +12,9 @@ import pytest
 from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
 from edgeinfer.apps.cli.options import GENERATION, LOADING
 from edgeinfer.apps.cli.parser import Parser, help_text, usage
-from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
+from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.reply import GenerationConfig
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.recorded import check_recorded
 
@@ -110,6 +111,7 @@ def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
         dashed = name.replace("_", "-")
         # One text for each --choice, and --choices for a file of them.
         others = {"choices": {"--choice"}, "adapters": {"--lora"}}  # the latter is llama.cpp's
+        others["method_options"] = {"--method-option"}
         expected = {f"--{dashed}", f"--no-{dashed}"} | others.get(name, set())
         long = [flag for flag in declared.flags if flag.startswith("--")]
         assert len(long) == 1 and long[0] in expected, declared.flags
@@ -141,7 +143,7 @@ def test_mistakes_are_told_with_what_was_meant() -> None:
         "run --temperature 999 Hi": "--temperature 999.0 is out of range.",
         "run --memory 400 Hi": "--memory 400 means 400 bytes. Did you mean 400MB?",
         "run --json-object --regex a Hi": "--json-object and --regex cannot be combined.",
-        "run --speculation ngrm Hi": "Did you mean 'ngram'? --speculation must be auto, off,",
+        "run --speculation ngrm Hi": "Did you mean 'ngram'? --speculation can be ",
         "run -n many Hi": "--max-tokens: 'many' is not a whole number.",
         "run hello you": 'Put it in quotes: edgeinfer run "hello you"',
         "run org/name Hello": 'Did you mean: edgeinfer run -m org/name "Hello"?',

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.schemas import argument_rules
 from edgeinfer.openai.tools import read_functions
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from tests.runtime.sampling.json_texts import END, Schema, accepts, vocabulary

@@ -11,9 +11,9 @@ import pytest
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from edgeinfer.config import LoadConfig
-from edgeinfer.device_options import DEVICES
 from edgeinfer.errors import UsageError
+from edgeinfer.options.load import DEVICES, LoadConfig
 from edgeinfer.runtime.devices.providers import CPU, STATIC_ONLY
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from tests.tables import each_row

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import DeviceError, UsageError
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.devices.providers import CPU_MEMORY, STATIC_ONLY, Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device, runs
 from tests.cli import TIME_LIMIT
@@ -74,7 +74,7 @@ def test_fixed_shapes_are_asked_for_where_nothing_else_runs() -> None:
 def test_engines_of_their_own_do_without_onnxruntime() -> None:
     """It takes 50 MB that they have no use for."""
     code = (
-        "import sys; from edgeinfer.config import LoadConfig; from edgeinfer.runtime.devices import registry\n"
+        "import sys; from edgeinfer.options.load import LoadConfig; from edgeinfer.runtime.devices import registry\n"
         "for name in ('auto', 'cpu'): registry.choose_device(LoadConfig(device=name), 'none')\n"
         "print('onnxruntime' in sys.modules)"
     )

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import kept_layers
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.calibrated import SkipLevels
+from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay, rolling_means
 from edgeinfer.runtime.layer_skip.strategy import DivergenceLimit, SpeedTarget, divergence, entropy_bits, likeliest
 from edgeinfer.runtime.research.layers import ImportancePolicy, RoutersPolicy, UnifiedPolicy, importance

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.adaptive import ComputeOptions
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -138,4 +137,4 @@ def test_a_reply_is_asked_for_by_name(tmp_path: Path) -> None:
     ):
         model.generate(PROMPT, compute="steps")
     with pytest.raises(UsageError, match="quality_floor"):
-        ComputeOptions(compute="steps", quality_floor=0.1).check_compute()
+        GenerationConfig(compute="steps", quality_floor=0.1)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.config import COUNTED, CountedPages, LoadConfig
-from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
+from edgeinfer.options.decoding import drafters_in
+from edgeinfer.options.load import COUNTED, CountedPages, LoadConfig
 from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.economics import Prospect

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.profile import settings
 from edgeinfer.runtime.profile.settings import (
     UNTUNED,

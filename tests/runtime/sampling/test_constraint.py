@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.constraint import (
     ChoiceConstraint,
     ChoiceTrie,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_schema import mended
 from edgeinfer.runtime.sampling.grammar_source import grammar_source

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget, thinking_tags

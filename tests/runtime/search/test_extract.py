@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, LettersBackend, Trial, letters_logits
 

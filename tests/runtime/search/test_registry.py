@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, make_search, search_method
-from edgeinfer.searching import SearchOptions
 from tests.methods import all_methods, nested
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersAnchor, LettersBackend, Trial, V
 from tests.tables import each_row
@@ -150,5 +149,4 @@ def test_wrong_values_are_refused() -> None:
 
 
 def test_defaults_are_right() -> None:
-    SearchOptions().check_search()
     assert GenerationConfig(resistance=[1, 2]).resistance == (1.0, 2.0)  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import GenerationConfig
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput

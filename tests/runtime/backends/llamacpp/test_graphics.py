@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.options.load import LoadConfig
+
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
 
@@ -20,7 +22,6 @@ import edgeinfer
 from edgeinfer.bundle.gguf import library
 from edgeinfer.bundle.gguf.library import cpu_device, functions, llama_library
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.device_options import DeviceOptions
 from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.runtime.backends.llamacpp import graphics
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
@@ -179,7 +180,7 @@ def test_a_processor_that_fails_while_loading_is_one_line_and_the_cpu_goes_on(mo
 )
 def test_options_that_make_no_sense(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        DeviceOptions(**options).check_device()
+        LoadConfig(**options)
 
 
 def test_models_of_other_engines_are_refused() -> None:

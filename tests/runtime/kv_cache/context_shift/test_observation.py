@@ -13,10 +13,10 @@ import pytest
 
 from edgeinfer.bundle import arithmetic
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.config import MERGING, OVERFLOWS
 from edgeinfer.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.load import MERGING, OVERFLOWS
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import MERGING, GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.load import MERGING
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.decoding.engine import Engine

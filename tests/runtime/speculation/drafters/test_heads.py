@@ -9,8 +9,8 @@ import pytest
 
 from edgeinfer.bundle.additions import Heads
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

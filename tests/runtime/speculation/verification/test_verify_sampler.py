@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.config import GenerationConfig
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.distributions import uniform
 from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts

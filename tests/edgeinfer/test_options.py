@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgeinfer
-from edgeinfer import option_types
 from edgeinfer.chat import Chat
-from edgeinfer.config import LOAD_GROUPS, REPLY_GROUPS, Cache, GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import PromptError, UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, sampling
-from edgeinfer.options import options_of
+from edgeinfer.options import options_of, parse_size, types
+from edgeinfer.options.load import LOAD_GROUPS, Cache, LoadConfig
+from edgeinfer.options.reply import REPLY_GROUPS, GenerationConfig
+from tests.tools import option_types
 
 # Flags with a name of their own: they turn something off, or give one of several.
 FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "choices": "--choice"}
 FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora", "method_options": "--method-option"}
 
 
-def hints(owner: Any) -> dict[str, Any]:
-    return typing.get_type_hints(owner)
-
-
-def plain(hint: Any) -> frozenset[Any]:
-    """The types of a union; what is a tuple for one and a sequence for the other is the same."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return frozenset[Any]().union(*map(plain, typing.get_args(hint)))
-    if typing.get_origin(hint) in (tuple, Sequence):
-        return frozenset({("several", typing.get_args(hint)[0])})
-    return frozenset({hint})
-
-
-def test_dictionaries_have_the_options_of_objects_and_configurations() -> None:
-    for group in (*REPLY_GROUPS.values(), *LOAD_GROUPS.values()):
-        keys = hints(getattr(option_types, f"{group.__name__}Dict"))
-        fields = {name: hint for name, hint in hints(group).items() if name != "mode"}
-        assert keys.keys() == fields.keys() == options_of(group).keys()
-        for name, hint in fields.items():
-            assert plain(keys[name]) == plain(hint), (group.__name__, name)
-    replies, loading = hints(option_types.GenerationOptions), hints(option_types.LoadOptions)
+def test_types_for_editors_are_made_from_the_declarations() -> None:
+    made = "Run python -m tests.tools.option_types."
+    assert Path(types.__file__).read_text("utf-8") == option_types.source(), made
+    replies, loading = types.GenerationOptions.__annotations__, types.LoadOptions.__annotations__
     assert replies.keys() == options_of(GenerationConfig).keys() | REPLY_GROUPS.keys()
     assert loading.keys() == options_of(LoadConfig).keys() | LOAD_GROUPS.keys()
+    for group in (*REPLY_GROUPS.values(), *LOAD_GROUPS.values(), GenerationConfig, LoadConfig):
+        for name, option in options_of(group).items():
+            assert f"    {name}: {option.description}." in (group.__doc__ or "")
 
 
 def test_signatures_take_all_options() -> None:
@@ -59,9 +46,9 @@ def test_signatures_take_all_options() -> None:
     ]
     replies += [chat.send, chat.stream, chat.asend, chat.astream, model.generate_batch, model.chat_batch]
     for call in replies:
-        assert typing.get_args(hints(call)["options"]) == (option_types.GenerationOptions,), call
+        assert typing.get_args(typing.get_type_hints(call)["options"]) == (types.GenerationOptions,), call
     for call in (edgeinfer.load, edgeinfer.plan, edgeinfer.aload):
-        assert typing.get_args(hints(call)["options"]) == (option_types.LoadOptions,), call
+        assert typing.get_args(typing.get_type_hints(call)["options"]) == (types.LoadOptions,), call
 
 
 def test_flags_and_requests_have_the_options_name() -> None:
