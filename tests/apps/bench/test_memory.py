@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench import memory, memory_plans, processes
+from edgeinfer.apps.bench import memory, memory_plans
 from edgeinfer.apps.bench.jobs import chat_loop, fill_context
 from edgeinfer.apps.bench.memory import Point, Smallest, SmallestOptions, compare_caches, keeps, smallest_section
 from edgeinfer.apps.bench.memory_plans import (
@@ -30,7 +30,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from tests.apps.bench.here import exported, watch_here
 from tests.factories import make_bigram_bundle, make_checkpoint
-from tests.speculation import needs_builtin
 from tests.tables import each_row
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
@@ -85,15 +84,6 @@ def test_draws_repeat_and_leave_out_refused_options(planned: list[dict[str, Any]
     assert 0 < len(larger) < 90 / 4 and not any("draft_model" in case.options for case in larger)
 
 
-def test_hopeless_draws_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(model: str, **options: Any) -> None:
-        raise UsageError("No.")
-
-    monkeypatch.setattr(edgeinfer, "plan", plan)
-    with pytest.raises(UsageError, match=r"No\."):
-        list(draw_cases([BUILTIN], 1, 0))
-
-
 def test_models_draft_for_models_with_their_tokenizer(tmp_path: Path) -> None:
     other = make_bigram_bundle(tmp_path / "bigrams")
     builtin, bigrams = find_subjects([resolve(None), other])
@@ -119,14 +109,6 @@ def test_plans_are_compared_with_measured_memory(tmp_path: Path, monkeypatch: py
         assert run["measured"] == pytest.approx(counted * run["planned"], abs=1)
         assert run["outcome"] == ("kept" if counted < 1 else "exceeded") and run["enforced"] == "none"
     assert code == (0 if data["outcomes"]["kept"] == 2 else 1)
-
-
-@linux_only
-@pytest.mark.slow
-def test_plans_in_processes(tmp_path: Path) -> None:
-    code, data = _plans(tmp_path, "--seed", "51")
-    assert data["outcomes"]["kept"] == 2 and code == 0
-    assert all(run["peak_rss"] > run["peak_anonymous"] > 10e6 for run in data["runs"])
 
 
 def test_the_context_is_filled_to_its_end() -> None:
@@ -244,17 +226,3 @@ def test_a_model_with_float32_caches_alone(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "text").write_text(STORIES[0])
     assert main(["bench", "memory", "kv", "-m", str(path), "--text", str(tmp_path / "text")]) == 2
     assert "has no smaller KV cache than float32." in capsys.readouterr().err
-
-
-@needs_builtin
-def test_replies_inside_a_budget_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plans, "watch", watch_here(lambda found: 70_000_000))
-    for name, tokens in {"_REPLY": 4, "_SHORT_PROMPT": 8, "_MARGIN": 4}.items():
-        monkeypatch.setattr(memory, name, tokens)
-    monkeypatch.setattr(memory, "run_job", lambda *_: {"planned": 4_000_000_000, "minimum": 3_000_000_000})
-    options = SmallestOptions(steps=2, rounds=1, halvings=0, no_limits=True)
-    smallest = Smallest(str(resolve(None)), {"context": 64, "threads": 1, "speculation": "off"}, options)
-    points = smallest.measure(lambda done, total: None)
-    assert [each["runs"][0]["peak_rss"] for each in points] == [70_000_000] * 2
-    assert all(each["short_speed"] > 0 < each["deep_speed"] for each in points)
-    assert processes.job_command("plan", {})[-2:] == ["plan", "{}"]

@@ -152,24 +152,6 @@ def test_engines_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["bench", "report", str(out), "--out", str(page)]) == 0 and "Other engines" in page.read_text("utf-8")
 
 
-@pytest.mark.usefixtures("canned")
-@needs_builtin
-def test_interrupted_it_keeps_what_was_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(self: PeersRun) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(PeersRun, "_time_tasks", interrupt)
-    out = tmp_path / "peers.json"
-    arguments = [*SIZES, "--engines", "edgeinfer", "--budgets", "none", "--work", str(tmp_path), "--json", str(out)]
-    assert main(["bench", "peers", *arguments]) == 130
-    (engine,) = json.loads(out.read_text())["models"][0]["engines"]
-    assert engine["load_ms"] == 7.0 and "tg6" not in engine
-    captured = capsys.readouterr()
-    assert "edgeinfer" in captured.out and "Interrupted" in captured.err
-
-
 BAD_INPUT = (
     (["--engines", "edgeinfer,warp"], "Unknown engine 'warp'"),
     (["--python", "warp=/bin/true"], "Unknown engine 'warp'"),
@@ -193,12 +175,6 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_shorter_than_the_work(tiny: PeerModel) -> None:
     with pytest.raises(UsageError, match="tiny holds 256 tokens"):
         PeersRun(tiny, PeersOptions(), lambda *_: None)
-
-
-def test_prompts_are_tokenized_by_the_model(tiny: PeerModel) -> None:
-    prompts = tiny.prompts()
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 6 and max(map(len, prompts)) <= 128
-    assert tiny.bundle() == tiny.bundle() and not list(tiny.bundle().parent.glob("*.partial"))
 
 
 class Counting(SteppedEngine):

@@ -19,12 +19,11 @@ from edgeinfer.apps.bench.quality import (
     QualityOptions,
     Variant,
     measure_family,
-    quality_chart,
     score_tasks,
 )
 from edgeinfer.apps.bench.texts import Prompt
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import CheckpointError, NativeUnavailableError, TemplateError
+from edgeinfer.errors import CheckpointError, NativeUnavailableError
 from edgeinfer.runtime.native.library import native_kernel
 from tests.apps.bench.here import exported
 from tests.factories import make_checkpoint
@@ -162,15 +161,6 @@ def test_answers_are_right_letter_for_letter() -> None:
     assert (long["right"], long["of"], long["tokens_right"]) == (0, 1, 0)
 
 
-def test_models_that_do_not_chat_are_not_asked() -> None:
-    class Silent(Parrot):
-        def tokenize_chat(self, messages: Sequence[Any]) -> list[int]:
-            raise TemplateError("none", "hint")
-
-    model: Any = Silent("x")
-    assert score_tasks(model, [question("x")]) == {}
-
-
 @needs_builtin
 def test_the_command_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, svg = tmp_path / "quality.json", tmp_path / "quality.svg"
@@ -218,15 +208,3 @@ def test_bad_input_is_one_line(wrong: list[str], says: str, capsys: pytest.Captu
     assert main(["bench", "quality", *wrong]) == 2
     message = capsys.readouterr().err
     assert says in message and message.count("\n") == 1
-
-
-def test_the_chart_has_what_is_above_zero() -> None:
-    def subject(divergence: float, weights: str, cache: str | None) -> dict[str, Any]:
-        sizes = {"bytes": 3_000_000, "cache_bytes": 1_000_000}
-        return {"model": "m", "weights": weights, "cache": cache, "divergence": divergence, **sizes}
-
-    chart = quality_chart([subject(0.0, "32 bits", None), subject(0.1, "8 bits", None), subject(0.2, "8 bits", "int8")])
-    assert [(line.name, line.points, line.marks) for line in chart.lines] == [
-        ("m, weights", ((4.0, 0.1),), ("8 bits",)),
-        ("m, caches", ((4.0, 0.2),), ("int8",)),
-    ]

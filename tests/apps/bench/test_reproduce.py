@@ -120,17 +120,11 @@ def test_tables_come_from_results(tmp_path: Path) -> None:
     assert main(["--readme", str(page), "--out", str(tmp_path)]) == 0 and "| m, int8 |" in page.read_text()
 
 
-def test_runs_are_skipped_or_fail_alone(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands_here(monkeypatch, "tests.tools.reproduce")
-    run = Run("kv", "", 1, lambda _: [], needs=("data",))
-    assert reproduce(run, Places((), None, tmp_path), tmp_path, again=False) == "skipped: needs --data"
-    failed = reproduce(Run("kv", "", 1, lambda _: ["bench", "speed", "-m", "none"]), places, tmp_path, again=False)
-    assert failed.startswith("failed") and "exit code" in failed and not list(tmp_path.glob("*.json"))
-
-
 @needs_builtin
 def test_a_run_is_made_once(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands_here(monkeypatch, "tests.tools.reproduce")
+    failed = reproduce(Run("kv", "", 1, lambda _: ["bench", "speed", "-m", "none"]), places, tmp_path, again=False)
+    assert failed.startswith("failed") and "exit code" in failed and not list(tmp_path.glob("*.json"))
     arguments = ["bench", "speed", "-p", "8", "-n", "4", "-r", "1"]
     run = Run("speed", "", 1, lambda _: arguments, output=("-o", "json", "--out"))
     assert reproduce(run, places, tmp_path, again=False).startswith("made in ")

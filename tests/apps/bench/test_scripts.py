@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.tables import each_row
-
 pytest.importorskip("httpx", reason="the tests' HTTP client is not installed")
 pytest.importorskip("starlette", reason="the server extra is not installed")
 
-import httpx
 
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.speculation import needs_builtin
 from tests.tools import batch_speed, remote_speed, serve_load
-from tests.tools.serve_load import LoadOutcome, Question, ask
-
-QUESTION = Question({"messages": [], "stream": True}, "abc")
-
-
-def event(text: str) -> str:
-    return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
-
-
-def outcome_of(body: str, status: int = 200, leave_after: int | None = None) -> LoadOutcome:
-    """The outcome of a made-up answer."""
-    outcome = LoadOutcome()
-
-    async def run() -> None:
-        transport = httpx.MockTransport(lambda _: httpx.Response(status, text=body))
-        async with httpx.AsyncClient(transport=transport) as client:
-            await ask(client, "http://localhost", QUESTION, leave_after, outcome)
-
-    asyncio.run(run())
-    return outcome
-
-
-def test_streams_that_are_whole_or_left() -> None:
-    outcome = outcome_of(": still here\n\n" + event("a") + event("") + event("bc") + "data: [DONE]\n\n")
-    assert (outcome.complete, outcome.left, outcome.errors, outcome.tokens) == (1, 0, [], 2)
-    assert len(outcome.ttft_ms) == len(outcome.gap_ms) == 1
-    outcome = outcome_of(event("a") + event("b"), leave_after=1)
-    assert (outcome.complete, outcome.left, outcome.errors) == (0, 1, [])
-
-
-@each_row(
-    ("body", "status", "leave_after", "says"),
-    [
-        (event("a") + event("b"), 200, None, "incomplete"),
-        (event("abd") + "data: [DONE]\n\n", 200, None, "another's text"),
-        (event("x"), 200, 1, "another's text"),
-        (event("a") + 'data: {"error": {"message": "broken"}}\n\n', 200, None, "broken"),
-        ("busy", 429, None, "status 429"),
-    ],
-)
-def test_streams_with_errors(body: str, status: int, leave_after: int | None, says: str) -> None:
-    outcome = outcome_of(body, status, leave_after)
-    assert (outcome.complete, outcome.left, len(outcome.errors)) == (0, 0, 1)
-    assert says in outcome.errors[0]
 
 
 @pytest.mark.slow

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.benchmark import BenchContext
 from edgeinfer.apps.bench.render import print_section
 from edgeinfer.apps.bench.spec import (
     CONTROL,
-    SPEC,
     Mode,
     PromptFigures,
     SpecOptions,
@@ -25,7 +23,7 @@ from edgeinfer.apps.bench.spec import (
     speedups,
     tokens_per_pass,
 )
-from edgeinfer.apps.bench.texts import Prompt, TokenizedPrompt, builtin_prompts
+from edgeinfer.apps.bench.texts import Prompt, TokenizedPrompt
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.results import MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
@@ -195,20 +193,6 @@ def test_the_report_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, replies_of({"off": [1.0], "auto": [0.5]}, "good#1"), model="tales-cost-expanded-huge")
     assert "on every prompt: yes, on 1 of 1." in text and "The model is cost-expanded" in text
     assert "Every lossless mode gave the tokens of plain decoding in every reply." in text
-
-
-def test_an_interrupt_keeps_the_prompts_that_are_done() -> None:
-    categories = ("tales/write", "tales/start")
-    total = len(builtin_prompts(1, categories)) * 2
-
-    def interrupt(stage: str, done: int, replies: int) -> None:
-        assert (stage, replies) == ("replies", total)
-        if done == 3:
-            raise KeyboardInterrupt
-
-    given = SpecOptions(max_tokens=4, repeats=1, per_category=1, categories=categories)
-    result = SPEC.run(given, BenchContext(progress=interrupt))
-    assert not result.finished and [each["category"] for each in result.data["prompts"]] == ["tales/write"]
 
 
 def test_the_command_on_the_built_in_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
