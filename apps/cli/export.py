@@ -145,12 +145,12 @@ def _add_static(parser: Parser) -> None:
     parser.add_argument("--static-layers", type=_ranges, metavar="LAYERS", help=text)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str, what: str = "numbers", hint: str = "Write them like 1,2,4,8.") -> tuple[int, ...]:
     """Parse numbers between commas."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise UsageError(f"{text!r} is not a list of numbers.", "Write them like 1,2,4,8.") from None
+        raise UsageError(f"{text!r} is not a list of {what}.", hint) from None
 
 
 def _ranges(text: str) -> tuple[int, ...]:
@@ -176,14 +176,11 @@ def _pattern(text: str) -> tuple[str, str]:
 
 def _layers(text: str) -> dict[str, Any]:
     """Parse the layers to leave out: their numbers, or how many."""
-    way, sign, count = text.partition(":")
-    try:
-        if sign and way == "auto" and int(count) > 0:
-            return {"prune_count": int(count)}
-        return {"prune_layers": tuple(sorted({int(each) for each in text.split(",")}))}
-    except ValueError:
-        hint = "Write them like 3,4,5, or auto:2 for the two that matter least."
-        raise UsageError(f"{text!r} is not a list of layers.", hint) from None
+    way, _, count = text.partition(":")
+    if way == "auto" and count.isdecimal() and int(count) > 0:
+        return {"prune_count": int(count)}
+    hint = "Write them like 3,4,5, or auto:2 for the two that matter least."
+    return {"prune_layers": tuple(sorted({*_numbers(text, "layers", hint)}))}
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -275,11 +272,8 @@ def add_convert(commands: Subparsers) -> None:
 
 
 def _layer_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(sorted({int(each) for each in text.split(",")}))
-    except ValueError:
-        hint = "Write them like 3,4,5; edgeinfer export --prune-layers auto:N chooses them itself."
-        raise UsageError(f"{text!r} is not a list of layers.", hint) from None
+    hint = "Write them like 3,4,5; edgeinfer export --prune-layers auto:N chooses them itself."
+    return tuple(sorted({*_numbers(text, "layers", hint)}))
 
 
 def _convert(args: argparse.Namespace) -> int:

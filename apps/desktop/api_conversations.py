@@ -23,7 +23,7 @@ from edgeinfer.apps.desktop.control import choice_view
 from edgeinfer.apps.desktop.library import model_of
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Message, ModelChoice, Role
-from edgeinfer.apps.desktop.replies import RunningReply, context_of, count_on, tokens_for
+from edgeinfer.apps.desktop.replies import RunningReply, context_of, tokens_for
 from edgeinfer.apps.desktop.requests import (
     Endpoints,
     Table,
@@ -376,7 +376,7 @@ class AttachmentEndpoints(Endpoints):
             except TemplateError:  # the template refuses such messages, as the reply will say
                 return sum(each.values()), each
 
-        total, each = await count_on(self._services.host, model, count)
+        total, each = await self._services.host.tokenize(model, count)
         return JSONResponse({"tokens": total, "context": model.context, "each": each})
 
     def _conversation(self, id: str | None) -> Conversation:

@@ -103,7 +103,7 @@ class ModelEndpoints(Endpoints):
         return JSONResponse(self._services.control.state(), status_code=202)
 
     async def unload(self, request: Request) -> Response:
-        await self._services.control.unload()
+        await self._services.host.unload()
         return JSONResponse(self._services.control.state(), status_code=202)
 
     async def events(self, request: Request) -> Response:

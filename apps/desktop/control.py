@@ -60,11 +60,7 @@ class ModelControl:
         """Load the model of the settings and publish every change from now on."""
         self._keep(self._watch())
         now = self._settings.now
-        self._begin(ModelChoice(now.model, now.memory, now.context), measure=True)
-
-    def load(self, choice: ModelChoice, *, default: bool = True) -> None:
-        """Start to load a model in place of the present one."""
-        self._begin(choice, default=default)
+        self.load(ModelChoice(now.model, now.memory, now.context), measure=True)
 
     @property
     def choice(self) -> ModelChoice | None:
@@ -81,9 +77,6 @@ class ModelControl:
         await self._idle.wait()
         if self._host.state.error is not None:
             raise self._host.state.error
-
-    async def unload(self) -> None:
-        await self._host.unload()
 
     async def close(self) -> None:
         """Cancel everything in progress."""
@@ -142,7 +135,13 @@ class ModelControl:
             number = state.number
             self.publish()
 
-    def _begin(self, choice: ModelChoice, *, default: bool = True, measure: bool = False) -> None:
+    def load(self, choice: ModelChoice, *, default: bool = True, measure: bool = False) -> None:
+        """Start to load a model in place of the present one.
+
+        Args:
+            default: new conversations use it too.
+            measure: the process is measured first, for plans.
+        """
         self.cancel()
         choice = dataclasses.replace(choice, model=canonical(choice.model))
         self._wanted = choice

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import edgeinfer
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError, hint_of
@@ -138,7 +138,6 @@ def stream_behind(
     return model.with_contexts(list(map(context_of, files))).stream_chat(messages, progress=look, **options)
 
 
-_T = TypeVar("_T")
 _log = logging.getLogger("edgeinfer.desktop")
 
 # Seconds between two writes of a growing reply.
@@ -406,7 +405,7 @@ class ConversationReplies:
             whole = await asyncio.to_thread(self._history.conversation, conversation)
             kept = await asyncio.to_thread(self._history.attachments.kept_ids)
             if model is not None:
-                tokens = await count_on(self._host, model, lambda m: tokens_for(m, whole, running.message, kept))
+                tokens = await self._host.tokenize(model, lambda m: tokens_for(m, whole, running.message, kept))
                 if tokens >= model.context:
                     said = f"This chat takes {tokens:,} tokens, and the context holds {model.context:,}."
                     return dataclasses.replace(failure, message=said, hint="", tokens=tokens)
@@ -418,11 +417,6 @@ class ConversationReplies:
             await asyncio.to_thread(self._history.write, running.message.id, running.content)
         except EdgeInferError as error:
             _log.warning("a reply could not be kept: %s", error)
-
-
-async def count_on(host: ModelHost, model: Model, question: Callable[[Any], _T]) -> _T:
-    """Have a model count tokens, off its thread if possible."""
-    return await asyncio.to_thread(question, model) if model.tokenizes_beside else await host.ask(question)
 
 
 def _failure(error: EdgeInferError) -> ReplyFailure:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -263,9 +263,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         json_body(request, service.security, most=service.most_body()) as body,
         service.use(body.get("model"), request.receive) as model,
     ):
-        if model.tokenizes_beside:
-            return JSONResponse({"input_tokens": await asyncio.to_thread(_counted, body, model)})
-        return JSONResponse({"input_tokens": await service.host.ask(lambda model: _counted(body, model))})
+        return JSONResponse({"input_tokens": await service.host.tokenize(model, partial(_counted, body))})
 
 
 def _counted(body: Mapping[str, Any], model: ChatModel[Any]) -> int:

@@ -283,6 +283,10 @@ class ModelHost:
         # The model may be unloaded while this waits.
         return await self._do(lambda: question(self.require_model()))
 
+    async def tokenize(self, model: Model, question: Callable[[Model], T]) -> T:
+        """Run a function that only tokenizes, on another thread if the model allows, so that it waits for no reply."""
+        return await asyncio.to_thread(question, model) if model.tokenizes_beside else await self.ask(question)
+
     async def bring_back(self) -> None:
         """Load the model again on its thread if it was unloaded for being idle."""
         if not self.require_model().in_memory:

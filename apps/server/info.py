@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -120,10 +119,7 @@ class InfoEndpoints:
         named = fields.any("model")
         fields.end()
         async with self._service.use(named, request.receive) as model:
-            if model.tokenizes_beside:
-                tokens = await asyncio.to_thread(tokenized, model)
-            else:
-                tokens = await self._service.host.ask(tokenized)
+            tokens = await self._service.host.tokenize(model, tokenized)
         return JSONResponse({"tokens": tokens}, headers=ignored_header(fields.ignored))
 
     async def detokenize(self, request: Request) -> Response:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -328,10 +328,7 @@ class LlamaEndpoints:
             service.use(body.get("model"), request.receive) as model,
         ):
             fields = Fields(body)
-            if model.tokenizes_beside:
-                prompt = await asyncio.to_thread(_rendered, fields, model)
-            else:
-                prompt = await service.host.ask(lambda model: _rendered(fields, model))
+            prompt = await service.host.tokenize(model, partial(_rendered, fields))
         return JSONResponse({"prompt": prompt}, headers=ignored_header(fields.ignored))
 
     async def refuse(self, request: Request) -> Response:
