@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from edgeinfer.errors import BackendError, ContextLengthError, ModelError, UserE
 from edgeinfer.options.reply import GenerationConfig
 from tests.cli import handling
 from tests.fakes import FakeStream
+from tests.tools.terminal_pictures import PICTURES, draw
 
 
 class FakeModel:
@@ -311,3 +313,19 @@ def test_lines_break_between_words(text: str, width: int, size: int) -> None:
     for line in text.split("\n"):  # what fits is left as it is
         if line.strip() and cell_len(line) <= width:
             assert line.rstrip() in out.getvalue()
+
+
+SCRIPTS = Path(sys.executable).parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.skipif(not (SCRIPTS / "edgeinfer").is_file(), reason="the command is not installed beside this Python")
+def test_pictures_show_what_they_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(SCRIPTS), prepend=":")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for picture in PICTURES:
+        if picture.name in ("terminal-ask", "terminal-chat"):
+            # It raises where the terminal does not show what the picture is about.
+            drawn = draw(picture)
+            assert drawn.startswith("<svg") and "@font-face" not in drawn
