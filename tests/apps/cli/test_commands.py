@@ -19,8 +19,8 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CheckpointError
-from edgeinfer.options.decoding import drafters_in
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.options.decoding import drafters_in
 from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
