@@ -20,7 +20,6 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.decoding import drafters_in
 from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
@@ -34,7 +33,7 @@ Progress = Callable[[str, int, int], None] | None
 
 def fake_plan(budget: int | None) -> MemoryPlan:
     """What edgeinfer.plan returns, of 300 MB."""
-    chosen = Configuration(2048, 64, "int8", "mapped", 0, drafters_in("auto"), 7, "kept")
+    chosen = Configuration(2048, 64, "int8", "mapped", 0, ("copy", "ngram"), 7, "kept")
     footprint = Footprint({"kv_cache": 50_000_000, "weights": 50_000_000, "loading": 0}, {"weights": 200_000_000})
     return MemoryPlan(
         configuration=chosen,
