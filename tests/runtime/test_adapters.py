@@ -132,7 +132,7 @@ def test_rows_of_several_adapters_share_passes_bit_for_bit(variant: str, setting
         cache.adapter = -1 if name is None else place
         sequences.append((cache, name))
     found: dict[str | None, list[NDArray[np.float32]]] = {name: [] for name in alone}
-    # Three rows of one in the company of one, two and three of the others, in pieces of different sizes.
+    # Three rows of one with one, two and three of the others, in pieces of different sizes.
     for start, stop in ((0, 3), (3, 4), (4, 9), (9, len(TOKENS))):
         outputs = backend.forward_together([(cache, chain(TOKENS[start:stop], start)) for cache, _ in sequences])
         for (_, name), output in zip(sequences, outputs, strict=True):

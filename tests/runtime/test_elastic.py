@@ -25,7 +25,7 @@ def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -
 
 
 def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
-    """Of a text, from an empty cache."""
+    """Logits of a text, from an empty cache."""
     backend.cache.trim(0)
     step = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)), planes=planes))
     return step.logits.copy()

@@ -304,7 +304,7 @@ def test_a_failing_pass_leaves_the_engine_usable(engine: Engine, table: TableBac
 
 @contextmanager
 def canceller(engine: Engine, table: TableBackend) -> Iterator[None]:
-    """Another thread, which cancels when the pass that is held has begun."""
+    """Another thread, which cancels once the pass that is held has started."""
 
     def cancel() -> None:
         assert table.reached.wait(TIME_LIMIT)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.matrix
 
 TEXT = np.random.default_rng(3).integers(0, 320, 24)
 CONTEXT = 8
-# A spine of five rows, then branches beside it.
+# A main branch of five rows, then other branches.
 PARENTS = np.array([-1, 0, 1, 2, 3, 0, 5, 2, -1, 8])
 SIDE = np.array([9, 17, 300, 5, 42])
 # Widths of 128 and 256 take blocks of 32, 64 and 128.
@@ -111,7 +111,7 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     backend = exact.backend
     backend.cache.trim(0)
     run(backend, TEXT[:CONTEXT])
-    # The next tokens as a spine, with branches beside it.
+    # The next tokens as the main branch, with other branches.
     depths: list[int] = []
     for parent in PARENTS:
         depths.append(0 if parent < 0 else depths[parent] + 1)

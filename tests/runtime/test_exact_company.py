@@ -1,5 +1,5 @@
 """Over pages a row's logits depend on the tokens of its own path alone, to the last bit: whatever passes a text was cut
-into, whatever trees and branches were beside it, whichever texts shared the pass, whatever was forked, dropped or taken
+into, whatever trees were in the pass, whichever texts shared the pass, whatever was forked, dropped or taken
 back, for every type of cache, with windows, on one thread and on two.
 
 A program drawn from a seed feeds texts in all these ways, and every row of logits is compared with the row of a fresh

@@ -95,7 +95,7 @@ def test_the_stored_layout_runs_where_it_can(
     layouts._warn.cache_clear()
     monkeypatch.delenv("EDGEINFER_NATIVE", raising=False)
     assert choose_layout(bundles[stored], native) == runs
-    # Only who gets less than the bundle promises is told.
+    # Only users who get less than the bundle promises see a message.
     told = [record.getMessage() for record in caplog.records]
     surprised = stored == NATIVE and native is None and not there
     assert told == (["The native kernel was not built. Install a compiler."] if surprised else [])
@@ -154,7 +154,7 @@ def test_the_stored_layout_is_used_in_place(bundles: dict[Layout, Bundle], cache
 
 
 def logits(bundle: Bundle, layout: Layout | None = None) -> Floats:
-    """Of a short text, by the onnx backend."""
+    """Logits of a short text, by the onnx backend."""
     backend = make_graph_backend(bundle, 64, layout=layout)
     values = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)))).logits.copy()
     backend.close()

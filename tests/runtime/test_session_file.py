@@ -39,7 +39,7 @@ TYPES: dict[str, tuple[type[Any], int]] = {"float32": (np.float32, 6), "int8": (
 
 
 def rows(kv: str, count: int) -> Callable[[int, int], CacheSnapshot]:
-    """A cache of two layers whose rows can be told apart, by its copies."""
+    """A cache of two layers whose rows all differ, by its copies."""
     dtype, width = TYPES[kv]
     chance = np.random.default_rng(3)
     arrays = [chance.integers(0, 100, (2, count, width)).astype(dtype) for _ in range(4)]

@@ -50,7 +50,7 @@ CONTEXT = 128
 DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
 
 
-# By the name of transformers' classes: a kind of recurrence, among attention, beside it, and without any.
+# By the name of transformers' classes: a kind of recurrence, in other layers than attention, with it, without any.
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": DELTA,
     "FalconH1": SCAN | {"mamba_d_ssm": 128, "mamba_rms_norm": True},

@@ -140,7 +140,7 @@ def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-tied", "qwen3", "phi3-partial-rotary"])
 @pytest.mark.parametrize("options", [{"bits": 8}, {"bits": 4}, {"bits": 4, "head_bits": 4, "symmetric": True}])
 def test_logits_are_those_of_the_ordinary_bundle(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
-    """The same weights; activations are rounded to int8 by both, and now and then differently."""
+    """Both round activations to int8, now and then differently."""
     made = bundles(family, **options)
     ordinary = feed(make_graph_backend(made.ordinary, CAPACITY, layout="portable"), TEXT)
     static = feed(StaticBackend(made.static, CAPACITY), TEXT)

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files 
 LAYERS, CAPACITY = 4, 64
 
 
-# Layers that can be told from the rest of a process's memory.
+# Layers large enough to show in a process's memory.
 LARGE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": LAYERS}
 
 
@@ -307,7 +307,7 @@ def test_converted_weights_are_found_where_they_lie() -> None:
 
 
 def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of passes that read little nothing is kept; of others what they waited for, once there were enough."""
+    """Passes that read little are ignored; the others' waits are kept, once there were enough."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Nothing from the disk, slowly while libraries come, and four times as it is.
     passes = [(0, 0.1), (200_000_000, 2.0), *[(200_000_000, 0.5)] * 4]

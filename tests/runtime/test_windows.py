@@ -97,7 +97,7 @@ def reads(room: int, window: int, kept: int, rows: int = 1) -> float:
 
 
 def test_plans_expect_what_is_dropped() -> None:
-    """Of what is mapped, and of large windows, much more is read than has no room."""
+    """Mapped weights and large windows are read again far beyond what has no room."""
     assert reads(200, 1, 8) == 35 * PIECE_BYTES
     assert reads(200, 1, 8) < 0.5 * reads(200, 0, 0)
     assert reads(200, 8, 0) > 2 * reads(200, 1, 8)

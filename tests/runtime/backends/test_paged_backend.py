@@ -1,4 +1,4 @@
-"""The backend over pages: rows have the same bits in trees, beside other texts, in several sequences, in windows."""
+"""The backend over pages: rows have the same bits in trees, with other texts, in several sequences, in windows."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_head_alone_gives_the_bits_of_the_pass(backend: PagedBackend) -> Non
 
 @each_row("kv", PAGED_KV)
 def test_numbers_are_those_of_the_plain_backend(kv: str) -> None:
-    """Of a model whose weights are floats, so that the cache's type is what rounds."""
+    """A model whose weights are floats, so that only the cache's type rounds."""
     bundle = model("float32")
     paged, plain = PagedBackend(bundle, 200, kv=kv), ReferenceBackend(bundle, 200, kv=kv)
     batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))

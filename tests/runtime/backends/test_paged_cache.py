@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 @each_row("kv", ["float32", "int4"])
 def test_rows_are_copied_where_holding_their_pages_would_leave_none(kv: str) -> None:
-    """Of twelve texts kept by whoever reads them again; the pool has pages of the cache and some more."""
+    """Twelve texts are kept for readers; the pool has pages of the cache and some more."""
     pool = pool_of(kv, 10)
     cache = PagedCache(pool, CAPACITY)
     kept = []

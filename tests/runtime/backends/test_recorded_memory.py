@@ -39,7 +39,7 @@ def made(folder: Path, name: str) -> Bundle:
 
 
 def memories(bundle: Bundle) -> dict[str, ModelMemory]:
-    """Of each way to run a bundle."""
+    """The memory of each way to run a bundle."""
     found: dict[str, ModelMemory] = {}
     for layout, floats in product((NATIVE, PORTABLE), (False, True)):
         found[f"{layout} {floats}"] = OnnxMemory(bundle, layout, True, floats, 3)

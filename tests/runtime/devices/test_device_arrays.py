@@ -1,4 +1,4 @@
-"""Arrays on a device beside numpy's, and the cache that is made of them."""
+"""Arrays on a device compared with numpy's, and the cache that is made of them."""
 
 from __future__ import annotations
 

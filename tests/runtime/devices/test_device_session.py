@@ -85,7 +85,7 @@ def test_threads_can_be_bound_to_processors() -> None:
 
 
 class Plugin:
-    """A package with a provider's library, which onnxruntime is told of once."""
+    """A package with a provider's library, which is registered with onnxruntime once."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *found: str) -> None:
         self.registered: list[str] = []

@@ -32,7 +32,7 @@ def test_each_is_found_and_described(name: str) -> None:
     entry, device = find_device(name)
     assert device.name == name and entry.package and entry.tried
     assert device.provider.endswith("ExecutionProvider")
-    # What needs fixed shapes runs nothing else that traits could be about; nobody else has our kernel.
+    # What needs fixed shapes runs nothing else that traits could be about; only the CPU has our kernel.
     assert device.traits.dynamic_shapes or device.traits == STATIC_ONLY
     assert device.traits.custom_ops == device.on_cpu
 

@@ -23,7 +23,7 @@ PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
 
 
 def attributes(shape: Shape) -> dict[str, Any]:
-    """Of the node."""
+    """Row of the node."""
     sizes = {"num_heads": shape.heads, "kv_num_heads": shape.kv_heads, "layer": shape.layer}
     sizes |= {"key_size": shape.key_size, "value_size": shape.value_size, "rotary_dim": shape.rotary}
     sizes |= {"window": shape.window, "interleaved": int(shape.interleaved), "shared": int(shape.shared)}
@@ -65,7 +65,7 @@ class Store:
         return group.weights(self.memory.reshape(-1, self.layout.page_bytes))
 
     def copy(self) -> Store:
-        """The same state elsewhere."""
+        """A copy of the state."""
         memory = aligned(self.memory.size)
         memory[:] = self.memory
         return replace(self, memory=memory)
@@ -120,7 +120,7 @@ class Runner:
         return inputs | {"position_ids": np.array([list(positions)], np.int64)} | self._given
 
     def inputs(self, store: Store, nodes: Sequence[Node]) -> dict[str, NDArray[Any]]:
-        """Of one pass."""
+        """Inputs of one pass."""
         qkv = np.stack([node.values for node in nodes]).astype(np.float32)
         return self._inputs(store, _tables(store.pages, nodes), qkv, [node.position for node in nodes])
 

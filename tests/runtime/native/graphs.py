@@ -51,7 +51,7 @@ def make_model(
         given: inputs of the model, for their types.
         known: constants.
         gated: "" puts the node into the main graph, "inner" and "outer" into a branch of an `If` that the input
-            `runs` chooses, with the constants beside it or in the main graph.
+            `runs` chooses, with the constants in the same or in the main graph.
         values: attributes.
     """
     inputs = [name if name in given or name in known else "" for name in names]

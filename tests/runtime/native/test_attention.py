@@ -25,7 +25,7 @@ ROWS, HIDDEN = 90, 96
 
 @dataclass(frozen=True)
 class Family:
-    """A layer of transformers, and what the operator is told of it."""
+    """A layer of transformers, and the operator's inputs for it."""
 
     name: str  # of the module; the class is that with Attention behind it
     shape: Shape
@@ -110,7 +110,7 @@ SHAPES = {
     "long-window": replace(SHAPE, window=270, key_size=64, value_size=64, rotary=64, heads=14, interleaved=True),
 }
 CAPACITY = 640
-# Slots behind a chain: of whom each node is a child, -1 is the chain's last row. The second branch is accepted.
+# Slots behind a chain: the parent of each node, -1 is the chain's last row. The second branch is accepted.
 PARENTS = [-1, 0, 1, 0, 3, -1, 5, 4, 2]
 BRANCH = [0, 3, 4, 7]
 MakeRunner = Callable[[str, Shape, int], Runner]
@@ -184,7 +184,7 @@ def test_the_same_bits_in_any_company(make_runner: MakeRunner, binding: Binding,
         for isa, threads in [(isa, threads) for isa in binding.isas() for threads in (1, 2)]:
             runner, label = make_runner(isa, shape, threads), f"{kind} {isa} {threads}"
             other = Store.of(layout, 2, CAPACITY, rng)
-            # Both chains in passes of any size, rows in any order; the second sequence grows beside the first.
+            # Both chains in passes of any size, rows in any order; the second sequence grows together with the first.
             got: dict[tuple[int, int], Floats] = {}
             rows = [chain(0, values[0][:first]), chain(1, values[1])]
             while any(rows):

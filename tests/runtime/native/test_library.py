@@ -1,4 +1,4 @@
-"""Finding the kernel library: what is not right is told apart, and onnxruntime is looked at before it is used."""
+"""Finding the kernel library: each fault has its own error, and onnxruntime is checked before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation in sessions of ONNX Runtime: right, the same bits in every path and company, bad input refused."""
+"""Activation in sessions of ONNX Runtime: right, the same bits in every path and any pass, bad input refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NAMES = (
 STATE = StateLayer(heads=4, key_heads=2, key_size=6, value_size=20, channels=104, width=3)
 SIZES: dict[str, Any] = {"heads": 4, "key_heads": 2, "key_size": 6, "value_size": 20, "channels": 104, "width": 3}
 GEOMETRY = Geometry(32, 16, 2, 1, 8, 64, (KVLayer(1, 8, 8), KVLayer(0, 0, 0)), (StateLayer(), STATE))
-# Three rows of one text, the last beside the second, and two of another.
+# Three rows of one text, the last a sibling of the second, and two of another.
 ROWS = [(0, 1, 0, 0), (0, 2, 0, 0), (0, 1, 0, 1), (1, 1, 0, 0), (1, 2, 0, 0)]
 SLOTS = [[2, 0], [0, 0]]
 

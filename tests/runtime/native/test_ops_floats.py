@@ -1,4 +1,4 @@
-"""LinearFloat in sessions of ONNX Runtime: right to numpy, and the same bits in every path and whatever the company."""
+"""LinearFloat in sessions of ONNX Runtime: right to numpy, and the same bits in every path and any pass."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def product(
 
 
 def expected(arrays: dict[str, NDArray[np.float32]]) -> NDArray[np.float64]:
-    """The same in double precision."""
+    """The result in double precision."""
     x = arrays["x"].astype(np.float64)
     if "norm" in arrays:
         x = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * arrays["norm"]

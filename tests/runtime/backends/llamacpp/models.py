@@ -76,7 +76,7 @@ def write_gguf(path: Path, shape: Shape = Shape(), *, tokenizer: str = "gpt2", s
 
 
 def quantized(path: Path, file_type: int) -> Path:
-    """The model in another type of llama.cpp's, beside it."""
+    """The model in another type of llama.cpp's, in the same folder."""
     lib = llama_library()
     params = lib.llama_model_quantize_default_params()
     params.ftype, params.nthread = file_type, 1
@@ -86,7 +86,7 @@ def quantized(path: Path, file_type: int) -> Path:
 
 
 def realigned(path: Path, alignment: int) -> Path:
-    """The model with tensors at multiples of a smaller alignment alone, beside it; their sizes are multiples of 32."""
+    """The model with a smaller alignment of tensors, in the same folder; their sizes are multiples of 32."""
     gguf, data = read_gguf(path), path.read_bytes()
     tensors, pairs = struct.unpack_from("<QQ", data, 8)
     for filler in range(32):

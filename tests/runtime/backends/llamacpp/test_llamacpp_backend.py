@@ -290,7 +290,7 @@ def test_edits_see_the_same_numbers_whatever_the_type(make_backend: Make, kv: st
 
 
 class Interrupted:
-    """llama.cpp, which is told to stop after it was asked for a pass and before it looks whether to go on."""
+    """llama.cpp that is stopped after a pass was requested and before it checks whether to go on."""
 
     def __init__(self, lib: Any, act: Callable[[], None]) -> None:
         self._lib, self._act = lib, act

@@ -107,7 +107,7 @@ def test_special_tokens_are_where_they_are_said_to_be(tokenizer: LlamaTokenizer,
 
 @pytest.mark.parametrize("name", ["SmolLM2", "Qwen2.5"])
 def test_rare_texts_have_the_ids_of_the_published_tokenizer(name: str) -> None:
-    """Of a published GGUF file, whose tokenizer.json lies in the folder that is named next to it."""
+    """A published GGUF file, whose tokenizer.json lies in the folder that is named next to it."""
     variable = f"EDGEINFER_TEST_{name.upper().replace('.', '_')}"
     named = os.environ.get(variable)
     if named is None:

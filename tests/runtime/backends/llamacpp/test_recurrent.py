@@ -102,7 +102,7 @@ def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_f
     feed(backend, TEXT[:9])
     backend.cache.mark()
     feed(backend, [*TEXT[9:20], *([7] * 3 if name in BACK else [])])
-    backend.cache.trim(20)  # which llama.cpp is told when it must
+    backend.cache.trim(20)  # which llama.cpp is given when it must
     parts = [backend.cache.snapshot(*ends) for ends in ((0, 5), (5, 9), (9, 20))]
     assert [part.resumable(part.length) for part in parts] == [0, 4, 11]
     expected = feed(backend, TEXT[20:])

@@ -33,7 +33,7 @@ with edgeinfer.load(sys.argv[1], threads=1, speculation="off", context=64, **opt
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """The address of a server that says this, whatever it is told."""
+    """The address of a server that gives this answer to everything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -11,7 +11,7 @@ from edgeinfer.runtime.backends.llamacpp.context import ProcessorTimes, SpareThr
 
 
 class Machine:
-    """Processors whose time is told, and a clock that a look moves on."""
+    """Processors with given times, and a clock that each look moves on."""
 
     def __init__(self, processors: int) -> None:
         self.now = ProcessorTimes(0.0, 0.0, 0.0, processors)
@@ -40,7 +40,7 @@ def test_there_are_as_many_as_others_leave(processors: int, most: int, others: f
 
 
 def test_two_busy_loops_on_two_processors_leave_one_thread() -> None:
-    """Whatever share the system gives to whom: with two threads of ours, and then with one."""
+    """Whatever share each program gets of the system: with two threads of ours, and then with one."""
     machine = Machine(2)
     spare = SpareThreads(2, machine)
     for machine.ours, machine.others in ((1.0, 1.0), (0.67, 1.33), (1.0, 1.0)):

@@ -43,7 +43,7 @@ Make = Callable[..., LlamaCppBackend]
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_copies_give_the_same_bits(name: str, make_family: Make) -> None:
-    """Of a text that is longer than two windows, in parts whose borders are no windows', and after cuts far back."""
+    """A text longer than two windows, in parts whose borders are no windows', and after cuts far back."""
     backend, other = make_family(name), make_family(name)
     feed(backend, TEXT[:24], [])
     whole, parts = backend.cache.snapshot(), [backend.cache.snapshot(*ends) for ends in ((0, 3), (3, 4), (4, 24))]
@@ -73,7 +73,7 @@ def test_copies_of_other_types_come_back(kv: str, make_family: Make) -> None:
         seen.append((layer, keys.shape[1]))
         return keys, values
 
-    # An edit knows its layer, so that the layers must be told apart.
+    # An edit knows its layer, so the layers must differ.
     other.cache.rewrite(look)
     assert seen == [(layer, 30) for layer in range(3)]
     assert close(feed(other, TEXT[30:33]), feed(backend, TEXT[30:33]), 0.02)
