@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from edgeinfer.errors import BundleError
@@ -35,24 +35,15 @@ def read(kind: Any, value: Any, where: str) -> Any:
     try:
         return _reader(kind)(value)
     except _MisfitError as misfit:
-        raise wrong(f"{where}{misfit}") from misfit
+        raise wrong(f"{where}{''.join(reversed(misfit.places))} {misfit}") from misfit
 
 
 class _MisfitError(Exception):
-    """A value of a wrong type; the text says where, as ".tensors[3].bits"."""
+    """A value of a wrong type; `places` say where it is, the innermost first: "[3]", ".tensors"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
-        self._where = ""
-        self._what = what
-
-    def within(self, place: str) -> _MisfitError:
-        """Adds the place of the containing value."""
-        self._where = place + self._where
-        return self
-
-    def __str__(self) -> str:
-        return f"{self._where} {self._what}"
+        self.places: list[str] = []
 
 
 @functools.cache
@@ -64,12 +55,12 @@ def _reader(kind: Any) -> Reader:
     if origin in (typing.Union, types.UnionType):
         return _union_reader(args)
     if origin is tuple:
-        return _tuple_reader(args[0])
+        return functools.partial(_read_tuple, _reader(args[0]))
     if origin is dict:
-        return _dict_reader(args[1])
+        return functools.partial(_read_dict, _reader(args[1]))
     if origin is Literal:
-        return _literal_reader(args)
-    return _read_float if kind is float else _plain_reader(kind)
+        return functools.partial(_read_literal, args)
+    return _read_float if kind is float else functools.partial(_read_plain, kind)
 
 
 def _union_reader(args: tuple[Any, ...]) -> Reader:
@@ -89,47 +80,32 @@ def _union_reader(args: tuple[Any, ...]) -> Reader:
     return read
 
 
-def _tuple_reader(of: Any) -> Reader:
-    item = _reader(of)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _MisfitError("must be a list")
-        found: list[Any] = []
+def _placed(item: Reader, values: Iterable[tuple[Any, Any]], place: str) -> Iterator[tuple[Any, Any]]:
+    """Reads every value, and notes the place of one that does not fit."""
+    for key, value in values:
         try:
-            for each in value:
-                found.append(item(each))
+            yield key, item(value)
         except _MisfitError as misfit:
-            raise misfit.within(f"[{len(found)}]") from None
-        return tuple(found)
-
-    return read
+            misfit.places.append(place % key)
+            raise
 
 
-def _dict_reader(of: Any) -> Reader:
-    item = _reader(of)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _MisfitError("must be an object")
-        found: dict[str, Any] = {}
-        for name, each in value.items():
-            try:
-                found[name] = item(each)
-            except _MisfitError as misfit:
-                raise misfit.within(f".{name}") from None
-        return found
-
-    return read
+def _read_tuple(item: Reader, value: Any) -> Any:
+    if not isinstance(value, list):
+        raise _MisfitError("must be a list")
+    return tuple(each for _, each in _placed(item, enumerate(value), "[%d]"))
 
 
-def _literal_reader(args: tuple[Any, ...]) -> Reader:
-    def read(value: Any) -> Any:
-        if value not in args:
-            raise _MisfitError(f"must be one of {', '.join(map(str, args))}")
-        return value
+def _read_dict(item: Reader, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _MisfitError("must be an object")
+    return dict(_placed(item, value.items(), ".%s"))
 
-    return read
+
+def _read_literal(allowed: tuple[Any, ...], value: Any) -> Any:
+    if value not in allowed:
+        raise _MisfitError(f"must be one of {', '.join(map(str, allowed))}")
+    return value
 
 
 def _read_float(value: Any) -> float:
@@ -140,20 +116,16 @@ def _read_float(value: Any) -> float:
     return float(value)
 
 
-def _plain_reader(kind: Any) -> Reader:
-    def read(value: Any) -> Any:
-        # JSON's types come as exactly these; true is no integer.
-        if type(value) is not kind:
-            raise _MisfitError(f"must be a {kind.__name__}")
-        return value
-
-    return read
+def _read_plain(kind: type, value: Any) -> Any:
+    # JSON's types come as exactly these; true is no integer.
+    if type(value) is not kind:
+        raise _MisfitError(f"must be a {kind.__name__}")
+    return value
 
 
 def _dataclass_reader(kind: Any) -> Reader:
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-    missing = dataclasses.MISSING
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
     required = [f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing]
 
     def read(value: Any) -> Any:
@@ -164,13 +136,13 @@ def _dataclass_reader(kind: Any) -> Reader:
                 raise _MisfitError(f"lacks {name!r}")
         found: dict[str, Any] = {}
         for name, each in value.items():
-            field = fields.get(name)
-            if field is None:
+            if name not in readers:
                 raise _MisfitError(f"has an unknown field {name!r}")
             try:
-                found[name] = field(each)
+                found[name] = readers[name](each)
             except _MisfitError as misfit:
-                raise misfit.within(f".{name}") from None
+                misfit.places.append(f".{name}")
+                raise
         return kind(**found)
 
     return read

@@ -1,7 +1,7 @@
 """From a model's name to its files on this machine: the catalog, the hub, its cache, and the user's converted models.
 
 Loading calls `resolve`. It uses names (`ids`), models on this machine (`cache`, `folder`, `placing`), the hub's offers
-(`download`, `search`), and the process that fetches and converts (`conversion`). Modules are imported when they are
+(`download`, `catalog_models`), and the process that fetches and converts (`conversion`). Modules are imported when they are
 first used, as loading a model that is on this machine needs few of them.
 """
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
         note_use,
         remove_cached,
     )
-    from edgeinfer.hub.catalog_models import CatalogModel, catalog, catalog_model
+    from edgeinfer.hub.catalog_models import CatalogModel, FoundModel, catalog, catalog_model, search_hub
     from edgeinfer.hub.download import Offer, offers, pull
     from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
     from edgeinfer.hub.placing import Place, find_place, places, shown_name
     from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
-    from edgeinfer.hub.search import FoundModel, search_hub
 
 __all__ = [
     "BUILTIN",
@@ -80,12 +79,11 @@ _HOMES = {
             "note_use",
             "remove_cached",
         ),
-        "catalog_models": ("CatalogModel", "catalog", "catalog_model"),
+        "catalog_models": ("CatalogModel", "FoundModel", "catalog", "catalog_model", "search_hub"),
         "download": ("Offer", "offers", "pull"),
         "folder": ("Converted", "converted_models", "models_folder", "remove_converted"),
         "placing": ("Place", "find_place", "places", "shown_name"),
         "resolving": ("find", "find_checkpoint", "local", "resolve", "update"),
-        "search": ("FoundModel", "search_hub"),
     }.items()
     for name in names
 }

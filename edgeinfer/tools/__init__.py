@@ -26,8 +26,7 @@ if TYPE_CHECKING:
         restore_drafting,
     )
     from edgeinfer.tools.steering import SteeringGain, tune_steering
-    from edgeinfer.tools.teaching import tune_method
-    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, tune_drafting, tune_entropy, tune_skips
+    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, tune_drafting, tune_entropy, tune_method, tune_skips
 
 __all__ = [
     "CacheLoss",
@@ -102,8 +101,15 @@ _HOMES = {
             "restore_drafting",
         ),
         "steering": ("SteeringGain", "tune_steering"),
-        "tuning": ("EntropyFacts", "SkipLevel", "TuneResult", "tune_drafting", "tune_entropy", "tune_skips"),
-        "teaching": ("tune_method",),
+        "tuning": (
+            "EntropyFacts",
+            "SkipLevel",
+            "TuneResult",
+            "tune_drafting",
+            "tune_entropy",
+            "tune_method",
+            "tune_skips",
+        ),
     }.items()
     for name in names
 }

@@ -12,7 +12,7 @@ from edgeinfer.hub.catalog_models import DecoderSizes, gguf_memory
 from edgeinfer.hub.download import Repository, best_offer, offers_in
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
-from edgeinfer.hub.search import CONVERTED
+from edgeinfer.hub.catalog_models import CONVERTED
 from tests.recorded import check_recorded
 
 LICENCES = {"Apache-2.0", "MIT", "Llama-3.2", "Gemma"}
