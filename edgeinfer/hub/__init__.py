@@ -1,8 +1,8 @@
 """From a model's name to its files on this machine: the catalog, the hub, its cache, and the user's converted models.
 
 Loading calls `resolve`. It uses names (`ids`), models on this machine (`cache`, `folder`, `placing`), the hub's offers
-(`download`, `catalog_models`), and the process that fetches and converts (`conversion`). Modules are imported when they are
-first used, as loading a model that is on this machine needs few of them.
+(`download`, `catalog_models`), and the process that fetches and converts (`conversion`). Modules are imported when they
+are first used, as loading a model that is on this machine needs few of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tuning that keeps what makes a loaded model's drafts better, or its replies cheaper."""
+"""Tuning of drafts and of reduced compute, and methods that learn from a text; the results are kept."""
 
 from __future__ import annotations
 
