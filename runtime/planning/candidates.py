@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.bundle.layouts import NATIVE
@@ -38,40 +38,45 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
     return config.context or min(_LARGEST_CONTEXT, longest)
 
 
-def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> Iterator[Configuration]:
-    """Every way to run that the caller left open, the one without any concession first."""
-    return _product(plan_input, _dimensions(plan_input, config, drafts))
-
-
-def whole_configurations(
-    plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
+def configurations(
+    plan_input: PlanInput,
+    config: LoadConfig,
+    drafts: Sequence[Drafting],
+    keep: Literal["all", "whole", "modest"] = "all",
 ) -> Iterator[Configuration]:
-    """Configurations that give up nothing, or only part of a context longer than usual that was not requested."""
-    every = _dimensions(plan_input, config, drafts)
-    whole = every._replace(
-        contexts=every.contexts[:1] + tuple(size for size in every.contexts[1:] if size >= USUAL_CONTEXT),
-        kv_types=every.kv_types[:1],
-        weights=every.weights[:1],
-        drafts=every.drafts[:1],
-        chunks=every.chunks[:1],
-        grammars=every.grammars[:1],
-    )
-    return _product(plan_input, whole)
+    """List the ways to run that the caller left open, the one without any concession first.
 
-
-def modest_configurations(
-    plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
-) -> Iterator[Configuration]:
-    """Configurations with every concession, whatever their weights; one of them takes the least of all."""
-    every = _dimensions(plan_input, config, drafts)
-    least = every._replace(
-        contexts=every.contexts[-1:],
-        kv_types=every.kv_types[-1:],
-        drafts=every.drafts[-1:],
-        chunks=every.chunks[-1:],
-        grammars=every.grammars[-1:],
+    Args:
+        keep: "whole" are those that give up nothing, or only part of a context longer than usual that was not
+            requested; "modest" those with every concession, whatever their weights: one of them takes the least.
+    """
+    contexts, weights = _contexts(plan_input.manifest, config), weights_ways(plan_input, config)
+    chunks = (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input)
+    grammars: tuple[GrammarMode, ...] = ("sliced", "plain") if config.structured else ("none",)
+    cut = {"all": slice(None), "whole": slice(1), "modest": slice(-1, None)}[keep]
+    if keep == "whole":
+        contexts, weights = contexts[:1] + tuple(size for size in contexts[1:] if size >= USUAL_CONTEXT), weights[:1]
+    elif keep == "modest":
+        contexts = contexts[-1:]
+    ways = itertools.product(
+        contexts, _kv_types(plan_input, config)[cut], weights, drafts[cut], chunks[cut], grammars[cut]
     )
-    return _product(plan_input, least)
+    for context, kv, way, (drafters, most, draft_model), chunk, mode in ways:
+        configuration = Configuration(
+            context=context,
+            prefill_chunk=min(chunk, context),
+            kv=kv,
+            weights=way.mode,
+            window_layers=way.window_layers,
+            drafters=drafters,
+            draft_max=most,
+            tokenizer=plan_input.tokenizer,
+            expert_bytes=way.expert_bytes,
+            draft_model=draft_model,
+            grammars=mode,
+            kept_layers=way.kept_layers,
+        )
+        yield plan_input.placed(configuration)
 
 
 class Drafting(NamedTuple):
@@ -95,48 +100,6 @@ class WeightsWay(NamedTuple):
     window_layers: int = 0
     expert_bytes: int = 0
     kept_layers: int = 0
-
-
-class _Dimensions(NamedTuple):
-    """What is open, each from no concession to the largest."""
-
-    contexts: tuple[int, ...]
-    kv_types: tuple[str, ...]
-    weights: tuple[WeightsWay, ...]
-    drafts: Sequence[Drafting]
-    chunks: tuple[int, ...]
-    grammars: tuple[GrammarMode, ...]
-
-
-def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> _Dimensions:
-    return _Dimensions(
-        _contexts(plan_input.manifest, config),
-        _kv_types(plan_input, config),
-        weights_ways(plan_input, config),
-        drafts,
-        (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
-        ("sliced", "plain") if config.structured else ("none",),
-    )
-
-
-def _product(plan_input: PlanInput, dimensions: _Dimensions) -> Iterator[Configuration]:
-    for context, kv, weights, drafts, chunk, grammars in itertools.product(*dimensions):
-        drafters, most, draft_model = drafts
-        configuration = Configuration(
-            context,
-            min(chunk, context),
-            kv,
-            weights.mode,
-            weights.window_layers,
-            drafters,
-            most,
-            plan_input.tokenizer,
-            weights.expert_bytes,
-            draft_model=draft_model,
-            grammars=grammars,
-            kept_layers=weights.kept_layers,
-        )
-        yield plan_input.placed(configuration)
 
 
 def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:

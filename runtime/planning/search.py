@@ -23,8 +23,6 @@ from edgeinfer.runtime.planning.candidates import (
     USUAL_CONTEXT,
     Drafting,
     configurations,
-    modest_configurations,
-    whole_configurations,
 )
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan, SpeedCurve, WayToRun, speed_curve
@@ -136,12 +134,12 @@ def search(
     """
     drafts = drafting_ways(plan_input, config, memory, speed)
     ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []
-    ways = ways or [*filter(among, whole_configurations(plan_input, config, drafts))]
+    ways = ways or [*filter(among, configurations(plan_input, config, drafts, "whole"))]
     first, whole = ways[0], speed.speed(ways[0])
     asked = config.context is not None or config.memory is not None
     choice = _Choice(config.memory, None if asked else free, _worth(speed, first))
     # Of all that are open, the smallest is one of the most modest.
-    modest = () if all_ways or among is not None else modest_configurations(plan_input, config, drafts)
+    modest = () if all_ways or among is not None else configurations(plan_input, config, drafts, "modest")
     chosen, every = _chosen(ways, tuple(modest), choice, lambda each: _candidate(each, memory, config))
     promised = functools.reduce(Speed.at_most, (speed.speed(each) for each in choice.beyond(chosen, every)))
     prefix_cache, footprint = _with_rows(chosen, config, memory)
@@ -352,7 +350,7 @@ def _hints(
         alone = freed.draft_model is None and not drafters_in(freed.speculation)
         open_input = dataclasses.replace(plan_input, drafter=None) if alone else plan_input
         model = MemoryModel(open_input, freed, memory.process)
-        modest = modest_configurations(open_input, freed, drafting_ways(open_input, freed, model, speed))
+        modest = configurations(open_input, freed, drafting_ways(open_input, freed, model, speed), "modest")
         least = min(_candidate(each, model, freed).bytes for each in modest)
         if least < plan.minimum_bytes:
             yield f"{format_size(least, up=True)} with {name}"

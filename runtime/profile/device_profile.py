@@ -40,8 +40,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("edgeinfer")
 
-# The first format did not name itself.
-_COSTS, _COSTS_FORMAT = "costs.json", 2
+_COSTS = "costs.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 # What numpy writes before an array of plain numbers in the order of C.
@@ -151,14 +150,14 @@ class DeviceProfile:
 
     def costs(self) -> Costs | None:
         """Costs measured earlier on this device; None where there are none."""
-        costs = self._read(_COSTS, _MOST_COSTS_BYTES, _read_costs)
+        costs = self._read(_COSTS, _MOST_COSTS_BYTES, lambda file: Costs.from_dict(json.loads(file.read())))
         if costs is None or costs.processor == processor_name():
             return costs
         _log.info("The costs in %s belong to another device and will be measured again.", self._folder)
         return None
 
     def save_costs(self, costs: Costs) -> None:
-        data = json.dumps({"format": _COSTS_FORMAT} | costs.to_dict(), indent=1) + "\n"
+        data = json.dumps(costs.to_dict(), indent=1) + "\n"
         self._guarded(lambda folder: self._keep(folder / _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
     def arrays(self, name: str) -> dict[str, NDArray[Any]] | None:
@@ -281,14 +280,6 @@ def _npz(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
                 npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(stored))
                 file.write(stored.reshape(-1).view(np.uint8).data)
     return memoryview(buffer)[: buffer.tell()]
-
-
-def _read_costs(file: BinaryIO) -> Costs | None:
-    """Read costs; None if their format is another."""
-    data = json.loads(file.read())
-    if isinstance(data, dict) and data.pop("format", 1) != _COSTS_FORMAT:
-        return None
-    return Costs.from_dict(data)
 
 
 def _read_arrays(file: BinaryIO) -> dict[str, NDArray[Any]]:
