@@ -13,7 +13,6 @@ from mmap import PAGESIZE
 from typing import Any, NamedTuple, Protocol
 
 from edgeinfer.bundle.layouts import NATIVE
-from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import UsageError
@@ -93,7 +92,9 @@ def make_plan(
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
         raise UsageError(message, "Use a smaller budget, or none.")
     measured = process or process_before_loading(plan_input)
-    find = functools.partial(_plan, plan_input, config, speed, all_ways=all_ways, free=_free(measured))
+    # A longer context than usual may take what is free, as few replies fill it.
+    free = measured.rss + round(_FREE_SHARE * free_memory())
+    find = functools.partial(_plan, plan_input, config, speed, all_ways=all_ways, free=free)
     plan = find(MemoryModel(plan_input, config, measured))
     if process is None and not plan.fits:
         # Planning itself takes memory that stays, and the smallest budget that is named has to hold it.
@@ -104,11 +105,6 @@ def make_plan(
     # The process may have grown into the reserve of an earlier plan, whose smallest budget was promised to do.
     tight = find(MemoryModel(plan_input, config, measured, reserve=0))
     return tight if tight.fits else plan
-
-
-def _free(process: ProcessMemory) -> int:
-    """Bytes that the process may reach with a longer context than usual, which few replies fill."""
-    return process.rss + round(_FREE_SHARE * free_memory())
 
 
 def _plan(
@@ -143,7 +139,8 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
     geometry, pages = plan_input.manifest.geometry, pass_bytes(tensors)
-    read = _Read(pages, layer_runs(tensors), sum(find_expert(t.name) is None for t in tensors), _head_bytes(tensors))
+    arrays = sum(find_expert(t.name) is None for t in tensors)
+    read = _Read(pages, layer_runs(tensors), arrays, pass_bytes(t for t in tensors if t.name == "head"))
     known: dict[tuple[str, bool], Pace] = {}
 
     @functools.cache
@@ -195,10 +192,6 @@ class _Read(NamedTuple):
     layers: tuple[Run, ...]
     arrays: int
     head: int
-
-
-def _head_bytes(tensors: Sequence[TensorEntry]) -> int:
-    return pass_bytes(t for t in tensors if t.name == "head")
 
 
 def _streamed_again_ms(configuration: Configuration, read: _Read, share: float) -> float:

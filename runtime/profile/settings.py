@@ -246,11 +246,7 @@ class TunedProfile:
 
 def kept_profile(model: str) -> Path:
     """Path of this user's profile of a model; it need not exist."""
-    return _folder() / f"{model}.json"
-
-
-def _folder() -> Path:
-    return user_cache() / "edgeinfer" / "tuned"
+    return user_cache() / "edgeinfer" / "tuned" / f"{model}.json"
 
 
 def keep_profile(profile: TunedProfile) -> Path:

@@ -245,7 +245,7 @@ class Neutral:
             case "minLength" | "minItems" | "minProperties":
                 return _is_count(value) and value <= 0
             case "required" | "dependentRequired":
-                return not any(value.values() if isinstance(value, dict) else value) if _is_group(value) else False
+                return isinstance(value, list | dict) and not any(value.values() if isinstance(value, dict) else value)
             case "properties" | "patternProperties" | "dependentSchemas" | "dependencies":
                 each_one = list(value.values()) if isinstance(value, dict) else [False]
                 return all(each == [] or self._allows_all(each) for each in each_one)
@@ -350,10 +350,6 @@ def _pattern(said: Mapping[str, Any]) -> str | None:
 
 def _is_count(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, list | dict)
 
 
 def _types(given: Any) -> frozenset[str]:

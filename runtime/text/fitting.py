@@ -292,7 +292,12 @@ class _ProbeMaker:
         return probe
 
     def message(self, message: Message, where: str) -> Message:
-        made = {name: value if _is_short(value) else "text" for name, value in message.items()}
+        made = {
+            name: "text"
+            if isinstance(value, list | dict) or (isinstance(value, str) and len(value) > _SHORT)
+            else value
+            for name, value in message.items()
+        }
         role, content = message["role"], message["content"]
         if content:
             what = f"{where}.content, of the role {role[:_SHORT]}"
@@ -329,7 +334,3 @@ class _ProbeMaker:
         }
         function = {"name": name, "description": description, "parameters": parameters}
         return {"type": "function", "function": function} if "function" in tool else function
-
-
-def _is_short(value: Any) -> bool:
-    return not isinstance(value, str | list | dict) or (isinstance(value, str) and len(value) <= _SHORT)

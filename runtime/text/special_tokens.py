@@ -277,16 +277,14 @@ class _Words:
 
         tokens = list(jinja2.Environment().lex(source))
         names = {text for _, kind, text in tokens if kind == "name"}
-        quoted = {_unquoted(text) for _, kind, text in tokens if kind == "string"}
+        strings = (text[1:-1] for _, kind, text in tokens if kind == "string")
+        # As jinja2 reads texts in quotes.
+        quoted = {text.encode("ascii", "backslashreplace").decode("unicode-escape") for text in strings}
         constants = {text for text in quoted if text.isidentifier() or special.edges.isdisjoint(text)}
         short = sorted(text for text in quoted if len(text) <= _LONGEST_CONSTANT and special.edges.intersection(text))
         places = {text: special.harmless(text) for text in short[:_MOST_CONSTANTS]}
         harmless = {text: where for text, where in places.items() if where}
         return cls(frozenset(names | constants), frozenset(constants), harmless)
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
 
 
 class LiteralEncoder:
@@ -315,14 +313,11 @@ class LiteralEncoder:
         if self.special_tokens.split(text) == list(parts):
             # No data looks like a special token. A vocabulary or a normalizer may still make one of other text.
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-            if _among(self._only(ids), meant):
+            if _among([id_ for id_ in ids if id_ in self._control_ids], meant):
                 return ids
         special = iter(meant)
         spelled = self._spelled(self._tokenizer.encode_between(parts))
         return [next(special) if id_ == SPECIAL else id_ for id_ in spelled]
-
-    def _only(self, ids: Iterable[int]) -> list[int]:
-        return [id_ for id_ in ids if id_ in self._control_ids]
 
     def _spelled(self, ids: Iterable[int]) -> Iterator[int]:
         """Spell special tokens that the vocabulary made of plain text, character by character."""

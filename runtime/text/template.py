@@ -265,7 +265,9 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     content = plain.get("content")
     if isinstance(content, list):
         for part in content:
-            _check_part(part, index)
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                problem = f"Message {index} has a part that is not text."
+                raise PromptError(problem, 'Parts look like {"type": "text", "text": "..."}.')
     elif not isinstance(content, str) and not (content is None and plain.get("tool_calls")):
         raise PromptError(
             f"The content of message {index} is {type(content).__name__}, not text.",
@@ -277,13 +279,6 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         hint = 'Calls look like {"type": "function", "function": {"name": ..., "arguments": {...}}}.'
         raise PromptError(f"The tool_calls of message {index} are no list of calls.", hint)
     return plain
-
-
-def _check_part(part: object, index: int) -> None:
-    if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-        raise PromptError(
-            f"Message {index} has a part that is not text.", 'Parts look like {"type": "text", "text": "..."}.'
-        )
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

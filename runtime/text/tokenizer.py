@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -223,13 +224,18 @@ class SpecialPlaceholders:
         special = {id_: token for id_, token in added.items() if token.special}
         self._ways = {backend.id_to_token(id_): _way(token) for id_, token in special.items()}
         self._ways |= {token.content: _way(token) for token in special.values()}
-        self._names = {way: _name() for way in {_PLAIN, *self._ways.values()}}
+        self._names = {
+            way: "".join(chr(_FIRST + secrets.randbelow(_COUNT)) for _ in range(_LENGTH))
+            for way in {_PLAIN, *self._ways.values()}
+        }
         # How the library numbers added tokens.
         first = max(backend.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))
         self.ids = frozenset(range(first, first + len(self._names)))
         self._added = all(backend.id_to_token(id_) is None for id_ in self.ids)
         if self._added:
-            kept = backend.normalizer is None or all(map(self._survives, self._names.values()))
+            # Some normalizers drop what is no text.
+            names, normalizer = self._names.values(), backend.normalizer
+            kept = normalizer is None or all(name in str(normalizer.normalize_str(name)) for name in names)
             backend.add_tokens([_token(name, way, kept) for way, name in self._names.items()])
         else:
             self.ids = frozenset()
@@ -243,18 +249,9 @@ class SpecialPlaceholders:
             if ids.count(SPECIAL) == len(parts) // 2:
                 return ids
         # Each part by itself: a tokenizer that treats the beginning of a text apart does so with each.
-        return [id_ for place, part in enumerate(parts) for id_ in self._part(part, bool(place % 2))]
-
-    def _part(self, part: str, is_special: bool) -> Sequence[int]:
-        return (SPECIAL,) if is_special else self._encoded(part, False, frozenset())
-
-    def _survives(self, name: str) -> bool:
-        """Whether a name is found in normalized text; some normalizers drop what is no text."""
-        return name in str(self._backend.normalizer.normalize_str(name))
-
-
-def _name() -> str:
-    return "".join(chr(_FIRST + secrets.randbelow(_COUNT)) for _ in range(_LENGTH))
+        nothing = frozenset[int]()
+        encoded = ([SPECIAL] if place % 2 else self._encoded(part, False, nothing) for place, part in enumerate(parts))
+        return [id_ for ids in encoded for id_ in ids]
 
 
 def _way(token: AddedToken) -> _Way:
@@ -369,7 +366,7 @@ class MappedTokenizer(Tokenizer):
         else:
             encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ids: list[int] = []
-        for word, symbols in groupby(zip(encoding.word_ids, encoding.ids, strict=True), key=_word):
+        for word, symbols in groupby(zip(encoding.word_ids, encoding.ids, strict=True), key=itemgetter(0)):
             if word is None:  # what the template adds, by its ids there
                 ids += [id_ for _, id_ in symbols]
                 continue
@@ -417,7 +414,3 @@ def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:
         if start >= 0 and (precedes := merge(ids[start], ids[at])) is not None:
             heappush(found, (precedes, start, ids[start], ids[at]))
     return tuple(id_ for id_ in ids if id_ != SPECIAL)
-
-
-def _word(symbol: tuple[int | None, int]) -> int | None:
-    return symbol[0]

@@ -115,14 +115,11 @@ def compare(
         report(count, effort.looks[-1])
         late = clock() > deadline
         if late or count in effort.looks:
-            verdict = judge(_ratios(mine, theirs), aims)
+            ratios = {part: [b[part] / a[part] for a, b in zip(mine, theirs, strict=True)] for part in mine[0]}
+            verdict = judge(ratios, aims)
             if late or verdict.decided:
                 break
     return Trial(verdict, _medians(mine), _medians(theirs), len(mine))
-
-
-def _ratios(first: Sequence[Times], second: Sequence[Times]) -> Mapping[str, Sequence[float]]:
-    return {part: [b[part] / a[part] for a, b in zip(first, second, strict=True)] for part in first[0]}
 
 
 def _medians(visits: Sequence[Times]) -> Times:

@@ -167,16 +167,16 @@ class Stopwatch:
         if missing:
             message = f"There is not enough memory to try {', '.join(missing)} within the budget."
             raise BudgetError(message, "Tune with a larger budget, or none.", terms=plan.terms)
-        while self._loaded and (len(self._loaded) > 1 or not self._room_beside(plan)):
+        while self._loaded and (
+            len(self._loaded) > 1
+            or plan.planned_bytes + sum(each.plan.planned_bytes for each in self._loaded.values()) > self._memory
+        ):
             self._drop(next(iter(self._loaded)))
         loaded = _Loaded(self._make(settings, plan), plan)
         self._loaded[settings] = loaded
         # The first pass reads the weights' pages in, which belongs to loading.
         _FIRST.visit(loaded.engine, plan.configuration)
         return loaded
-
-    def _room_beside(self, plan: MemoryPlan) -> bool:
-        return plan.planned_bytes + sum(each.plan.planned_bytes for each in self._loaded.values()) <= self._memory
 
     def _drop(self, settings: TunedSettings) -> None:
         self._loaded.pop(settings).engine.backend.close()
