@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 class _Kind(NamedTuple):
     package: str  # whose modules declare the product's methods
     noun: str
-    option: str  # that chooses one
+    option: str  # chooses one
+    without: str = ""  # values of the option for none
 
 
 KINDS: Mapping[str, _Kind] = {
-    "drafters": _Kind("edgeinfer.runtime.speculation.drafters", "drafter", "speculation"),
+    "drafters": _Kind("edgeinfer.runtime.speculation.drafters", "drafter", "speculation", "auto, off, "),
     "verifiers": _Kind("edgeinfer.runtime.speculation.verification", "verification", "verification"),
-    "searches": _Kind("edgeinfer.runtime.search", "search", "search"),
-    "compute": _Kind("edgeinfer.runtime.layer_skip", "compute", "compute"),
+    "searches": _Kind("edgeinfer.runtime.search", "search", "search", "off, "),
+    "compute": _Kind("edgeinfer.runtime.layer_skip", "compute", "compute", "full, "),
 }
 
 
@@ -84,6 +85,11 @@ def research_entries(kind: str) -> Mapping[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=f"edgeinfer.{kind}")}
 
 
+def research_methods(kind: str) -> Mapping[str, DeclaredMethod]:
+    """Load all methods of a kind that are not part of the product."""
+    return {name: _loaded(entry) for name, entry in research_entries(kind).items()}
+
+
 def find_method(kind: str, name: str) -> DeclaredMethod:
     """The method of a kind and name; UsageError where there is none."""
     if name in (product := product_methods(kind)):
@@ -92,7 +98,9 @@ def find_method(kind: str, name: str) -> DeclaredMethod:
     if name in entries:
         return _loaded(entries[name])
     choices = (*product, *entries)
-    hint = suggestion(name, choices) + Setting(KINDS[kind].option) + f" can be {', '.join(product)}"
+    hint = (
+        suggestion(name, choices) + Setting(KINDS[kind].option) + f" can be {KINDS[kind].without}{', '.join(product)}"
+    )
     hint += f"; or of research {', '.join(entries)}." if entries else _NO_ENTRIES
     raise UsageError(f"Unknown {KINDS[kind].noun} {name!r}.", hint)
 

@@ -59,6 +59,7 @@ _GROUPS = {
         "eval": "measure how well a model predicts a text",
         "tune": "find the fastest settings for this device",
         "devices": "list the devices that models can run on",
+        "methods": "list the ways to draft, search and compute less",
     },
     "set up": {
         "completion": "complete commands, options and models in your shell",

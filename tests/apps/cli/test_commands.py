@@ -1,4 +1,4 @@
-"""`edgeinfer export`, `plan` and `eval`: arguments, output and exit codes."""
+"""`edgeinfer export`, `plan`, `eval` and `methods`: arguments, output and exit codes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.methods import KINDS
 from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
 from tests.cache import export_checkpoint, made
 from tests.factories import make_checkpoint
+from tests.methods import all_methods
 from tests.recorded import check_recorded
 from tests.tables import each_row
 
@@ -372,3 +374,15 @@ def test_interrupting_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(edgeinfer, "evaluate", interrupted)
     assert main(command(folder, "kld", "--reference", str(folder / "checkpoint"))) == 130
     assert list((folder / "temporary").iterdir()) == []
+
+
+def test_methods_are_listed_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    text = capsys.readouterr().out
+    assert main(["methods", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    for kind in KINDS:
+        assert tuple(method["name"] for method in listed[kind]) == all_methods(kind)
+        assert all(f"{method['name']} " in text and method["help"] in text for method in listed[kind])
+    (lookahead,) = (method for method in listed["searches"] if method["name"] == "lookahead")
+    assert lookahead["research"] and lookahead["options"]["look_ahead"]["default"] == 5

@@ -143,7 +143,7 @@ def test_mistakes_are_told_with_what_was_meant() -> None:
         "run --temperature 999 Hi": "--temperature 999.0 is out of range.",
         "run --memory 400 Hi": "--memory 400 means 400 bytes. Did you mean 400MB?",
         "run --json-object --regex a Hi": "--json-object and --regex cannot be combined.",
-        "run --speculation ngrm Hi": "Did you mean 'ngram'? --speculation can be ",
+        "run --speculation ngrm Hi": "Did you mean 'ngram'? --speculation can be auto, off,",
         "run -n many Hi": "--max-tokens: 'many' is not a whole number.",
         "run hello you": 'Put it in quotes: edgeinfer run "hello you"',
         "run org/name Hello": 'Did you mean: edgeinfer run -m org/name "Hello"?',
