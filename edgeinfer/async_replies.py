@@ -83,13 +83,11 @@ class Production:
             self._error, self.alone = None, True
 
     def fail(self, error: BaseException) -> None:
-        """End the reply with an error."""
         self._error = error
         if self.stream is not None:
             self.stream.close()
 
     def tell_end(self) -> None:
-        """Tell the reader that the reply is over."""
         self._tell(self._error)
 
     @property

@@ -60,7 +60,6 @@ class Turns:
         return bool(self._paused)
 
     def claim(self, turn: Turn) -> None:
-        """Give the turn to this reply."""
         with self._lock:
             if self._running is turn:
                 return
@@ -79,7 +78,6 @@ class Turns:
                 self._paused.append(turn)
 
     def leave(self, turn: Turn) -> None:
-        """Take a finished reply off the list."""
         with self._lock:
             if self._running is turn:
                 self._running = None
@@ -122,7 +120,6 @@ class Turns:
                     self._worker = None
 
     def close(self) -> None:
-        """Finish all replies."""
         with self._lock:
             turns = (self._running, *self._paused)
         for turn in turns:
@@ -209,7 +206,6 @@ class Outcome(Generic[T]):
     error: Exception | None = None
 
     def result(self) -> T:
-        """Return the reply's result, or raise its error."""
         if self.error is not None:
             raise self.error
         return cast(T, self.made)
@@ -357,7 +353,6 @@ class ReplyBatch:
         self.scheduler.interrupt()
 
     def close(self) -> None:
-        """End all replies and release the model."""
         try:
             self.scheduler.close()
             for slot in self._free:

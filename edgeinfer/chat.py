@@ -27,25 +27,19 @@ class ConversationModel(Protocol):
     """The part of `edgeinfer.Model` that conversations use."""
 
     @property
-    def info(self) -> ModelInfo:
-        """Which model this is."""
+    def info(self) -> ModelInfo: ...
 
     @property
-    def reply_thread(self) -> ReplyThread:
-        """The thread that makes replies for event loops."""
+    def reply_thread(self) -> ReplyThread: ...
 
     @property
-    def stream_chat(self) -> Callable[..., TokenStream]:
-        """Answers messages."""
+    def stream_chat(self) -> Callable[..., TokenStream]: ...
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of messages in the chat template."""
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
-    def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
-        """Writes the contents of the cache."""
+    def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None: ...
 
-    def resume(self, session: SessionFile) -> bool:
-        """Takes over the rows of an open session file."""
+    def resume(self, session: SessionFile) -> bool: ...
 
 
 class Chat:

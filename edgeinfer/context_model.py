@@ -226,7 +226,6 @@ class _Reader:
         self.evaluated = 0
 
     def read_all(self, contexts: Sequence[tuple[Context, tuple[int, ...]]]) -> list[ContextRows]:
-        """Rows of contexts; errors as `read`."""
         return [self._undisturbed(partial(self.read, context, tokens)) for context, tokens in contexts]
 
     def _undisturbed(self, make: Callable[[], T]) -> T:
@@ -238,7 +237,6 @@ class _Reader:
                 self._engine.restart()
 
     def read(self, context: Context, tokens: tuple[int, ...]) -> ContextRows:
-        """Rows of a context."""
         path, kept = self._kept(context)
         if kept is not None and kept.tokens == tokens and (context.edits == "turn" or not kept.edits):
             return kept
@@ -259,7 +257,6 @@ class _Reader:
         return RowsInMemory.of(tokens, rows, edits)
 
     def finish(self) -> None:
-        """Release the cache for replies."""
         self._engine.restart()
 
     def _kept(self, context: Context) -> tuple[Path | None, KeptRows | None]:

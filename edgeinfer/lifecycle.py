@@ -94,18 +94,15 @@ class ModelParts:
 
     @property
     def info(self) -> ModelInfo:
-        """Which model it is."""
         return replace(self.loaded, verified=self.verification.outcome)
 
     @property
     def batch_size(self) -> int:
-        """Sequences that shared the last pass."""
         backend = self.engine.backend
         return backend.batch_size if isinstance(backend, SequenceBackend) else 1
 
     @property
     def plan(self) -> MemoryPlan:
-        """The memory plan in force."""
         return self.ledger.plan
 
     @cached_property
@@ -140,12 +137,10 @@ class ModelParts:
 
     @cached_property
     def vocabulary_digest(self) -> str:
-        """The sha256 of the text of each token id."""
         return vocabulary_digest(self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest token."""
         return longest_token(self.tokenizer)
 
 
@@ -223,7 +218,6 @@ class ModelLifecycle:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the parts are loaded now."""
         return self._parts is not None
 
     def parts(self) -> ModelParts:
@@ -270,7 +264,6 @@ class ModelLifecycle:
             self.leave()
 
     def unload(self) -> None:
-        """Free the parts unless they are in use; the next request loads them again."""
         with self._lock:
             if self._parts is None or self._holders:
                 return

@@ -76,12 +76,10 @@ class Bundles:
 
     @property
     def target(self) -> Bundle:
-        """The model's bundle."""
         return self.choice.bundle
 
     @property
     def drafter(self) -> Bundle | None:
-        """The draft model's bundle."""
         return None if self.drafter_choice is None else self.drafter_choice.bundle
 
     @classmethod
@@ -110,7 +108,6 @@ class Bundles:
         return dataclasses.replace(self, planned=plan, drafter_choice=None if left_out else self.drafter_choice)
 
     def subject(self, config: LoadConfig) -> PlanInput:
-        """The input of the planner."""
         small = self.drafter_choice
         drafter = None if small is None else plan_input_of(small, config, settings=self._shared())
         target = plan_input_of(self.choice, config, drafter, self.settings)
@@ -199,7 +196,6 @@ class LoadRequest:
         return dataclasses.replace(self, bundles=bundles, config=config, plan=None)
 
     def again(self) -> LoadRequest:
-        """This request on the device of the plan, where there is one."""
         if self.plan is None:
             return self
         config = self.config.on_device(self.plan.device)

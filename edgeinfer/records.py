@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 
 def _dataclass(cls: type | None = None, /, *, frozen: bool = False, eq: bool = True, **options: bool) -> Any:
-    """As `dataclasses.dataclass`."""
     if cls is None:
         return lambda cls: _dataclass(cls, frozen=frozen, eq=eq, **options)
     if not options.keys() <= {"kw_only"}:

@@ -89,7 +89,6 @@ class VerificationStream(TokenStream):
         return draft_advice(replies, self._acceptance, self._pass_ms, VERIFIED_ROWS)
 
     def _look_around(self) -> None:
-        """Remember the batch size of the last pass, for other threads."""
         self._advice, self._pass_ms = self._parts.batch_size, self._parts.speculator.pass_ms
 
     def _step(self) -> Step | None:

@@ -51,7 +51,6 @@ def chat_completion(
 
 
 def whole(model: ChatModel[Any], completion: Completion) -> Event:
-    """The answer to a request as one object."""
     for index in range(completion.n):
         for _ in _reply(completion, index, completion.start(model, index)):
             pass

@@ -26,7 +26,6 @@ class BatchRequest:
 
 
 def read_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a line."""
     try:
         value = json.loads(data.decode("utf-8-sig").strip(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

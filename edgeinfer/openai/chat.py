@@ -160,7 +160,6 @@ def _read_logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
 def _prompt(
     fields: Fields, model: ChatModel[Any], options: dict[str, Any], older: list[Any], chosen: Any
 ) -> ChatPrompt:
-    """The prompt of a request."""
     messages = read_messages(with_tool_calls(fields.any("messages")))
     functions = read_functions([*older, *fields.items("tools")], leave_out=fields.leave_out)
     several = fields.take("parallel_tool_calls", bool, "true or false")

@@ -156,8 +156,7 @@ class ReplyStream(Protocol):
     """A reply while it is made."""
 
     @property
-    def result(self) -> Result:
-        """The finished reply."""
+    def result(self) -> Result: ...
 
     def __iter__(self) -> Iterator[Chunk]: ...
 
@@ -167,8 +166,7 @@ class ReplyStream(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def close(self) -> None:
-        """End the reply now."""
+    def close(self) -> None: ...
 
 
 StreamT = TypeVar("StreamT", bound=ReplyStream)
@@ -182,38 +180,29 @@ class ChatModel(Protocol[StreamT_co]):
     """
 
     @property
-    def info(self) -> ModelInfo:
-        """Which model this is."""
+    def info(self) -> ModelInfo: ...
 
     @property
-    def context(self) -> int:
-        """Tokens of prompt plus reply."""
+    def context(self) -> int: ...
 
     @property
-    def begin_ids(self) -> list[int]:
-        """The begin token, in a list."""
+    def begin_ids(self) -> list[int]: ...
 
     @property
-    def chat_template_text(self) -> str | None:
-        """The source of the chat template."""
+    def chat_template_text(self) -> str | None: ...
 
     @property
-    def sampling(self) -> Mapping[str, Any]:
-        """Generation options that the model's makers recommend."""
+    def sampling(self) -> Mapping[str, Any]: ...
 
     @property
-    def tool_template_text(self) -> str | None:
-        """The source of the chat template of conversations with tools."""
+    def tool_template_text(self) -> str | None: ...
 
     @property
-    def check(self) -> Callable[..., None]:
-        """Validates generation options."""
+    def check(self) -> Callable[..., None]: ...
 
-    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text."""
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]: ...
 
-    def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text to go on with."""
+    def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
 
     def tokenize_chat(
         self,
@@ -224,22 +213,17 @@ class ChatModel(Protocol[StreamT_co]):
         prefill: str = "",
         parse_special: bool = False,
         fitting: bool = False,
-    ) -> list[int]:
-        """Token ids of messages in the chat template."""
+    ) -> list[int]: ...
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+    def detokenize(self, ids: Sequence[int]) -> str: ...
 
-    def with_contexts(self, contexts: Sequence[Context]) -> Any:
-        """The model with contexts before every prompt."""
+    def with_contexts(self, contexts: Sequence[Context]) -> Any: ...
 
     @property
-    def stream(self) -> Callable[..., StreamT_co]:
-        """Continues a prompt."""
+    def stream(self) -> Callable[..., StreamT_co]: ...
 
     @property
-    def stream_chat(self) -> Callable[..., StreamT_co]:
-        """Answers messages."""
+    def stream_chat(self) -> Callable[..., StreamT_co]: ...
 
 
 class Completion(Protocol):

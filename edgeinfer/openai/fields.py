@@ -15,85 +15,41 @@ from edgeinfer.version import VERSION
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 
-# By field, the values without an effect, which need no warning: a sampler's value for "off", or what happens here
-# anyway. None instead of a tuple means any value.
+# Fields of other servers that are ignored, by the values without an effect, which need no warning: a sampler's value
+# for "off", or what happens here anyway. Fields with the values None need no warning at all.
+_OTHERS: tuple[tuple[tuple[Any, ...] | None, str], ...] = (
+    (
+        None,
+        "cache_salt details dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers "
+        "dynatemp_exponent guided_decoding_backend include_reasoning keep_alive mirostat_eta mirostat_tau "
+        "priority provider reasoning_format request_id route session_id smoothing_curve "
+        "spaces_between_special_tokens sse_ping_interval temperature_last timings_per_token ttl usage "
+        "xtc_threshold",
+    ),
+    (("medium",), "verbosity"),
+    (
+        (),
+        "adaptive_decay models penalty_prompt post_sampling_probs reasoning_in_content return_progress "
+        "sampler_order samplers transforms",
+    ),
+    ((-1, 0), "top_n_sigma"),
+    ((-1,), "adaptive_target id_slot repeat_last_n slot_id"),
+    ((0, 1), "typical typical_p"),
+    (
+        (0,),
+        "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff min_keep min_tokens mirostat "
+        "mirostat_mode n_cache_reuse n_discard n_indent n_keep n_probs num_keep penalize_newline "
+        "penalize_nl prompt_logprobs smoothing_factor t_max_predict_ms top_a xtc_probability",
+    ),
+    (
+        (1,),
+        "add_special_tokens cache_prompt parse_tool_calls separate_reasoning skip_special_tokens "
+        "stream_reasoning tfs_z",
+    ),
+    ((["text"],), "modalities"),
+)
 OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
-    # Samplers of llama.cpp's server and of front ends for it.
-    "adaptive_decay": (),
-    "adaptive_target": (-1,),
-    "dry_allowed_length": None,
-    "dry_base": None,
-    "dry_multiplier": (0,),
-    "dry_penalty_last_n": None,
-    "dry_sequence_breakers": None,
-    "dynatemp_exponent": None,
-    "dynatemp_range": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "mirostat_eta": None,
-    "mirostat_mode": (0,),
-    "mirostat_tau": None,
-    "n_discard": (0,),
-    "n_indent": (0,),
-    "n_keep": (0,),
-    "num_keep": (0,),
-    "penalize_newline": (False,),
-    "penalize_nl": (False,),
-    "penalty_prompt": (),
-    "repeat_last_n": (-1,),
-    "sampler_order": (),
-    "samplers": (),
-    "smoothing_curve": None,
-    "smoothing_factor": (0,),
-    "t_max_predict_ms": (0,),
-    "temperature_last": None,
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "typical": (0, 1),
-    "typical_p": (0, 1),
-    "xtc_probability": (0,),
-    "xtc_threshold": None,
-    # How a server works internally.
-    "cache_prompt": (True,),
-    "id_slot": (-1,),
-    "n_cache_reuse": (0,),
-    "n_probs": (0,),
-    "parse_tool_calls": (True,),
-    "post_sampling_probs": (),
-    "reasoning_format": None,
-    "reasoning_in_content": (),
-    "return_progress": (),
-    "slot_id": (-1,),
-    "sse_ping_interval": None,
-    "timings_per_token": None,
-    # vLLM's, SGLang's and Text Generation Inference's.
-    "add_special_tokens": (True,),
-    "cache_salt": None,
-    "details": None,
-    "guided_decoding_backend": None,
-    "include_reasoning": None,
-    "min_tokens": (0,),
-    "priority": None,
-    "prompt_logprobs": (0,),
-    "request_id": None,
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": None,
-    "stream_reasoning": (True,),
-    # Fields of services, and those by which clients say who they are and how they are billed.
-    "keep_alive": None,
-    "models": (),
-    "provider": None,
-    "route": None,
-    "session_id": None,
-    "transforms": (),
-    "ttl": None,
-    "usage": None,
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
+    name: values for values, names in _OTHERS for name in names.split()
 }
 
 _TEXT_ONLY = "This model writes text only."
@@ -166,31 +122,25 @@ class Fields:
         return value
 
     def any(self, name: str) -> Any:
-        """A field's value, whatever it is."""
         return self._pop(name)
 
     def flag(self, name: str) -> bool:
-        """Whether a field is true."""
         return bool(self.take(name, bool, "true or false"))
 
     def text(self, name: str) -> str | None:
-        """A field that is a text."""
         value: str | None = self.take(name, str, "a text")
         return value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """A field that is a whole number between two."""
         value: int | None = self.take(name, int, "a whole number")
         if value is not None and not low <= value <= high:
             raise self.wrong(name, value, f"{name} must be between {low} and {high}.")
         return value
 
     def items(self, name: str) -> list[Any]:
-        """A field that is a list; empty where it is left out."""
         return list(self.take(name, (list, tuple), "a list") or ())
 
     def inner(self, name: str) -> Fields | None:
-        """A field that is an object."""
         value = self._pop(name)
         return None if value is None else Fields(value, f"{self._where}{name}.", self.ignored)
 
@@ -207,7 +157,6 @@ class Fields:
             raise RequestError(message, hint, param=self._where + name, code="unsupported_parameter")
 
     def refuse(self, *names: str) -> None:
-        """Refuse fields that are not supported."""
         for name in sorted(names):
             self.only(name, OTHERS_FIELDS.get(name) or (), REFUSED_FIELDS[name])
 
@@ -226,12 +175,10 @@ class Fields:
         return {to: value}
 
     def wrong(self, name: str, value: Any, hint: str) -> RequestError:
-        """The error of a value that a field cannot have."""
         message = f"{self._where}{name}={shown(value)} cannot be used."
         return RequestError(message, hint, param=self._where + name)
 
     def missing(self, name: str, hint: str) -> RequestError:
-        """The error of a field that has to be there."""
         return RequestError(f"{self._where}{name} is missing.", hint, param=self._where + name)
 
     def end(self, *, strict: bool = False) -> None:
@@ -247,7 +194,6 @@ class Fields:
                 self.leave_out(name)
 
     def leave_out(self, name: str) -> None:
-        """Note that a field is ignored."""
         if len(self.ignored) < _MOST_NAMED:
             self.ignored.append(ignored_name(self._where + name))
             self.ignored.sort()

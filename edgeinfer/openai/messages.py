@@ -28,7 +28,6 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def read_message(message: Any, where: str) -> Message:
-    """Read one message."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
         hint = f"Give each message a role, one of {', '.join(_ROLES)}, and content."

@@ -109,7 +109,6 @@ class ChatPrompt:
     def start(
         self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
     ) -> tuple[StreamT, ReplyReader]:
-        """Start one of the replies."""
         if self.contexts:
             return self._start_behind(model, index, ended), self.tools.reader(model)
         prepared = self if self.tokens is not None else self.prepared(model)

@@ -44,7 +44,6 @@ class ToolFormat:
     others: tuple[str, ...] = ()
 
     def known_by(self, template: str) -> bool:
-        """Whether the model of a chat template uses this format."""
         return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
 
     def head(self, function: str) -> str:
@@ -57,7 +56,6 @@ class ToolFormat:
         return "}"
 
     def new_id(self) -> str:
-        """An id for a call."""
         if self.id_length:
             return secrets.token_hex(self.id_length)[: self.id_length]
         return f"call_{secrets.token_hex(_ID_LENGTH // 2)}"
@@ -415,7 +413,6 @@ class Reply:
 
 
 def usage(results: Sequence[Result], per_prompt: int = 1) -> dict[str, Any]:
-    """OpenAI's count of tokens."""
     prompts = results[::per_prompt]
     prompt = sum(result.usage.prompt_tokens for result in prompts)
     completion = sum(result.usage.completion_tokens for result in results)

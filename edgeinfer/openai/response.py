@@ -139,7 +139,6 @@ class ResponseRequest:
 
 
 def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequest:
-    """Read and check a request."""
     fields = Fields(body)
     stream = fields.flag("stream")
     instructions = fields.text("instructions")
@@ -180,7 +179,6 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
 
 
 def _text(fields: Fields) -> dict[str, Any]:
-    """Options of the field `text`."""
     inner = fields.inner("text")
     if inner is None:
         return {}
@@ -208,15 +206,12 @@ class Item:
         self._place = {"item_id": self.id, **self._at}
 
     def opening(self) -> list[Event]:
-        """Its first events."""
         return [{"type": "response.output_item.added", **self._at, "item": self.whole("in_progress")}]
 
     def closing(self, status: str) -> list[Event]:
-        """Its last events."""
         return [{"type": "response.output_item.done", **self._at, "item": self.whole(status)}]
 
     def whole(self, status: str) -> Event:
-        """The item."""
         raise NotImplementedError
 
 
@@ -234,7 +229,6 @@ class MessageItem(Item):
         return [*super().opening(), added]
 
     def delta(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
-        """More of the text."""
         self._text += text
         self._logprobs += logprobs
         found = entries(logprobs)
@@ -264,7 +258,6 @@ class CallItem(Item):
         self._arguments = ""
 
     def delta(self, text: str) -> list[Event]:
-        """More of the arguments."""
         self._arguments += text
         return [{"type": "response.function_call_arguments.delta", **self._place, "delta": text}]
 
@@ -352,7 +345,6 @@ class ResponseCompletion(OneReply):
         return events + item.opening()
 
     def _close(self, status: str) -> list[Event]:
-        """End the item that is being written, if any."""
         if len(self._written) == len(self._items):
             return []
         item = self._items[-1]

@@ -97,7 +97,6 @@ def _blurs(schema: Mapping[str, Any]) -> bool:
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """All JSON values inside of one, itself included."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -146,7 +145,6 @@ class _Alternative:
 
     @classmethod
     def of(cls, schema: Any) -> _Alternative:
-        """Read an alternative."""
         closes = any("properties" in part or "$ref" in part for part in _parts(schema))
         if not isinstance(schema, Mapping) or "$ref" in schema:
             return cls(closes)

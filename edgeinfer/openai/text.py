@@ -153,7 +153,6 @@ def _prompt(prompt: Any, fields: Fields) -> str | list[int]:
 
 
 def is_id(value: Any) -> bool:
-    """Whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 

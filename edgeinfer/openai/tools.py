@@ -254,7 +254,6 @@ class ToolUse:
 
     @property
     def calls(self) -> bool:
-        """Whether a reply may hold calls."""
         return self.choice.mode != "none"
 
     @property
@@ -264,7 +263,6 @@ class ToolUse:
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools for the model's chat template."""
         if not (self.calls and self.dialect.native):
             return None
         return [function.as_tool() for function in self.choice.functions]
@@ -292,7 +290,6 @@ class ToolUse:
         return {**options, "grammar": grammar}
 
     def reader(self, model: ChatModel[Any]) -> ReplyReader:
-        """A reader that splits one reply into text and calls."""
         return CallReader(self.dialect.format, self._marker_id(model)) if self.calls else PlainReader()
 
     def mark(self, model: ChatModel[Any]) -> CallMark | None:
@@ -307,6 +304,5 @@ class ToolUse:
 
 
 def _described(functions: Sequence[ToolFunction]) -> str:
-    """The description of functions in a system message."""
     lines = [json.dumps(function.as_tool(), ensure_ascii=False) for function in functions]
     return _DESCRIPTION.format(functions="\n".join(lines))

@@ -360,11 +360,9 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
 
     @property
     def rpc_servers(self) -> tuple[str, ...]:
-        """The servers of `rpc`, each HOST:PORT."""
         return tuple(filter(None, map(str.strip, (self.rpc or "").split(","))))
 
     def refuse_adapters(self, engine: str) -> None:
-        """Refuse adapters where the engine that runs the model takes none."""
         if self.adapters:
             message = f"{engine} runs this model, and takes no adapters."
             raise UsageError(message, "Load a bundle where the native kernel works, or leave the adapters out.")
@@ -376,7 +374,6 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
             raise UsageError(message, "Leave " + Setting("gpu_layers") + " out, or load a GGUF file.")
 
     def refuse_rpc(self, engine: str) -> None:
-        """Refuse RPC servers where the engine does not divide the model."""
         if self.rpc is not None:
             message = f"{engine} runs this model, which does not divide it between machines."
             raise UsageError(message, "Leave " + Setting("rpc") + " out, or load a GGUF file.")
@@ -448,7 +445,6 @@ def is_graphics(name: str) -> bool:
 
 
 def _server_address(url: str) -> tuple[str, str] | None:
-    """Scheme and host of a server's URL; None where it is none."""
     try:
         parts = urlsplit(url)
         named = parts.netloc.rpartition("@")[2]

@@ -287,7 +287,6 @@ class GenerationConfig(SamplingOptions, SearchSettings, ComputeSettings, ReplyDr
         require_alone(modes)
 
     def _methods(self) -> Iterator[DeclaredMethod]:
-        """The methods that this reply chooses by name."""
         if self.search != "off":
             yield find_method("searches", self.search)
         if self.compute != "full":
