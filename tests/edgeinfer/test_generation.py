@@ -54,14 +54,8 @@ def test_stream_and_generate_agree(model: edgeinfer.Model, seed: int) -> None:
 def test_seeds_reproduce_and_differ(model: edgeinfer.Model) -> None:
     first, again, other = (model.generate(PROMPT, **SAMPLED | {"seed": s}).token_ids for s in (1, 1, 2))
     assert first == again != other
-
-
-def test_without_a_seed_every_reply_differs(model: edgeinfer.Model) -> None:
     options = SAMPLED | {"seed": None}
     assert model.generate(PROMPT, **options).token_ids != model.generate(PROMPT, **options).token_ids
-
-
-def test_greedy_needs_no_seed(model: edgeinfer.Model) -> None:
     assert model.generate(PROMPT, max_tokens=20).token_ids == model.generate(PROMPT, max_tokens=20, seed=3).token_ids
 
 
@@ -234,7 +228,7 @@ def test_a_reply_that_failed_does_not_block_other_threads(small_bundle: Path, mo
         with monkeypatch.context() as patch:
             patch.setattr(model._parts.engine.backend, "forward", broken)
             (failed,) = in_thread(lambda: model.generate(PROMPT, max_tokens=2))
-        assert isinstance(failed, BackendError)
+        assert isinstance(failed, BackendError) and "broke" in failed.message
         assert len(model.generate(PROMPT, max_tokens=2, ignore_eos=True).token_ids) == 2
 
 
@@ -242,20 +236,3 @@ def test_a_reply_that_failed_does_not_block_other_threads(small_bundle: Path, mo
 def test_a_prompt_with_an_unknown_token_is_the_callers_fault(model: edgeinfer.Model, token: int) -> None:
     with pytest.raises(UsageError, match="vocabulary"):
         model.generate([5, token], max_tokens=2)
-
-
-def test_a_failing_pass_ends_the_reply_and_no_more(model: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(model._parts.engine.backend, "forward", broken)
-        with pytest.raises(BackendError, match="broke"):
-            model.generate(PROMPT, max_tokens=4)
-    assert len(model.generate(PROMPT, max_tokens=4, ignore_eos=True).token_ids) == 4
-
-
-def test_cancelling_a_finished_reply_does_not_touch_the_next(model: edgeinfer.Model) -> None:
-    finished = model.stream(PROMPT, **SAMPLED)
-    finished.complete()
-    running = model.stream(PROMPT, **SAMPLED)
-    next(running)
-    finished.cancel()
-    assert running.complete().finish_reason == "length"

@@ -72,30 +72,10 @@ def started(model: edgeinfer.Model, prompt: str, **options: Any) -> TokenStream:
     return stream
 
 
-turns = given(
-    ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=4), order=st.lists(st.integers(0, 3), max_size=40)
-)
-
-
 @needs_builtin
 @settings(max_examples=4, deadline=None)
-@turns
+@given(ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=4), order=st.lists(st.integers(0, 3), max_size=40))
 def test_text_does_not_depend_on_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]) -> None:
-    check_turns(tales, ways, order)
-
-
-@pytest.mark.slow
-@needs_builtin
-@settings(max_examples=20, deadline=None)
-@turns
-def test_text_does_not_depend_on_many_turns(
-    tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]
-) -> None:
-    check_turns(tales, ways, order)
-
-
-def check_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]) -> None:
-    """Checks that replies that take turns are what they are alone."""
     alone = [
         tales.generate(PROMPTS[i % 3], **{"max_tokens": 40, "ignore_eos": "json_schema" not in way} | way)
         for i, way in enumerate(ways)

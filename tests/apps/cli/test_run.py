@@ -291,7 +291,7 @@ def test_forms_of_replies_come_from_files(model: FakeModel, tmp_path: Path) -> N
 def test_bad_usage_is_one_line_and_2(
     model: FakeModel, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Ranges of options themselves are those of tests/edgeinfer/test_config.py."""
+    """Ranges of options themselves are those of tests/edgeinfer/test_options.py."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
