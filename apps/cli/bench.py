@@ -39,7 +39,7 @@ _REPORT = (
 
 
 def add_bench(commands: Subparsers) -> None:
-    """Add the subcommand and its own."""
+    """Add `bench` and its subcommands."""
     from edgeinfer.apps.bench.memory import GROUP
     from edgeinfer.apps.bench.report import BENCHMARKS
 
@@ -122,13 +122,13 @@ def _execute_report(args: argparse.Namespace) -> int:
 
 
 def _require_place(*paths: Path | None) -> None:
-    """Refuses files in folders that are not there, before anything is measured in vain; None is no file."""
+    """Refuse output files in missing folders before anything is measured."""
     for path in paths:
         if path and not path.absolute().parent.is_dir():
             raise StorageError(f"Cannot write {path}: there is no such folder.", "Choose another place.")
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Write a file, whole or not at all."""
     with storage_errors(path):
         write_file(path, text.encode("utf-8"))

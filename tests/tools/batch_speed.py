@@ -36,14 +36,14 @@ _FIRST_ID = 300
 
 
 class Tokens:
-    """Makes prompts of random tokens, none of them twice."""
+    """Prompts of random tokens, none of them twice."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._draw = random.Random(seed)
         self._last = vocab_size - _FIRST_ID
 
     def prompt(self, length: int) -> list[int]:
-        """Another prompt."""
+        """A new prompt."""
         return [self._draw.randrange(_FIRST_ID, self._last) for _ in range(length)]
 
 
@@ -71,7 +71,7 @@ class LlamaBatch:
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """Continues prompts of one length greedily."""
+        """Continue prompts of one length greedily."""
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         last: list[int] = []
         for sequence, prompt in enumerate(prompts):
@@ -84,7 +84,7 @@ class LlamaBatch:
             last = self._decode([(token, at, sequence, True) for sequence, token in enumerate(last)])
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """The likeliest tokens after those rows that want them."""
+        """The most likely tokens after the rows whose logits are wanted."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for row, (token, position, sequence, wanted) in enumerate(rows):
@@ -100,14 +100,14 @@ class LlamaBatch:
         return found
 
     def close(self) -> None:
-        """Frees the model."""
+        """Free the model."""
         self._lib.llama_batch_free(self._batch)
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
 
 def measure_pace(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of so many clients, whose prompts are evaluated within the time; for llama.cpp too."""
+    """Tokens per second by number of clients, evaluation of their prompts included; for llama.cpp too."""
     most, context = max(args.clients), args.prompt + args.tokens + 1
     times: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with edgeinfer.load(args.model, context=context, threads=args.threads, parallel=most, remember=False) as model:

@@ -1,4 +1,4 @@
-"""Writes export/source/config_defaults.json: what transformers' configuration classes say where config.json is silent.
+"""Writes export/source/config_defaults.json: the defaults of transformers' configuration classes.
 
 python -m tests.tools.config_defaults
 """
@@ -32,7 +32,7 @@ _OLDER = {
 
 
 def text_config_class(model: str) -> Any:
-    """The configuration class of a model class, or of the language model in it; None where transformers has none."""
+    """The configuration class of a model class, or of the language model in it; None if transformers has none."""
     found = getattr(transformers, model, None)
     if found is None:
         return None
@@ -62,7 +62,7 @@ def known_defaults() -> dict[str, Any]:
 
 @functools.cache
 def _named() -> set[str]:
-    """Names that stand in the code that reads configurations."""
+    """Names in the code that reads configurations."""
     sources = [path for folder in ("architectures", "source", "gguf") for path in (_EXPORT / folder).glob("*.py")]
     named = set(re.findall(r'"([A-Za-z_0-9]+)"', "".join(path.read_text("utf-8") for path in sources)))
     return named - _TOLD_ELSEWHERE
@@ -96,7 +96,7 @@ def _rotation(config: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the file."""
+    """Write the file."""
     known = known_defaults()
     lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(family)}" for kind, family in known["families"].items())
     text = f'{{\n "kinds": {json.dumps(known["kinds"])},\n "families": {{\n{lines}\n }}\n}}\n'

@@ -153,7 +153,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def expanded_shape(source: Shape, shape: Shape) -> Shape:
-    """The sizes of `shape` with all that is the small model's: rotary embedding, context, tokens, scaled epsilon."""
+    """The sizes of `shape` with the small model's rotary embedding, context and tokens, and a scaled epsilon."""
     smaller = [n for n in ("hidden", "kv_heads", "ffn", "vocab_size") if getattr(shape, n) < getattr(source, n)]
     spare = shape.vocab_size == source.vocab_size or (shape.hidden - 1) // _GROUP * _GROUP >= source.hidden
     for reason, wrong in {
@@ -224,7 +224,7 @@ class _Vocabulary:
 
     @classmethod
     def of(cls, checkpoint: TrainedCheckpoint, grown: Shape) -> _Vocabulary:
-        """Chosen so that logits of added tokens lie low enough while real ones shift little enough, with a margin."""
+        """Choose numbers that put logits of added tokens low enough and shift real ones little, with a margin."""
         source = checkpoint.shape
         if grown.vocab_size == source.vocab_size:
             return cls(0.0, 0.0, 0.0)
@@ -257,7 +257,7 @@ class _Expansion:
         self._group = shape.layers // self._small.layers
 
     def write(self, file: BinaryIO) -> None:
-        """All of them, in the order of the shape."""
+        """Write all tensors in the order of the shape."""
         for name, dimensions in self.shape.tensors().items():
             for part in self._parts(name, dimensions):
                 file.write(part.astype("<f4", copy=False).data)
@@ -285,7 +285,7 @@ class _Expansion:
             yield added
 
     def _gains(self, name: str) -> Floats:  # (hidden,)
-        """The gains of a norm: the spare channel is heard by the head alone."""
+        """The gains of a norm; only the head reads the spare channel."""
         small, grown = self._small, self.shape
         gains = np.ones(grown.hidden, np.float32)
         origin = self._origin(name)
@@ -296,7 +296,7 @@ class _Expansion:
         return gains
 
     def _matrix(self, name: str, dimensions: tuple[int, ...]) -> Floats:  # dimensions
-        """A linear layer: what writes to the residual stream is zero but for the real part, the rest is random."""
+        """A linear layer: layers that write to the residual stream are zero except for the real part, others random."""
         origin, kind = self._origin(name), name.split(".")[-2]
         writes = kind in ("o_proj", "down_proj")
         weights = np.zeros(dimensions, np.float32) if writes else self._random(dimensions)

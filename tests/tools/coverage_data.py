@@ -1,4 +1,4 @@
-"""Reads what coverage.py recorded of a run: which lines of the product each test executed.
+"""Read the records of coverage.py: the lines of the product that each test executed.
 
 Data comes from `pytest --cov --cov-context=test --cov-report=`, followed by `coverage combine`.
 """
@@ -61,7 +61,7 @@ def _read(path: Path) -> CoverageData:
 
 @cache
 def _name(file: str) -> str:
-    """A file by its real place in the repository, wherever the checkout was and through whichever link it came."""
+    """The path of a file in the repository, independent of the checkout and of links."""
     parts = Path(file).parts
     # The last of them: a checkout may itself be called `edgeinfer`, and rooms are linked below edgeinfer/.
     start = max((n for n, part in enumerate(parts[:-1]) if part in ROOMS and _is_file(parts[n:])), default=0)

@@ -1,4 +1,4 @@
-"""Tells, by room and by module, which share of a former suite's lines the tiers execute, and which lines got lost.
+"""Show by room and module which share of a former suite's lines the tiers execute, and which lines were lost.
 
     python -m tests.tools.coverage_table --former OLD --fast FAST --full FAST REST
 

@@ -1,4 +1,4 @@
-"""Runs tests against faults in one pytest process: a child for each fault, in which functions get the faulty code.
+"""Run tests against faults in one pytest process, with a child for each fault in which functions get the faulty code.
 
 A plugin that tests.tools.faults gives to pytest, in a copy of the checkout. Starting and collecting is done once; a
 fault costs no more than its tests do. The file is changed as well, for processes that tests start.
@@ -27,7 +27,7 @@ UNCHANGED = "(no fault put in)"
 
 @dataclass(frozen=True)
 class Job:
-    """A fault by its number: the text that its file then has, and the tests of its line by tier, in their order."""
+    """A fault with its number, the faulty text of its file, and the tests of its line by tier, in order."""
 
     number: int
     file: str
@@ -86,14 +86,14 @@ class Runner:
         return None
 
     def _write(self, path: Path, text: str) -> None:
-        """Writes a source, with a time that no byte code of another text of it has."""
+        """Write a source with a modification time that no byte code of another text has."""
         path.write_text(text, "utf-8")
         self.written += 1
         moment = path.stat().st_mtime + self.written
         os.utime(path, (moment, moment))
 
     def _first_failure(self, tests: Sequence[str], change: tuple[Path, str, str] | None) -> str | None:
-        """The first of these tests that fails in a child, or CRASHED where it ends without saying which."""
+        """The first of these tests that fails in a child, or CRASHED if the child ends without naming one."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -133,7 +133,7 @@ class Runner:
 
 
 def replace_code(path: Path, old: str, new: str) -> None:
-    """Gives all functions of a file the code of its new text, in which the same functions begin in the same lines."""
+    """Replace the code of all functions of a file by that of its new text, in which they begin on the same lines."""
     place = path.resolve()
     before, after = (list(codes(compile(text, str(place), "exec", dont_inherit=True))) for text in (old, new))
     changed = {known_by(code): faulty for code, faulty in zip(before, after, strict=True)}
@@ -146,7 +146,7 @@ def replace_code(path: Path, old: str, new: str) -> None:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """A piece of code and those inside it."""
+    """A code object and the code objects inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -154,5 +154,5 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def known_by(code: CodeType) -> tuple[object, ...]:
-    """What tells a function of a file from its others."""
+    """The identity of a function within its file."""
     return code.co_qualname, code.co_firstlineno, code.co_linetable

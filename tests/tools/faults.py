@@ -1,4 +1,4 @@
-"""Puts faults into copies of the product, one line each, and tells which of them the tests find.
+"""Put faults of one line into copies of the product, and report which of them the tests find.
 
     python -m tests.tools.faults --fast FAST_DATA --full FAST_DATA REST_DATA [--count 30] [--seed 1] [--workers 2]
 
@@ -74,7 +74,7 @@ def faults_of(file: str) -> Iterator[Fault]:
 
 
 def expressions(tree: ast.Module) -> Iterator[ast.expr]:
-    """What functions compute: no annotations, no defaults, no decorators, no text, no `strict=` of zip."""
+    """Expressions that functions compute: no annotations, defaults, decorators, text, or `strict=` of zip."""
     left_out = {
         keyword.value
         for call in ast.walk(tree)
@@ -90,7 +90,7 @@ def expressions(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def broken(node: ast.expr, row: bytes) -> str | None:
-    """The expression of a row with a fault, or None where there is none to put in."""
+    """The expression with a fault, or None if none fits."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, bool):
             return str(not node.value)
@@ -113,7 +113,7 @@ def broken(node: ast.expr, row: bytes) -> str | None:
 
 
 def draw(count: int, seed: int, data: Sequence[Path]) -> list[Fault]:
-    """Faults on lines that some test executes, as many of each room as of any other."""
+    """Faults on lines that a test executes, equally many for each room."""
     chance = random.Random(seed)
     executed = lines_of(data)
     drawn: list[Fault] = []
@@ -128,7 +128,7 @@ def draw(count: int, seed: int, data: Sequence[Path]) -> list[Fault]:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """A copy that tests run in; its sources come before those that are installed."""
+    """A copy of the checkout for tests; its sources come before installed ones."""
     leave = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".pytest_cache", ".coverage*", ".hypothesis")
     return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=leave))
 
@@ -146,7 +146,7 @@ def jobs(drawn: Sequence[Fault], fast: Sequence[Path], full: Sequence[Path], lim
 
 
 def in_order(tests: set[str], sizes: Mapping[str, int]) -> list[str]:
-    """Tests of a file one after another, files first whose tests execute little else."""
+    """Tests in the order of files, beginning with files whose tests execute little else."""
     files: defaultdict[str, list[str]] = defaultdict(list)
     for test in sorted(tests):
         files[test.partition("::")[0]].append(test)
@@ -155,7 +155,7 @@ def in_order(tests: set[str], sizes: Mapping[str, int]) -> list[str]:
 
 
 def run(checkout: Path, work: Sequence[Job], drawn: Sequence[Fault]) -> list[str]:
-    """Runs the tests of some faults in a checkout; gives the tier that found each, "" where none did."""
+    """Run the tests of some faults in a checkout; the tier that found each, or ""."""
     listed = checkout / "faults.json"
     listed.write_text(json.dumps(list(map(asdict, work))), "utf-8")
     files = sorted({test.partition("::")[0] for job in work for test in job.fast + job.rest})

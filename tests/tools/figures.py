@@ -1,4 +1,4 @@
-"""What scripts of this folder share: percentiles, and figures as a result file."""
+"""Helpers of the scripts in this folder: percentiles, and figures as a result file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin by which clocks jump ahead, as on a machine that is busy: tests that go by what they measure fail.
+"""A pytest plugin that makes clocks jump ahead, as on a busy machine: tests that rely on measured times fail.
 
     .venv/bin/python -m pytest -p tests.tools.hiccups
 

@@ -1,4 +1,4 @@
-"""Compares what grammars of schemas take with the verdicts of JSON Schema's official tests.
+"""Compare the documents that grammars of schemas accept with the verdicts of JSON Schema's official tests.
 
     python -m tests.tools.json_schema_suite CHECKOUT [DRAFT]
 
@@ -90,7 +90,7 @@ def verdicts(folder: Path, draft: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _same(value: Any) -> list[Any]:
-    """The value with its integers as such, and its names in other orders."""
+    """The value with integral numbers as integers, and with its names in other orders."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e300:
         return [value, int(value)]
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Processor time of the kernel's product of one row and of a few with a matrix of each width, far beyond the caches.
+"""Processor time of the kernel's product of one or a few rows with a matrix in each width, larger than the caches.
 
     python -m tests.tools.kernel_speed [--rows 1,4] [--megabytes 512] [--rounds 5] [--inline]
 

@@ -1,4 +1,4 @@
-"""What drafting gains on a data set by priced costs, without a clock: the same on a quiet and on a busy machine.
+"""The gain of drafting on a data set by given costs instead of a clock: the same on a quiet and on a busy machine.
 
     python -m tests.tools.priced_drafting BUNDLE DATA [--modes auto,model] [--temps 0,0.7] [--categories tales,gsm8k]
 
@@ -41,7 +41,7 @@ READING = {"model": 0.01}
 
 @dataclass
 class Reckoned:
-    """What one reply came to."""
+    """The cost of one reply."""
 
     tokens: int = 0
     passes: int = 0
@@ -55,7 +55,7 @@ class Reckoned:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Puts priced costs in the place of measured ones, and reckons replies by them."""
+    """Use given costs in place of measured ones, and price replies by them."""
 
     passes: PassCosts
     round_ms: float
@@ -67,7 +67,7 @@ class Pricing:
         return SessionCosts(self.passes, guesses, self.round_ms, self.passes.largest, reading)
 
     def learn(self, costs: DeviceCosts, statistics: SpeculationStatistics) -> None:
-        """Prices do not follow the clock."""
+        """Given costs do not follow the clock."""
 
     def observe(self, governor: Governor, round: Round) -> None:
         rows = 1 + len(round.draft)
@@ -92,7 +92,7 @@ _OBSERVE, _RESTED = Governor.observe, Governor.rested
 def _replies(
     model: edgeinfer.Model, prompts: Sequence[TokenizedPrompt], warm_up: int, now: Reckoned, **options: object
 ) -> dict[str, list[Reckoned]]:
-    """Replies by category, each by drafters that know the replies to the `warm_up` last prompts of every category."""
+    """Replies by category, by drafters that learnt from the last `warm_up` prompts of every category."""
     by_category: dict[str, list[TokenizedPrompt]] = {}
     for item in prompts:
         by_category.setdefault(item.prompt.category, []).append(item)

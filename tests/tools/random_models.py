@@ -177,7 +177,7 @@ class Shape:
         }
 
     def special_id(self, token: str) -> int:
-        """The id of a special token; these are the last entries of the vocabulary."""
+        """The id of a special token, one of the last entries of the vocabulary."""
         return self.vocab_entries - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index(token)
 
 
@@ -206,7 +206,7 @@ SHAPES = {
 
 
 def find_shape(name: str) -> Shape:
-    """The shape of that name."""
+    """The shape with this name."""
     if name not in SHAPES:
         raise UsageError(f"Unknown shape {name!r}.", f"Known shapes: {', '.join(SHAPES)}.")
     return SHAPES[name]

@@ -349,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.readme is not None:
         for page in args.readme or _PAGES:
             page.write_text(fill(page.read_text("utf-8"), args.out), "utf-8")
+        write_page(args.out)
         return 0
     for path in (*args.checkpoint, *([args.data] if args.data else [])):
         if not path.is_dir():

@@ -135,7 +135,7 @@ def _pick(page: Page, model: str) -> None:
 
 
 def _write(page: Page) -> None:
-    """A conversation with what the built-in model cannot write, put there as its reply."""
+    """A conversation whose reply, which the built-in model cannot write, was put into the history."""
     _new_chat(page)
     _ask(page, "How does a memory budget work?")
     page.get_by_role("button", name="Edit", exact=True).last.click()
@@ -269,7 +269,7 @@ def _attached(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
 
 
 def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
-    """A chat of another model than the one that is loaded."""
+    """A chat with another model than the loaded one."""
     with _app("--models", models, "--seed", "3", "-n", "150") as address:
         page = _page(browser, address)
         _ready(page)
@@ -346,7 +346,7 @@ def take(models: Path, large: str, out: Path) -> list[Path]:
 
 
 def take_real(model: str, out: Path) -> list[Path]:
-    """Takes the pictures of a conversation with a real model; errors as `take`."""
+    """Take the pictures of a conversation with a real model."""
     taken: list[Path] = []
 
     def shoot(page: Page, name: str) -> None:

@@ -80,7 +80,7 @@ class LoadOutcome:
 
 
 def make_questions(model: edgeinfer.Model, count: int, seed: int) -> list[Question]:
-    """Questions of many lengths, greedy and sampled, with what the model alone answers without drafts."""
+    """Questions of many lengths, greedy and sampled, with the answers of the model alone without drafts."""
     draw = random.Random(seed)
     questions = []
     for _ in range(count):
@@ -208,7 +208,7 @@ def _show(figures: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; exit code 1 where a request went wrong."""
+    """The command; exit code 1 if a request went wrong."""
     parser = argparse.ArgumentParser(prog="serve_load", description=__doc__)
     parser.add_argument("-m", "--model", help="as for edgeinfer serve; the built-in one without it")
     parser.add_argument("--clients", type=int, default=32)

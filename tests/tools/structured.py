@@ -52,7 +52,7 @@ class Followed:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Followed) -> None:
-        """Adds another group's."""
+        """Add another group's outcome."""
         self.schemas += other.schemas
         self.refused += other.refused
         self.compile_ms += other.compile_ms
@@ -94,14 +94,14 @@ def read_schemas(folder: Path, sample: int | None, seed: int = 0) -> dict[str, l
 
 
 def sample_groups(groups: Mapping[str, Sequence[T]], sample: int | None, seed: int) -> dict[str, list[T]]:
-    """So many items in all, the same share of each group but one at least; None is all of them."""
+    """`count` items in all, the same share of each group but at least one; None is all of them."""
     share = 1.0 if sample is None else min(1.0, sample / sum(map(len, groups.values())))
     draw = random.Random(seed)
     return {name: draw.sample(items, max(1, round(share * len(items)))) for name, items in groups.items()}
 
 
 def add_reply_options(parser: argparse.ArgumentParser, data: str, items: str) -> None:
-    """Options of scripts that have a model reply to the items of a data set.
+    """Options of scripts whose model replies to the items of a data set.
 
     Args:
         data: what the folder of the data set holds.
@@ -153,7 +153,7 @@ def follow(model: edgeinfer.Model, cases: Sequence[Mapping[str, Any]], **options
 
 
 def _wrong(schema: Mapping[str, Any], text: str) -> str:
-    """What is wrong with a document; empty where nothing is."""
+    """The error of a document; empty if it is valid."""
     import jsonschema
 
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -169,7 +169,7 @@ def _wrong(schema: Mapping[str, Any], text: str) -> str:
 
 
 def _reason(error: UsageError) -> str:
-    """Without what differs from schema to schema."""
+    """The reason without the parts that differ from schema to schema."""
     reason = error.message.removeprefix("The schema or grammar cannot be used: ")
     if reason.endswith(" is not supported."):
         return ", ".join(sorted(reason.removesuffix(" is not supported.").split(", "))) + " is not supported"

@@ -1,4 +1,4 @@
-"""Takes the documentation's pictures of the command line: types commands into a real terminal, draws what it shows.
+"""Draw the documentation's pictures of the command line: type commands into a real terminal and draw its screen.
 
 `python -m tests.tools.terminal_pictures docs/screenshots` needs tmux; `edgeinfer` must be on the PATH.
 """
@@ -26,7 +26,7 @@ _WEB_FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Picture:
-    """What is typed, line by line, and what the picture of it is called.
+    """The lines that are typed, and the name of their picture.
 
     Attributes:
         seen: texts that the terminal must show in the end.
@@ -90,18 +90,18 @@ class Terminal:
         self._await()
 
     def type(self, line: str) -> None:
-        """Types a line, and waits until the next can be typed."""
+        """Type a line, and wait until the next can be typed."""
         before = self.shown()
         self._tmux("send-keys", "-t", "picture", "-l", line)
         self._tmux("send-keys", "-t", "picture", "Enter")
         self._await(before)
 
     def shown(self, *options: str) -> str:
-        """What the terminal shows."""
+        """The screen of the terminal."""
         return self._tmux("capture-pane", "-p", "-t", "picture", *options).rstrip()
 
     def close(self) -> None:
-        """Ends the shell and what runs in it."""
+        """End the shell and its programs."""
         self._tmux("kill-server")
 
     def _await(self, before: str = "") -> None:
@@ -117,7 +117,7 @@ class Terminal:
 
 
 def draw(picture: Picture) -> str:
-    """Types a picture's lines into a new terminal and draws what it shows, as SVG."""
+    """Type a picture's lines into a new terminal and draw its screen as SVG."""
     terminal = Terminal()
     try:
         for line in picture.typed:

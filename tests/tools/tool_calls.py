@@ -82,7 +82,7 @@ class CallOutcome:
     invalid: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: CallOutcome) -> None:
-        """Adds another group's."""
+        """Add another group's outcome."""
         for name in vars(self):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, mine | theirs if isinstance(mine, dict) and name == "invalid" else mine + theirs)
@@ -164,13 +164,13 @@ def _entry(line: Mapping[str, Any], truth: Sequence[Mapping[str, Any]]) -> Entry
 
 
 def _first(possible: Mapping[str, Any]) -> dict[str, Any]:
-    """The first of the values that each argument may have; "" among them stands for leaving it out."""
+    """The first possible value of each argument; "" among the values means that it may be left out."""
     values = {name: [value for value in choices if value != ""] for name, choices in possible.items()}
     return {name: _plain(choices[0]) for name, choices in values.items() if choices}
 
 
 def _plain(value: Any) -> Any:
-    """Members of an object inside have several possible values too."""
+    """An object whose members have one value instead of several possible ones."""
     if isinstance(value, Mapping):
         return _first(value)
     return list(map(_plain, value)) if isinstance(value, list) else value
@@ -190,13 +190,13 @@ def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[ToolFunc
 
 
 def _read_back(form: ToolFormat, truth: Sequence[Call]) -> bool:
-    """Whether calls are read as they were written, cut into pieces; one by one where the format has no more."""
+    """Whether calls in pieces are read as they were written; one by one if the format allows no more."""
     groups = [truth] if form.several else [[call] for call in truth]
     return all(_read(form, _written(form, calls)) == list(calls) for calls in groups)
 
 
 def _written(form: ToolFormat, calls: Sequence[Call]) -> str:
-    """The text of calls, as a model of this format writes it."""
+    """The text of calls in this format."""
     texts = [form.head(name) + json.dumps(arguments, ensure_ascii=False) + form.tail for name, arguments in calls]
     return form.prefix + form.between.join(texts) + form.suffix
 
@@ -249,7 +249,7 @@ def _force(
 
 
 def _wrong(schemas: Mapping[str, Any], call: Call) -> str:
-    """What is wrong with a call; empty where nothing is."""
+    """The error of a call; empty if it is valid."""
     import jsonschema
 
     name, arguments = call

@@ -1,4 +1,4 @@
-"""Which of the project's files and classes make a token: those entered between two streamed pieces of a real reply.
+"""List the project's files and classes that a token passes, between two streamed pieces of a real reply.
 
     python -m tests.tools.trace_token                  one token per pass
     python -m tests.tools.trace_token --spec ngram     rounds for which the drafter was asked
@@ -31,7 +31,7 @@ SELDOM = 0.5
 
 @dataclass
 class Trace:
-    """What was entered.
+    """The calls of some tokens.
 
     Attributes:
         pieces: of the reply that were followed.
@@ -46,7 +46,7 @@ class Trace:
     functions: Counter[str] = field(default_factory=Counter)
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Notes a call, as `sys.setprofile` tells it."""
+        """Record a call; a callback of `sys.setprofile`."""
         module = frame.f_globals.get("__name__", "")
         if event != "call" or not module.startswith("edgeinfer"):
             return
@@ -57,7 +57,7 @@ class Trace:
             self.classes[f"{type(owner).__module__}.{type(owner).__qualname__}"] = 1
 
     def add(self, piece: Trace) -> None:
-        """Adds what was noted of one piece."""
+        """Add the calls of one piece."""
         self.pieces += 1
         self.files += piece.files
         self.classes += piece.classes
@@ -69,7 +69,7 @@ class Trace:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Notes calls inside the block."""
+        """Record calls inside the block."""
         sys.setprofile(self.enter)
         try:
             yield
@@ -78,7 +78,7 @@ class Trace:
 
 
 def trace_reply(speculation: str = "off", tokens: int = 300, prompt: str = PROMPT) -> Trace:
-    """The calls behind tokens 2 to n of a reply; with drafters, of those pieces for which a drafter was asked.
+    """The calls of tokens 2 to n of a reply; with drafters, of pieces for which a drafter was asked.
 
     Raises:
         RuntimeError: no drafter drafted.

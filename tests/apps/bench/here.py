@@ -1,10 +1,8 @@
-"""Stand-ins for the processes that benchmarks start: jobs and engines that run in this one, and exports."""
+"""Stand-ins for the processes that benchmarks start: commands, jobs and engines that run in this one."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +20,6 @@ from edgeinfer.apps.bench.processes import Finished, Worker
 from edgeinfer.errors import BackendError, EdgeInferError
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.results import DeviceLimits
-from tests.cache import made
 from tests.cli import edgeinfer
 
 
@@ -33,67 +30,22 @@ def read_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
 
 
 def commands_here(patch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Have modules run the project's commands in this process, and take exports from the cache."""
+    """Have modules run the project's commands in this process."""
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if list(command[1:3]) != ["-m", "edgeinfer"]:
+            return subprocess.run(command, **options)
+        done = edgeinfer(*command[3:])
+        return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
     for name in modules:
-        patch.setattr(f"{name}.subprocess", SimpleNamespace(run=_ran))
+        patch.setattr(f"{name}.subprocess", SimpleNamespace(run=run))
 
 
 def known_limits(patch: pytest.MonkeyPatch) -> None:
     """Limits of the device that take no time to measure."""
     limits = lambda threads=1: DeviceLimits("avx2", threads, 10e9, 20e9)  # noqa: E731
     patch.setattr(edgeinfer_api.tools, "measure_device", limits, raising=False)
-
-
-def _ran(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    if list(command[1:3]) != ["-m", "edgeinfer"]:
-        return subprocess.run(command, **options)
-    arguments = command[3:]
-    if arguments[0] == "export":
-        return _exported(Path(arguments[1]), Path(arguments[2]), arguments[3:])
-    done = edgeinfer(*arguments)
-    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
-
-
-def exported(source: Path, out: Path, *options: str) -> Path:
-    """The output of `edgeinfer export`, from the cache."""
-    done = _exported(source, out, options)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-def _exported(source: Path, out: Path, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        folder = made(_export, _Contents(source), out.name, list(options))
-    except _NotExportedError as failed:
-        return failed.done
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(folder / out.name, out)
-    return subprocess.CompletedProcess([], 0, "", "")
-
-
-def _export(folder: Path, source: _Contents, name: str, options: Sequence[str]) -> None:
-    done = edgeinfer("export", source.path, folder / name, *options)
-    if done.returncode != 0:
-        raise _NotExportedError(subprocess.CompletedProcess([], done.returncode, "", done.stderr.decode()))
-
-
-class _NotExportedError(Exception):
-    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
-        super().__init__(done.stderr)
-        self.done = done
-
-
-class _Contents:
-    """A folder that is known by its contents."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __repr__(self) -> str:
-        digest = hashlib.sha256(self.path.name.encode())
-        for path in sorted(p for p in self.path.rglob("*") if p.is_file()):
-            digest.update(path.name.encode() + path.read_bytes())
-        return digest.hexdigest()
 
 
 def watch_here(peak: Callable[[dict[str, Any]], int]) -> Callable[..., Finished]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,10 @@ from edgeinfer.apps.bench.memory_plans import (
 from edgeinfer.apps.bench.render import print_section
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.hub import resolve
-from tests.apps.bench.here import exported, watch_here
+from tests.apps.bench.here import watch_here
+from tests.cache import export_checkpoint
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.tables import each_row
 
@@ -184,7 +185,7 @@ def test_budgets_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kv-quality")
     make_checkpoint(folder / "model", "llama")
-    return exported(folder / "model", folder / "bundle", "--bits", "4")
+    return export_checkpoint(folder / "model", folder / "bundle", ExportConfig(bits=4))
 
 
 def test_caches_are_compared_with_float32(bundle: Path) -> None:
@@ -200,25 +201,6 @@ def test_caches_are_compared_with_float32(bundle: Path) -> None:
     assert abs(half["change"]) < abs(four["change"]) and 0 < abs(eight["change"]) < abs(four["change"])
     assert eight["agreement"] > four["agreement"]
     assert 0 < half["attention_error"] < eight["attention_error"] < four["attention_error"] < 0.1
-
-
-def test_caches_are_shown(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"model": "bundle", "kv": "int8", "perplexity": 9.37, "change": 0.001, "agreement": 0.988, "copied": 0.731}
-
-    def known(model: str, stories: Sequence[str]) -> list[dict[str, Any]]:
-        assert (model, list(stories)) == (str(bundle), STORIES[-1:])
-        return [row | {"attention_error": 0.013, "tokens": 8340}]
-
-    monkeypatch.setattr(memory, "compare_caches", known)
-    text = tmp_path / "text"
-    text.write_text("<|endoftext|>".join(STORIES))
-    line = ["bench", "memory", "kv", "-m", str(bundle), "--text", str(text), "--stories"]
-    assert main([*line, "1", "--json", str(tmp_path / "kv.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "int8" in shown and "9.3700" in shown and "+0.100%" in shown and "8340" in shown
-    assert main([*line, "0"]) == 2 and "at least one story" in capsys.readouterr().err
 
 
 def test_a_model_with_float32_caches_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

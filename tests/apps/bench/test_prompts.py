@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench.texts import STORIES, Prompt, builtin_prompts, load_prompts, read_stories, tokenize_prompts
+from edgeinfer.apps.bench.texts import Prompt, builtin_prompts, load_prompts, read_stories, tokenize_prompts
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -97,16 +97,6 @@ def test_a_folder_without_prompts_or_with_damaged_ones_is_refused(tmp_path: Path
         (tmp_path / "gsm8k" / "train.jsonl").write_text(text + "\n")
         with pytest.raises(PromptError, match=r"train\.jsonl"):
             load_prompts(tmp_path, 1)
-
-
-def test_the_built_in_prompts_are_a_dozen_of_the_story_categories() -> None:
-    prompts = builtin_prompts(100)
-    assert len(prompts) == 12
-    assert {*STORIES} <= {prompt.category for prompt in prompts}
-    for prompt in prompts:
-        assert prompt.messages[-1]["role"] == "user"
-    first = builtin_prompts(1, ["tales/retell"])
-    assert [prompt.category for prompt in first] == ["tales/retell"]
 
 
 def test_long_prompts_are_cut_at_the_front_and_say_so() -> None:

@@ -24,8 +24,9 @@ from edgeinfer.apps.bench.quality import (
 from edgeinfer.apps.bench.texts import Prompt
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CheckpointError, NativeUnavailableError
+from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import native_kernel
-from tests.apps.bench.here import exported
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.speculation import needs_builtin
 from tests.tables import each_row
@@ -72,8 +73,8 @@ def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
 def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Path) -> None:
     result = measured(checkpoint, STORIES[:1], bits=("4small",))[1]
     logits = []
-    for number, options in enumerate((["--bits", "32"], ["--bits", "4", "--no-keep-small"])):
-        bundle = exported(checkpoint, tmp_path / str(number), *options)
+    for config in (ExportConfig(bits=32), ExportConfig(bits=4, keep_small=False)):
+        bundle = export_checkpoint(checkpoint, tmp_path / str(config.bits), config)
         with edgeinfer.load(bundle, speculation="off") as model:
             ids = model.tokenize(STORIES[0])
             ids = ids if ids[:1] == model.begin_ids else model.begin_ids + ids
@@ -83,14 +84,6 @@ def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Pat
     wanted = (np.exp(reference) * (reference - variant)).sum(axis=1)
     assert result["divergence"] == pytest.approx(wanted.mean(), abs=1e-12)
     assert result["perplexity"] == pytest.approx(perplexity)
-
-
-def test_stories_of_any_length_are_read(checkpoint: Path) -> None:
-    """Logits come in arrays of 16 rows; the last token of a story, which has no target, may be alone in one."""
-    # Each letter is a token of the byte-level vocabulary, after the begin token.
-    lengths = (2, 16, 17, 18)
-    (result,) = measured(checkpoint, [("xyz" * 6)[: tokens - 1] for tokens in lengths], bits=())
-    assert result["tokens"] == sum(lengths)
 
 
 def test_variants_that_fail_are_skipped_with_the_reason(checkpoint: Path) -> None:
@@ -104,7 +97,7 @@ def test_variants_that_fail_are_skipped_with_the_reason(checkpoint: Path) -> Non
 
 @needs_builtin
 def test_models_with_other_tokens_are_not_compared(checkpoint: Path, tmp_path: Path) -> None:
-    exported(checkpoint, tmp_path / "bundle", "--bits", "8")
+    export_checkpoint(checkpoint, tmp_path / "bundle", ExportConfig(bits=8))
     family = ("tales", [Variant("tales", None), Variant("other", str(tmp_path / "bundle"))])
     _, (skipped,) = measure_family(family, Material(STORIES), lambda *_: None)
     assert "other tokens" in skipped["reason"]
@@ -183,8 +176,8 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     data = json.loads(out.read_text())
     assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "budget of 9 bits"]
     assert data["text"] == "1 stories of text" and data["subjects"][0]["tasks"] == {}
-    for bits in ("32", "8"):
-        exported(checkpoint, tmp_path / bits, "--bits", bits)
+    for bits in (32, 8):
+        export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits))
     needs_the_kernel()
     assert main([*line, "-m", str(tmp_path / "8"), "--reference", str(tmp_path / "32"), "--kv", "int8"]) == 0
     again = json.loads(out.read_text())
