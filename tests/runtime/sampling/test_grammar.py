@@ -256,7 +256,6 @@ def test_the_engine_may_be_missing(monkeypatch: pytest.MonkeyPatch, byte_level: 
         made(byte_level, json_object=True)
 
 
-pytest.importorskip("llguidance")
 
 
 def chain(count: int, below: Callable[[str], Any]) -> dict[str, Any]:

@@ -227,8 +227,6 @@ def test_drawn_schemas_allow_the_same_with_words_that_demand_nothing(schema: Sch
     assert essence(mended(with_definitions(odd))) == essence(expected)
 
 
-pytest.importorskip("llguidance")
-
 CLOSED = {"type": "object", "additionalProperties": False}
 # Forms of values that have digits, and how long one of them may get.
 FORMS: list[tuple[Schema, int]] = [
