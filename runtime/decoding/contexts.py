@@ -34,12 +34,7 @@ def require_contexts(engine: Engine, spec: DecoderSpec | None) -> tuple[PagedCac
 
 
 class ContextMaker:
-    """Evaluates contexts in the cache of an engine, whose text is forgotten.
-
-    Args:
-        prefix: that contexts are evaluated behind, one token at least.
-        progress: called with the tokens of each pass; what it raises ends the evaluation.
-    """
+    """Evaluates contexts behind a prefix of at least one token, in the cache of an engine, whose text is forgotten."""
 
     def __init__(
         self,

@@ -91,13 +91,10 @@ class Engine:
         stop_ids: frozenset[int],
         strategy: DecodingStrategy | None = None,
     ) -> Generator[Step]:
-        """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
+        """Yield tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
 
-        Where an context shift makes room, no context is ever full; a reply without `max_tokens` then ends after as
-        many tokens as the context holds.
-
-        Args:
-            strategy: decodes the reply, by the same sampler; None is plain decoding, one token per pass.
+        Where a context shift makes room, no context is ever full; a reply without `max_tokens` then ends after as many
+        tokens as the context holds. `strategy` decodes by the same sampler; None is plain decoding.
         """
         self.check(prompt)
         # Here, not when iteration begins: a `cancel` in between counts.
@@ -242,12 +239,10 @@ class Engine:
     def feed(
         self, tokens: Sequence[int], rows: Ints, gains: tuple[float, ...] | None = None, run: Run | None = None
     ) -> Floats:  # (R, V)
-        """Feeds the next tokens of a text, no more than there is room for, and gives the logits of these rows of them.
+        """Feed the next tokens of a text and return the logits of `rows` (R,), as a view that the next pass overwrites.
 
-        Args:
-            rows: whose logits are given, as a view that the next pass overwrites. (R,)
-            gains: as `ForwardInput` takes them, where the last of the tokens need not be fed; as many rows then come.
-            run: runs the pass; None is the backend.
+        With `gains`, as `ForwardInput` takes them, the last tokens need not be fed, and as many rows come. `run` runs
+        the pass.
         """
         start = self.backend.cache.length
         places = np.arange(start, start + len(tokens))

@@ -35,16 +35,9 @@ from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 
 
 class RowRequest:
-    """Rows of one sequence that a task waits for.
+    """Rows of one sequence that a task waits for: its batch, rows evaluated so far, and the passes' outputs.
 
-    Args:
-        batch: the rows.
-
-    Attributes:
-        cache, batch: as given; drafts may be cut.
-        fed: rows that passes have evaluated.
-        parts: what these passes gave; the last one's is a view until `keep`.
-        can_wait: its rows may be cut into several passes: a prompt's, of which at most the last is continued.
+    The last output is a view until `keep`. A prompt's rows may be cut into several passes; drafts may be cut.
     """
 
     def __init__(self, cache: PagedCache, batch: ForwardInput) -> None:

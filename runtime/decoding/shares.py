@@ -58,10 +58,10 @@ class PromptShare:
         self._since = 0  # passes with prompts since the last without
 
     def beside(self, rows: int) -> int:
-        """Rows of prompts in the next pass with so many rows of sequences that are being decoded.
+        """Rows of prompts in the next pass with this many rows of sequences that are being decoded.
 
-        While prompts wait, no pass would tell what a step takes without them, and what they may have could not grow.
-        So where nothing like it is known, and again every `_LOOK` passes, one goes without.
+        While prompts wait, no pass would show what a step takes without them. So where that is unknown, and again every
+        `_LOOK` passes, one goes without.
         """
         if self._wanted_ms is not None:
             return self.rows

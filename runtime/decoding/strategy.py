@@ -33,9 +33,7 @@ class Prefill:
 class Step:
     """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
 
-    Attributes:
-        last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
-        pass_ms: of a plain step, what its pass took; 0 of any other.
+    After the `last` token of a pass the generation can be closed and continued by another. `pass_ms` is 0 unless plain.
     """
 
     token: int

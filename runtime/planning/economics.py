@@ -26,12 +26,9 @@ _STEPS, _STEP = 12, 1e-6
 
 @dataclass(frozen=True)
 class Prior:
-    """What is reckoned with of a drafter where nothing was measured.
+    """Expectations of a drafter before anything was measured; fields as in `Prospect`.
 
-    Attributes:
-        covers, accepted, at_once, most, tables: as `Prospect` has them.
-        share: of a pass of the target that a guess takes; nothing of tables.
-        model: whether it is the draft model, or runs it.
+    `share` is of a target's pass that a guess takes, 0 for tables; `model` says whether it is or runs the draft model.
     """
 
     covers: float

@@ -27,12 +27,9 @@ _AMPLE = 0.1
 
 @dataclass(frozen=True)
 class MemoryRelief:
-    """A way to free memory.
+    """A way to free memory: `release` returns False if nothing was left, `restore` undoes it when there is ample room.
 
-    Attributes:
-        name: what is given up, for people; "" where its loss is not noticed.
-        release: gives some of it up; false where nothing was left.
-        restore: undoes that at the beginning of a turn with ample room; None where nothing has to be undone.
+    `name` is for people, "" where the loss is not noticed.
     """
 
     name: str
@@ -41,16 +38,9 @@ class MemoryRelief:
 
 
 class Ledger:
-    """Keeps a process within the budget of its plan.
+    """Keeps a process within the budget of its plan; without a budget nothing is ever given up.
 
-    Args:
-        plan: in force when the model was loaded; without a budget nothing is ever given up.
-        terms: bytes that the model's parts take now, by the plan's terms.
-        reliefs: in the order in which they are tried.
-        replan: makes another plan of the one in force, the process and the bytes in use.
-
-    Attributes:
-        given_up: names of what was given up and not taken again, in order.
+    `terms` gives bytes in use by the plan's terms; `reliefs` are tried in order; `given_up` names what was given up.
     """
 
     def __init__(

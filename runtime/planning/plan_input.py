@@ -73,13 +73,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process takes, by term.
-
-    Attributes:
-        anonymous: bytes without a file behind them.
-        file: bytes of mapped files that are in memory, which the system can take back and read again.
-        device: bytes in memory of a device's own, which no budget of the process counts.
-    """
+    """Bytes that a process takes, by term: anonymous, of mapped files in memory, and in a device's own memory."""
 
     anonymous: Mapping[str, int]
     file: Mapping[str, int]

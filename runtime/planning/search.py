@@ -124,13 +124,10 @@ def search(
     among: Callable[[Configuration], bool] | None = None,
     hints: bool = True,
 ) -> MemoryPlan:
-    """The plan for a request; without a budget, the one without concessions but for the context's.
+    """Find the plan for a request; without a budget, the one that gives up nothing but context.
 
-    Args:
-        free: bytes that the process may come to for a longer context than usual where nothing was asked for; None is
-            any number.
-        among: which configurations there are to choose from; None takes all.
-        hints: tell what would fit where nothing does, which takes longer than the search.
+    A context longer than usual may take `free` bytes if none was requested. `among` limits the choice; `hints` say what
+    would fit where nothing does, which takes longer than the search.
     """
     drafts = drafting_ways(plan_input, config, memory, speed)
     ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []

@@ -151,9 +151,8 @@ def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lam
 class SpeedModel:
     """Predicts the pace of configurations of one model.
 
-    Args:
-        disk: what passes read where they do not; None where that does not matter.
-        room: bytes of weights that the system can keep in memory with a configuration; None where it keeps all.
+    `disk` is what passes read if weights do not stay in memory, `room` the bytes of weights that do; None where all
+    stay.
     """
 
     def __init__(

@@ -48,12 +48,7 @@ def _fields(data: object, names: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """c(m) as it was measured.
-
-    Attributes:
-        points: rows of a pass and its milliseconds, by ascending rows.
-        step: passes run over a multiple of so many rows, padded up to it; 1 where that is not known.
-    """
+    """c(m) as measured: rows and milliseconds by ascending rows; passes are padded to a multiple of `step`."""
 
     points: tuple[tuple[int, float], ...]
     step: int = 1
@@ -225,10 +220,10 @@ class RanPasses:
 
 
 def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
-    """Costs moved towards those of passes that ran while decoding.
+    """Move costs towards those of passes that ran while decoding.
 
     Sizes that did not run move as the nearest ones that did: beliefs that one busy moment spoiled are mostly spoiled
-    alike, and where nothing but small passes seemed to pay, larger ones have no other way to look better.
+    alike, and where only small passes seemed to pay, larger ones have no other way to look better.
     """
     ran = _within(costs, observed)
     if len(ran) < _FEWEST:

@@ -88,13 +88,8 @@ _HALVINGS = 16
 
 @dataclass(frozen=True)
 class TunedDrafting:
-    """Drafting that pays on this device.
-
-    Attributes:
-        exit_layer: layers of an early exit; None where none pays.
-        layer_mask: attention and MLP blocks that run; None where no set pays. (2 L,)
-        drafters: those that paid on the user's texts, the only ones that `auto` asks; None where nothing was measured.
-    """
+    """Drafting that pays on this device: an exit layer, blocks that run (2 L,), and the drafters that `auto` asks; None
+    if none."""
 
     exit_layer: int | None = None
     layer_mask: NDArray[np.bool_] | None = None
@@ -147,10 +142,7 @@ def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
 class DraftHistory:
     """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens.
 
-    A text that was made before is foretold by what drafters remember of it, which no new one is.
-
-    Args:
-        kept: what `state` gave in an earlier session; anything else is ignored.
+    A repeated text is predicted by what drafters remember of it, which no new one is.
     """
 
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
@@ -162,12 +154,8 @@ class DraftHistory:
             self._tokens |= {name: tokens.copy() for name, tokens in _tokens(kept).items()}
 
     def add(self, prompt: Sequence[int], reply: Sequence[int], rounds: int, plain: int, drafters: _Uses) -> None:
-        """Counts a reply, if it is of a new text.
-
-        Args:
-            rounds: of it; 0 where other replies in the batch decided what was drafted, too.
-            plain: of them, without a draft.
-        """
+        """Count a reply of a new text; `rounds` is 0 where other replies decided what was drafted, `plain` are without
+        a draft."""
         if not self._seen.observe(prompt, reply) or not rounds:
             return
         share = min(1.0, _MOST_ROUNDS / rounds)

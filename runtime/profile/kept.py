@@ -93,12 +93,8 @@ _UNMEASURED = "window"
 
 @dataclass(frozen=True)
 class MeasuredPolicy:
-    """What making room costs a model.
-
-    Attributes:
-        policy: that loses least, one of config.OVERFLOWS.
-        text, copying, needles: nats per token above those of a context that holds all of the text, mean over contexts.
-    """
+    """The policy that loses least, and its losses: nats per token above those of a context that holds all of the
+    text."""
 
     policy: str
     tokens: int

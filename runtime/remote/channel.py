@@ -63,13 +63,10 @@ class Channel:
 
     A round with g drafted tokens takes g drafts, the way there and back, and a pass of 1 + g rows. The verifier then
     decides (1 - a^(1+g)) / (1 - a) tokens, where it accepts a share a of what is drafted. Where it accepts all, drafts
-    that were made while the round was under way are the next round's (PEARL, Liu et al. 2025), and cost nothing.
+    made during the round are the next round's (PEARL, Liu et al. 2025), and cost nothing.
 
     A stream goes on until rounds are expected to be faster, and rounds go on until they were slower. What is tried and
     turns out slower is paid from an account, into which a small share of the time goes.
-
-    Args:
-        prices: of drafts and bytes, which count like time.
     """
 
     def __init__(self, most: int, prices: Prices | None = None) -> None:

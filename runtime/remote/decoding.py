@@ -81,14 +81,8 @@ class _Askers:
 class RemoteDecoding(DecodingStrategy):
     """Decodes one reply in rounds: this model drafts, a server verifies; or the server streams, where that is faster.
 
-    The text is the server's, whatever is drafted. While a round is under way, drafting goes on as if all of the draft
-    were accepted.
-
-    Args:
-        sampler: of the reply; drafts are drawn by the noise that the server draws by.
-        chunk: most rows of a pass that catches up.
-        goes_on: the local model writes the rest where the server is lost.
-        cancelled: whether the reply is to end.
+    The text is the server's, whatever is drafted. During a round, drafting goes on as if all of the draft were
+    accepted. `goes_on` lets the local model write the rest where the server is lost.
     """
 
     def __init__(

@@ -160,10 +160,10 @@ class ChoiceLists:
 
 
 class Constraint(Protocol):
-    """Which tokens may follow, as a stack: draft positions are evaluated by pushing the draft and undone by popping it.
+    """Which tokens may follow, as a stack: drafts are evaluated by pushing them and undone by popping.
 
-    A token that may not follow can be pushed, as drafters propose such: there, and after an end, only stop ids may
-    follow and nothing is forced. Ids rather than a bitmask, so that whoever samples reads nothing but those.
+    A token that may not follow can be pushed, as drafters propose such: after it, and after an end, only stop ids may
+    follow.
     """
 
     def allowed(self) -> NDArray[np.int64] | None:  # (A,)

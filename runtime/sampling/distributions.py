@@ -83,15 +83,10 @@ def truncated(
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """The number in [0, 1) that belongs to this seed, position and stream.
+    """The number in [0, 1) of this seed, position and stream, each in [0, 2**64).
 
-    A counter-based generator: nothing is remembered, so the number is the same on every platform and whatever
-    was drawn before. That is why sampled text does not depend on speculation.
-
-    Args:
-        seed: in [0, 2**64).
-        position: absolute position of the token being drawn, in [0, 2**64).
-        stream: separates independent draws at one position, in [0, 2**64).
+    A counter-based generator: nothing is remembered, so the number is the same on every platform and whatever was drawn
+    before. That is why sampled text does not depend on speculation.
     """
     from numpy.random import Philox  # which replies without draws do not wait for
 
@@ -173,15 +168,11 @@ class GumbelNoise:
         return noise
 
     def draw(self, row: Logits, best: int, temperature: float, position: int, ids: Ids | None = None) -> int:  # (A,)
-        """The index in a row of logits of the token drawn from their softmax at this temperature.
+        """Draw the index of a token from the softmax of a row (A,) at a temperature above 0; `ids` are its tokens, None
+        all.
 
-        Tokens of large noise are tried first. Of the others it is known that their noise is smaller, so only those of
-        large logits can still win, and no exponential of the whole vocabulary is needed.
-
-        Args:
-            temperature: above 0.
-            position: absolute position of the token, in [0, 2**64).
-            ids: of the tokens of the row; None is all in order. (A,)
+        Tokens of large noise are tried first. Others have less noise, so only those of large logits can still win, and
+        no exponential of the whole vocabulary is needed.
         """
         size, words = len(row), self._tokens if ids is None else self._tokens[ids]
         # Noise is the larger, the smaller these are.

@@ -53,13 +53,9 @@ def _ahead(token: bytes, special: bytes) -> int:
 
 
 class NumberLimit:
-    """Which of the tokens that a grammar allows go on with a number of too many digits.
+    """Finds tokens that continue a number with too many digits, among those that a grammar allows.
 
     A number that the grammar itself holds to more digits keeps them: constants, bounds, and whatever has no end yet.
-
-    Args:
-        ahead: `digits_ahead` of the vocabulary.
-        text_of: the bytes of a token.
     """
 
     def __init__(self, source: str, ahead: NDArray[np.uint8], text_of: Callable[[int], bytes]) -> None:

@@ -143,15 +143,10 @@ _FAR = 48
 
 
 class LogitsProcessor:
-    """Turns logits into tokens as one generation asks.
+    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe.
 
-    Order: bias, penalties, mask, temperature, top-k, top-p, min-p. The mask is the ids that a constraint allows, and
-    the work after it is on those alone. Each truncation works on what the one before left, renormalised; at its edge
-    the lower token id wins a tie. Not for use by several threads at once.
-
-    Args:
-        vocab_size: V, the length of a row of logits.
-        seed: of the position-keyed generator, in [0, 2**64).
+    The mask is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what
+    the one before left, renormalised; at its edge the lower token id wins a tie.
     """
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:

@@ -109,10 +109,9 @@ class Sampler:
     def weighed_sample(
         self, logits: Logits, position: int, path: Sequence[int], power: float, stream: int
     ) -> tuple[int | None, float]:  # (V,)
-        """A token drawn behind the reply and `path` by probabilities to a power, of those that form and check accept.
+        """Draw a token behind the reply and `path` by probabilities to a power, of those that form and check accept.
 
-        Returns it, or None where none is, and the logarithm of an estimate, exact without a check, of what these
-        powers add up to.
+        Returns it, or None, and the logarithm of an estimate, exact without a check, of the sum of these powers.
         """
         with self._along(path):
             probabilities = self._processor.probabilities(logits, self._counts)

@@ -28,8 +28,8 @@ def thinking_tags(tokenizer: TokenizerLike) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a text is: whether in a thought, of how many tokens so far, how many of the last are the first of the end
-    tag's, and the characters that a tag may begin in."""
+    """Where a text is: inside a thought, its tokens so far, how many match the end tag, and characters that may begin a
+    tag."""
 
     inside: bool = False
     used: int = 0
@@ -38,11 +38,9 @@ class _Place:
 
 
 class ThinkingBudget:
-    """Implements `Constraint`: anything may follow but more of a thought that has had its tokens.
+    """Implements `Constraint`: anything may follow except more of a thought that has had `budget` tokens.
 
-    Args:
-        budget: tokens of each thought at most, its tags not counted.
-        prompt: token ids, which may end inside a thought, as templates of some models have it.
+    The prompt may end inside a thought, as in templates of some models.
     """
 
     def __init__(self, tokenizer: TokenizerLike, budget: int, prompt: Sequence[int]) -> None:

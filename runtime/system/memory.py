@@ -172,10 +172,7 @@ def _rusage_peak() -> int:
 
 
 def return_large_frees() -> None:
-    """Makes the C library give memory back to the system when it is freed, instead of keeping it.
-
-    Process-wide and lasting. Does nothing where the C library is not glibc; others return large blocks anyway.
-    """
+    """Make the C library return freed memory to the system for the rest of the process; does nothing without glibc."""
     libc = _glibc()
     if libc is not None:
         _set_thresholds(_LARGE_BYTES, _TRIM_BYTES)
@@ -222,10 +219,10 @@ _FREED = _FreedBlocks()
 
 @contextmanager
 def keeping_freed() -> Iterator[None]:
-    """Within, blocks that are freed stay for the next ones, in spite of `return_large_frees`; then all go back.
+    """Keep freed blocks for the next ones inside this context, in spite of `return_large_frees`; return all afterwards.
 
     A new mapping costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
-    (docs/log/2026-11-25.md). From any thread, nested or not: who is last returns them.
+    (docs/log/2026-11-25.md). May be nested and used by any thread.
     """
     _FREED.keep()
     try:
@@ -247,10 +244,10 @@ def releases_pages() -> bool:
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Runs something in a thread of its own, so that the C library keeps the blocks it allocates apart from others.
+    """Run a function in a thread of its own, so that the C library keeps its blocks apart from others.
 
-    Blocks that stay then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000
-    tokens was parsed and freed. Where there is no room for a thread's stack, it runs in this one.
+    Blocks that stay then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000 tokens was
+    parsed. Without room for a thread's stack, it runs in this one.
     """
     if not has_room(_STACK_BYTES):
         return work()
@@ -350,10 +347,9 @@ class MappedFile:
 
 
 def release_code() -> None:
-    """Drops pages of programs and libraries, most of which only loading needed.
+    """Drop pages of programs and libraries that only loading needed, on Linux; takes some milliseconds.
 
-    What still runs comes back from the system's cache of the file, 64 KB at a touch. Does nothing where the system is
-    not Linux. Takes some milliseconds.
+    What still runs comes back from the system's cache of the file, 64 KB at a touch.
     """
     libc = _glibc()
     if libc is None:

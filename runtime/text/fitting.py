@@ -258,10 +258,7 @@ def _unled(messages: Sequence[Message]) -> int | None:
 class ProbeConversation:
     """A conversation of the shape of another, whose texts can be found again in what a template makes of it.
 
-    Attributes:
-        messages: with probe texts.
-        tools: with probe texts; None where there are none.
-        texts: where each probe text is, such as "messages[0].content, of the role system".
+    `texts` says where each probe text is, such as "messages[0].content, of the role system".
     """
 
     messages: list[Message]

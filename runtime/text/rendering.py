@@ -161,13 +161,10 @@ class RenderError(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """What came of rendering a conversation.
+    """The result of rendering a conversation; `text` is None if the template failed.
 
-    Attributes:
-        text: that it became; None where the template failed.
-        missing: probes that are not in the text as a template writes content.
-        failure: what it did, and the reason in one line without a full stop.
-        spent: it failed for what it took, so that trying on is of no use.
+    `missing` are the probes not in the text, `failure` is what the template did and why, and `spent` says it took too
+    much to try again.
     """
 
     text: str | None = None
@@ -205,13 +202,7 @@ class Rendering:
         moment: Mapping[str, str],
         probes: Sequence[str] = (),
     ) -> list[Rendered]:
-        """Render attempts up to the first whose text has all probes.
-
-        Args:
-            attempts: the names that each gives the template.
-            moment: the date and time, by the letters of `strftime`'s directives.
-            probes: texts that the result must contain.
-        """
+        """Render attempts, each the names given to the template, up to the first whose text has all probes."""
         self._environment.begin()
         outcomes: list[Rendered] = []
         for names in attempts:

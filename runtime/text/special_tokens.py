@@ -262,9 +262,8 @@ class GuardedTemplate:
 class _Words:
     """Names and constants of a template's source.
 
-    Attributes:
-        constants: words in quotes, without those that could begin or end a special token.
-        harmless: texts in quotes, and the places in them that need no placeholder.
+    `constants` could not begin or end a special token; `harmless` are constants with the places that need no
+    placeholder.
     """
 
     names: frozenset[str]

@@ -104,12 +104,8 @@ def _borders(stop: str) -> array[int]:
 
 @dataclass(frozen=True)
 class CallMark:
-    """What the calls of a reply begin with.
-
-    Attributes:
-        token: that it is, where it is a special one, which has no text; else None.
-        anywhere: whether text may stand before it; else it counts at the very beginning only.
-    """
+    """What the calls of a reply begin with: a text, or a special token, anywhere in the reply or only at its
+    beginning."""
 
     text: str
     token: int | None

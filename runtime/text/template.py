@@ -102,12 +102,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the text the model was trained on, as far as its template takes it; else in a form that
-        the template takes whole, as `fitted` finds it.
+        """Render a conversation as the model was trained on it, in the form that `fitted` finds.
 
-        Args:
-            messages: mappings with a str `role` and a `content` that is a str or a list of text parts; `content` may be
-                None or absent where there are `tool_calls`. Other keys pass through.
+        Messages have a str `role` and a `content` that is a str or a list of text parts, or None where there are
+        `tool_calls`.
         """
         if tools and self.tool_use is not None:
             return self.tool_use.render(messages, add_generation_prompt, tools, variables)

@@ -207,14 +207,9 @@ def library_errors(what: str) -> Iterator[None]:
 class SpecialPlaceholders:
     """Placeholder tokens that tell the library where special tokens are, while it encodes text that looks like them.
 
-    The library parses either all special tokens in a text or none. So further tokens are added to it, one for each way
-    in which its special tokens treat the text around them, with names that no text contains. They replace the special
-    tokens, so text is cut, normalized and split as around those. The owner of the tokenizer hides them.
-
-    Args:
-        backend: the library's tokenizer; placeholders are added where it has free ids.
-        encoded: encodes a text; the second argument says whether to add special tokens, the third are ids to give as
-            SPECIAL.
+    The library parses either all special tokens in a text or none. So further tokens are added to it where it has free
+    ids, one for each way in which its special tokens treat the text around them, with names that no text contains. They
+    replace the special tokens, so text is cut, normalized and split as around those. The tokenizer hides their `ids`.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str, bool, Set[int]], list[int]]) -> None:

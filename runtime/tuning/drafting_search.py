@@ -235,11 +235,9 @@ class Sample:
 
 
 class SampleTexts:
-    """Replies of the model's own, read with any of its blocks left out behind the whole model's cache of the prompt.
+    """Replies of the model's own, read with any blocks left out behind the whole model's cache of the prompt.
 
-    Args:
-        backend: must skip layers; its cache is emptied.
-        window: most tokens of each reply that are read, all in one pass.
+    Up to `window` tokens of each reply are read in one pass. The backend must skip layers; its cache is emptied.
     """
 
     def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
@@ -484,12 +482,7 @@ def tune(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> TuneResult:
-    """Measures costs and searches; empties the cache.
-
-    Args:
-        granularity: consecutive layers that are skipped together, and after which alone a pass may end.
-        progress: called with sets scored and to score.
-    """
+    """Measure costs and search; empties the cache. Layers are skipped in groups of `granularity`."""
     costs = measure_costs(backend)
     exits = best_exit(backend, samples, costs, granularity=granularity)
     skip = best_skip_set(

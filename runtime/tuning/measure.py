@@ -31,12 +31,8 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How a model predicts a given text.
-
-    Attributes:
-        logprobs: natural log-probability of each token but the first. (S - 1,)
-        best: the most likely token after each token. (S,)
-    """
+    """How a model predicts a given text: log-probabilities (S - 1,) of all tokens but the first, the likeliest (S,)
+    after each."""
 
     logprobs: NDArray[np.float64]
     best: NDArray[np.int64]

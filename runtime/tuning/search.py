@@ -25,14 +25,8 @@ _WRONGLY_FASTER, _WRONGLY_EQUAL = 0.01, 0.05
 
 @dataclass(frozen=True)
 class TimingVerdict:
-    """What some pairs of timings tell.
-
-    Attributes:
-        better: the second way is to be kept.
-        decided: more pairs would not change that.
-        ratios: of the second way's time to the first's, by what was timed: medians.
-        slower: what the second way is surely slower in.
-    """
+    """The verdict of pairs of timings: whether to keep the second way, whether that is decided, and its time ratios
+    (medians)."""
 
     better: bool
     decided: bool
@@ -136,14 +130,9 @@ _ENOUGH = 5
 
 @dataclass(frozen=True)
 class SettingChoices:
-    """What a model on this device has to choose from, besides the usual.
+    """Settings that a model on this device has to choose from, besides the usual.
 
-    Attributes:
-        threads: numbers of them.
-        pinning: the processors for so many threads; "" where nothing can be pinned.
-        usual_threads: where no other number is better.
-        weights, chunks: of WEIGHTS_MODES, and tokens per pass.
-        long_chunks: longer than any prompt that there is time for.
+    `pinning` gives the processors of threads, "" where nothing can be pinned; `long_chunks` exceed any prompt timed.
     """
 
     threads: tuple[int, ...] = ()
@@ -180,12 +169,9 @@ _KNOBS = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """A value that was tried.
+    """A value that was tried, and its time relative to the best before; None if it could not be timed.
 
-    Attributes:
-        outcome: "better", "not better", "slower" in something, "unclear" as timings scattered, "no memory", or "too
-            slow to try".
-        ratio: its time to that of the best found before, in what it is for; None where it could not be timed.
+    The outcome is "better", "not better", "slower", "unclear" as timings scattered, "no memory", or "too slow to try".
     """
 
     name: str
@@ -196,13 +182,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class SettingsFound:
-    """The settings that a search found and proved.
+    """The settings that a search found and proved, or UNTUNED, and the usual settings' median milliseconds by part.
 
-    Attributes:
-        settings: that are proved better; UNTUNED where none are.
-        proof: of the chosen set against the usual settings; None where nothing was chosen.
-        usual: median milliseconds of the usual settings by part.
-        rejected: what was chosen and not proved; None where that did not happen.
+    `proof` compares them with the usual settings; `rejected` are settings that were chosen and not proved.
     """
 
     settings: TunedSettings

@@ -37,13 +37,8 @@ _PAST, _REPEATS = 64, 2
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed in a visit.
-
-    Attributes:
-        prompt: tokens; a pass over a large chunk needs as many.
-        reply: tokens decoded plainly; 0 times the prompt alone.
-        verified: rows of passes that verify; () where nothing is drafted.
-    """
+    """What is timed in a visit: tokens of a prompt and of a plain reply (0 for the prompt alone), and rows of verifying
+    passes."""
 
     prompt: int
     reply: int

@@ -256,8 +256,6 @@ def test_the_engine_may_be_missing(monkeypatch: pytest.MonkeyPatch, byte_level: 
         made(byte_level, json_object=True)
 
 
-
-
 def chain(count: int, below: Callable[[str], Any]) -> dict[str, Any]:
     defs = {f"d{i}": below(f"#/$defs/d{i + 1}") for i in range(count)} | {f"d{count}": {"type": "string"}}
     return {"$defs": defs, "$ref": "#/$defs/d0"}
