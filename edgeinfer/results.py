@@ -402,7 +402,7 @@ class SearchUse:
         lossless: whether the text is the one that plain decoding with these options and this seed gives.
         passes: over the model, those of the prompt not counted.
         rows: tokens that were fed in them.
-        branches: continuations that were begun.
+        branches: continuations that were started.
         trials: continuations among which was chosen; of searches token by token, tokens that were chosen differently
             from plain decoding.
         chosen: index in `texts` of the reply.
@@ -444,7 +444,7 @@ class ComputeUse:
         decide_ms: deciding what to leave out, after the prompt.
         predicted_ms: of a reduced pass, by measured costs of blocks; None where these are not known.
         predicted_speedup: of such a pass over the whole model's, by the same costs.
-        per_token_ms: measured, all told.
+        per_token_ms: measured time per token.
         plain_ms: of a pass of the whole model over one token; None where that is not known.
         saved_ms: by the reply as a whole against `plain_ms` for each token; below 0 it cost more.
         divergence: nats from the whole model's predictions, mean over all tokens, by those sampled; None without any.

@@ -238,7 +238,7 @@ class OptionGroup:
         return cls(**without_none(given))
 
     def flat(self) -> dict[str, Any]:
-        """Those options that differ from their defaults, by the names that they have where options are flat."""
+        """The options that differ from their defaults, by their names outside of a group."""
         changed = {
             name: value
             for name, declared in options_of(type(self)).items()

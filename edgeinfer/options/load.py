@@ -350,7 +350,7 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
         self._check_rpc()
 
     def on_device(self, device: str) -> Self:
-        """The same options on another device; on the CPU all layers run there."""
+        """These options with another device; on the CPU all layers run there."""
         return dataclasses.replace(self, device=device, gpu_layers=None if device == "cpu" else self.gpu_layers)
 
     @property

@@ -1,4 +1,4 @@
-"""Asynchronous replies: the same text beside a running event loop, in turn, and ended when nobody waits for them."""
+"""Asynchronous replies: the same text while an event loop runs, in turn, and ended when their reader is gone."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_replies_side_by_side_share_passes_and_are_what_they_are_alone(monkeypat
         assert model.generate(prompts[0], **options).token_ids == alone[0]
 
         async def left() -> list[Any]:
-            """Of five replies two are left, in different ways, while all share passes."""
+            """Leave two of five replies, in different ways, while all share passes."""
             sequences.clear()
             free.clear()
             held.clear()

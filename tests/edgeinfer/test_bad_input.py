@@ -173,7 +173,7 @@ def edit_sizes(name: str, value: int) -> Edit:
 
 
 def overwrite(name: str, data: bytes) -> Edit:
-    """Changes a file as an attacker would, who makes the manifest anew."""
+    """Changes a file as an attacker would, with a new manifest."""
 
     def edit(bundle: Path) -> None:
         manifest = open_bundle(bundle).manifest

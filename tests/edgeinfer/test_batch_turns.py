@@ -141,7 +141,7 @@ def test_a_prompt_is_evaluated_in_parts_that_the_latency_asked_for_leaves() -> N
 
 
 def in_company(latency: float) -> tuple[int, dict[str, Result]]:
-    """Steps until a long prompt is evaluated beside two replies that are being decoded, and all three replies."""
+    """Steps until a long prompt is evaluated while two replies are decoded, and all three replies."""
     results, steps = dict[str, Result](), 0
     options: dict[str, Any] = {"threads": 1, "speculation": "off", "remember": False}
     with (

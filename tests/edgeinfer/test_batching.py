@@ -300,7 +300,7 @@ with edgeinfer.load(sys.argv[1], parallel=8, context=256, threads=1, speculation
 
 
 def test_drafts_beside_others_leave_every_reply_as_it_is_alone() -> None:
-    """Whatever a pass has room for of each draft; and beside more replies fewer tokens are drafted."""
+    """Whatever part of each draft fits into a pass; with more replies, fewer tokens are drafted."""
     prompts = [STORY * 3 + STORY[:cut] for cut in (5, 12, 20, 33)]
     drafted = []
     with load_eager(context=512, speculation="copy,ngram,recycle", draft_max=6) as model:

@@ -142,7 +142,7 @@ def test_drafts_change_nothing(small_bundle: Path, files: list[Path], placement:
 def test_replies_side_by_side_are_those_one_after_the_other(
     small_bundle: Path, files: list[Path], tmp_path: Path
 ) -> None:
-    """Contexts that no file keeps yet, with others beside them and without any."""
+    """Contexts without a file yet, together with other replies and alone."""
     with edgeinfer.load(small_bundle, threads=1, parallel=3) as model:
 
         def reply(chosen: Sequence[Path], prompt: str) -> edgeinfer.Result:

@@ -30,7 +30,7 @@ def tales() -> Iterator[edgeinfer.Model]:
 
 
 def controls(ids: Sequence[int]) -> list[int]:
-    """Of the built-in model: end of text, user, assistant, end."""
+    """Special tokens of the built-in model: end of text, user, assistant, end."""
     return [id_ for id_ in ids if id_ < 4]
 
 

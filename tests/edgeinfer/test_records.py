@@ -1,4 +1,4 @@
-"""Our `dataclass` beside the standard library's: the same classes, but for code that is compiled for each."""
+"""Our `dataclass` behaves like the standard library's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Kept:
 
     @cached_property
     def twice(self) -> int:
-        """Kept beside the fields, of which it is none."""
+        """Cached, and no field."""
         return 2 * self.value
 
 

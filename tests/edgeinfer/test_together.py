@@ -105,7 +105,7 @@ def _waits_or_is_done(thread: threading.Thread, model: edgeinfer.Model) -> bool:
 
 
 class Held:
-    """A pass of a model that goes on when it is told to."""
+    """A pass of a model that waits for `go_on`."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward

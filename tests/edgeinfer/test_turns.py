@@ -173,7 +173,7 @@ def test_a_reply_can_be_paused_where_its_text_can_be_evaluated_again() -> None:
         assert stream.pause()
         assert model.generate(PROMPTS[1], max_tokens=12).token_ids == expected[1]
         next(stream)
-        # What keeps no prefixes has its pages: others do not wait for a reply that goes on beside them.
+        # Without a prefix cache its pages stay: others need not wait for a reply that continues in a batch.
         assert stream.pause()
         with contextlib.closing(model.reply_batch(2)) as batch:
             found: list[tuple[int, ...]] = []

@@ -232,7 +232,7 @@ def test_a_stop_string_is_not_told_of(tales: edgeinfer.Model) -> None:
         assert result.finish_reason == "stop" and result.text == text[: text.index(stop)]
         spelled = b"".join(one.bytes for one in found).decode()
         assert spelled.startswith(result.text)
-        # The last token told may reach into what was cut off, but begins before it.
+        # The last token may reach into the text that was cut off, but starts before it.
         assert len(spelled) - len(found[-1].bytes) < len(result.text) if found else not result.text
 
 

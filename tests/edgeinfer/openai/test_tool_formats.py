@@ -93,7 +93,7 @@ def test_a_marker_that_is_a_special_token(sizes: list[int]) -> None:
 
 @each_format
 def test_a_call_that_was_cut_short(form: ToolFormat) -> None:
-    """What there is of the arguments is told, and nothing of what is around them."""
+    """The available part of the arguments is returned, and nothing around it."""
     whole = written(form, [OSLO])
     for length in range(len(whole)):
         reader = CallReader(form)

@@ -28,7 +28,7 @@ for _ in range(200):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 # Without multiples of six digits, for which the engine takes seconds.
 REFUSED = [(schema, word) for schema, word in ALL_REFUSED if "allOf" not in schema]
-# What one of two alternatives is cannot be told here, nor what several demands of the engine leave together.
+# Which of two alternatives matches is unknown here, as is the combined effect of several constraints.
 ENGINES: list[tuple[Schema, str]] = [
     ({"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]}, "oneOf"),
     ({"properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False, "minProperties": 2}, "minProperties"),
@@ -237,7 +237,7 @@ def test_one_of_is_closed_where_no_document_of_two_alternatives_becomes_one_of_o
     ):
         whole = {"$defs": {"n": NAMED, "long": LONG}, "type": "object", "properties": {"c": {"oneOf": alternatives}}}
         assert closed(whole) == whole
-    # Drafts before 2019-09 leave out keywords by which alternatives are told apart.
+    # Drafts before 2019-09 lack keywords that distinguish alternatives.
     for draft in ("https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-04/schema#"):
         dated = {"$schema": draft, "oneOf": [CAT, DOG]}
         assert (closed(dated) == dated) == ("04" in draft)

@@ -1,4 +1,4 @@
-"""Calls of functions from request to answer: what the model is told, what it is held to, what a client gets."""
+"""Calls of functions from request to answer: what the model sees, what is enforced, what a client gets."""
 
 from __future__ import annotations
 
