@@ -1,7 +1,4 @@
-"""The way to a bundle for architectures without a builder: Hugging Face Optimum's own ONNX export.
-
-Knows what Optimum's decoder graphs look like (edgeinfer.bundle.concat_graph).
-"""
+"""Bundles of architectures without a builder by Hugging Face Optimum's ONNX export (edgeinfer.bundle.concat_graph)."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import contextlib
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +27,7 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.quant.methods import quantize
-from edgeinfer.quant.policy import QuantPolicy, QuantScheme
+from edgeinfer.quant.policy import QuantPolicy
 from edgeinfer.results import Progress
 
 _CONTRIB = "com.microsoft"
@@ -54,92 +50,71 @@ Ints = NDArray[np.int64]
 def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int) -> None:
     """Replaces MatMul and Gemm with a constant matrix by MatMulNBits; one with `vocab_size` outputs is the head."""
     graph = model.graph
-    rewriter = _Rewriter(policy, vocab_size, {t.name: t for t in graph.initializer}, _transposed(graph.node))
-    nodes = [new for node in graph.node for new in rewriter.rewrite(node)]
-    used = {name for node in nodes for name in node.input} | {o.name for o in graph.output}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    # Transposed matrices and their sources: a tied head reads the embedding that way.
+    turned = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Transpose" and _value(n, "perm") == [1, 0]}
+    stored: dict[str, dict[str, NDArray[Any]]] = {}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        found = _constant_matrix(node, constants, turned)
+        if found is None:
+            nodes.append(node)
+            continue
+        name, (n, k), by_rows = found
+        scheme = policy.scheme("head" if n == vocab_size else node.name, (n, k))
+        if scheme is None:
+            nodes.append(node)
+            continue
+        key = f"{name}.rows" if by_rows else f"{name}.columns"
+        if key not in stored:
+            values: Floats = numpy_helper.to_array(constants[name])
+            matrix = quantize(values if by_rows else np.ascontiguousarray(values.T), scheme)
+            parts = {"data": matrix.data, "scales": matrix.scales, "zero_points": matrix.zero_points}
+            stored[key] = {f"{key}.{part}": array for part, array in parts.items() if array is not None}
+        bias = [each for each in node.input[2:] if each]
+        product = f"{node.output[0]}.product" if bias else node.output[0]
+        attributes = {"K": k, "N": n, "bits": scheme.bits, "block_size": scheme.block_size}
+        attributes |= {"accuracy_level": _ACCURACY_LEVEL}
+        inputs = [node.input[0], *stored[key]]
+        nodes.append(helper.make_node("MatMulNBits", inputs, [product], name=node.name, domain=_CONTRIB, **attributes))
+        if bias:
+            nodes.append(helper.make_node("Add", [product, *bias], [node.output[0]]))
+    used = {name for node in nodes for name in node.input} | {output.name for output in graph.output}
     nodes = [node for node in nodes if node.op_type != "Transpose" or used.intersection(node.output)]
     used = {name for node in nodes for name in node.input}
-    kept = [t for t in graph.initializer if t.name in used] + rewriter.added
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    kept += [numpy_helper.from_array(array, part) for parts in stored.values() for part, array in parts.items()]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(nodes)
     graph.initializer.extend(kept)
-    if all(o.domain != _CONTRIB for o in model.opset_import):
+    if all(opset.domain != _CONTRIB for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
 
 
-def _transposed(nodes: Iterable[onnx.NodeProto]) -> dict[str, str]:
-    """Sources of transposed matrices by name: a tied head reads the embedding that way."""
-    return {
-        node.output[0]: node.input[0]
-        for node in nodes
-        if node.op_type == "Transpose" and _attribute(node, "perm", [1, 0]) == [1, 0]
-    }
+def _constant_matrix(
+    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], turned: Mapping[str, str]
+) -> tuple[str, tuple[int, int], bool] | None:
+    """Name of the constant matrix that a product multiplies by, its shape (N, K), and whether it is stored by rows."""
+    by_rows = False
+    if node.op_type == "Gemm":
+        if _value(node, "alpha", 1.0) != 1.0 or _value(node, "beta", 1.0) != 1.0 or _value(node, "transA", 0):
+            return None
+        by_rows = bool(_value(node, "transB", 0))
+    elif node.op_type != "MatMul":
+        return None
+    name = node.input[1]
+    if name in turned and not by_rows:
+        name, by_rows = turned[name], True
+    tensor = constants.get(name)
+    if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
+        return None
+    n, k = tensor.dims if by_rows else tensor.dims[::-1]
+    return name, (n, k), by_rows
 
 
-def _attribute(node: onnx.NodeProto, name: str, default: object) -> object:
+def _value(node: onnx.NodeProto, name: str, default: object = None) -> object:
+    default = [1, 0] if name == "perm" else default
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
-
-
-@dataclass
-class _Rewriter:
-    """Rewrites node by node; `added` are the new constants, `done` their names by matrix."""
-
-    policy: QuantPolicy
-    vocab_size: int
-    constants: dict[str, onnx.TensorProto]
-    transposed: dict[str, str]
-    added: list[onnx.TensorProto] = field(default_factory=list)
-    done: dict[str, list[str]] = field(default_factory=dict)
-
-    def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        if node.op_type == "MatMul":
-            turned = False
-        elif node.op_type == "Gemm" and self._plain(node):
-            turned = bool(_attribute(node, "transB", 0))
-        else:
-            return [node]
-        name = node.input[1]
-        if name in self.transposed and not turned:
-            name, turned = self.transposed[name], True
-        tensor = self.constants.get(name)
-        if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
-            return [node]
-        n, k = tensor.dims if turned else tensor.dims[::-1]
-        scheme = self.policy.scheme("head" if n == self.vocab_size else node.name, (n, k))
-        if scheme is None:
-            return [node]
-        stored = self._stored(name, turned, scheme)
-        bias = [i for i in node.input[2:] if i]
-        product = f"{node.output[0]}.product" if bias else node.output[0]
-        attributes = {"K": k, "N": n, "bits": scheme.bits, "block_size": scheme.block_size}
-        matmul = helper.make_node(
-            "MatMulNBits",
-            [node.input[0], *stored],
-            [product],
-            name=node.name,
-            domain=_CONTRIB,
-            accuracy_level=_ACCURACY_LEVEL,
-            **attributes,
-        )
-        return [matmul] + ([helper.make_node("Add", [product, *bias], [node.output[0]])] if bias else [])
-
-    def _stored(self, name: str, turned: bool, scheme: QuantScheme) -> list[str]:
-        """Names of a matrix's quantized values, scales and zero points; quantizes it at first."""
-        key = f"{name}.rows" if turned else f"{name}.columns"
-        if key not in self.done:
-            values: NDArray[np.float32] = numpy_helper.to_array(self.constants[name])
-            matrix = quantize(values if turned else np.ascontiguousarray(values.T), scheme)
-            arrays: dict[str, NDArray[Any]] = {f"{key}.data": matrix.data, f"{key}.scales": matrix.scales}
-            if matrix.zero_points is not None:
-                arrays[f"{key}.zero_points"] = matrix.zero_points
-            self.added += [numpy_helper.from_array(array, part) for part, array in arrays.items()]
-            self.done[key] = list(arrays)
-        return self.done[key]
-
-    @staticmethod
-    def _plain(node: onnx.NodeProto) -> bool:
-        factors = (_attribute(node, "alpha", 1.0), _attribute(node, "beta", 1.0))
-        return factors == (1.0, 1.0) and not _attribute(node, "transA", 0)
 
 
 def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
@@ -159,11 +134,20 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
             raw = _export(main_export, source, Path(folder))
             report("checking the graph", 1, _STEPS)
             graph = onnx.load(raw, load_external_data=False)
-            geometry, parameters = _geometry(graph, model_config), _parameters(graph)
+            geometry = _geometry(graph, model_config)
+            floats = (t for t in graph.graph.initializer if t.data_type == onnx.TensorProto.FLOAT)
+            parameters = sum(math.prod(tensor.dims) for tensor in floats)
             _check_continues(raw, geometry)
             report("writing weights", 2, _STEPS)
             config = config.resolve(parameters, geometry.vocab_size * geometry.hidden_size)
-            _write(raw, work, config.policy, geometry.vocab_size)
+            model = onnx.load(raw)
+            quantize_graph(model, config.policy, geometry.vocab_size)
+            outside = {
+                "save_as_external_data": True,
+                "location": concat_graph.WEIGHTS,
+                "size_threshold": _EXTERNAL_BYTES,
+            }
+            onnx.save_model(model, work / MODEL, **outside)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
@@ -230,14 +214,6 @@ def _export(main_export: Callable[..., None], source: Path, folder: Path) -> Pat
     return folder / MODEL
 
 
-def _write(raw: Path, work: Path, policy: QuantPolicy, vocab_size: int) -> None:
-    model = onnx.load(raw)
-    quantize_graph(model, policy, vocab_size)
-    onnx.save_model(
-        model, work / MODEL, save_as_external_data=True, location=concat_graph.WEIGHTS, size_threshold=_EXTERNAL_BYTES
-    )
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences warnings and logs about the libraries' internals."""
@@ -264,8 +240,10 @@ def _unsupported(reason: object) -> UnsupportedArchitectureError:
 
 def _geometry(model: onnx.ModelProto, config: Any) -> Geometry:
     """Sizes of cache and vocabulary from the graph, the others from the configuration."""
-    shapes = {v.name: _dims(v) for v in (*model.graph.input, *model.graph.output)}
-    inputs, outputs = {v.name for v in model.graph.input}, {v.name for v in model.graph.output}
+    values = (*model.graph.input, *model.graph.output)
+    # 0 where a dimension varies.
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
+    inputs, outputs = ({value.name for value in side} for side in (model.graph.input, model.graph.output))
     pasts = sorted(name for name in inputs if name.startswith("past_key_values."))
     layers = len(pasts) // 2
     optional = {concat_graph.ATTENTION_MASK, concat_graph.POSITION_IDS}
@@ -280,11 +258,6 @@ def _geometry(model: onnx.ModelProto, config: Any) -> Geometry:
     return Geometry(vocab_size, config.hidden_size, layers, num_kv_heads, head_dim, _max_positions(config))
 
 
-def _dims(value: onnx.ValueInfoProto) -> list[int]:
-    """Dimensions of an input or output, 0 where they vary."""
-    return [d.dim_value for d in value.type.tensor_type.shape.dim]
-
-
 def _max_positions(config: Any) -> int:
     """The longest context; at most a sliding window, because Optimum's caches drop what has left it."""
     longest = next((v for v in (getattr(config, n, None) for n in _LENGTHS) if isinstance(v, int) and v > 0), None)
@@ -293,10 +266,6 @@ def _max_positions(config: Any) -> int:
         raise CheckpointError(message, 'Add its training length to config.json: "max_position_embeddings": 2048.')
     window = getattr(config, "sliding_window", None)
     return longest if window is None else min(longest, window - 1)
-
-
-def _parameters(model: onnx.ModelProto) -> int:
-    return sum(math.prod(t.dims) for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT)
 
 
 def _check_continues(path: Path, geometry: Geometry) -> None:
