@@ -25,7 +25,7 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
-from edgeinfer.export.weights.planning import outline, plan_weights, resolve
+from edgeinfer.export.weights.planning import outline, plan_weights, with_defaults
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import QuantPlan
 from edgeinfer.results import Progress
@@ -77,7 +77,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         taps = () if module is None else module.described.taps
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans
-        config = resolve(config, plans)
+        config = with_defaults(config, plans)
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
         tensors, layout = _table(described, weights.quant, config.layout, native=module is not None)

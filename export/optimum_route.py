@@ -139,7 +139,7 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
             parameters = sum(math.prod(tensor.dims) for tensor in floats)
             _check_continues(raw, geometry)
             report("writing weights", 2, _STEPS)
-            config = config.resolve(parameters, geometry.vocab_size * geometry.hidden_size)
+            config = config.with_defaults(parameters, geometry.vocab_size * geometry.hidden_size)
             model = onnx.load(raw)
             quantize_graph(model, config.policy, geometry.vocab_size)
             outside = {

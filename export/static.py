@@ -30,7 +30,7 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
-from edgeinfer.export.weights.planning import outline, plan_weights, resolve
+from edgeinfer.export.weights.planning import outline, plan_weights, with_defaults
 from edgeinfer.quant.policy import QuantPlan, QuantScheme
 from edgeinfer.results import Progress
 
@@ -288,7 +288,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
         graphs = config.static.graphs(spec)
         described = _keep_layers(stored, graphs)
         spec, plans = described.spec, described.plans
-        config = resolve(config, plans)
+        config = with_defaults(config, plans)
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, described.parameters, progress)
         weights = dataclasses.replace(weights, quant=_storable(described, weights.quant))

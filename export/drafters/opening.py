@@ -210,8 +210,10 @@ def write_module(
 def _quantized(shapes: Mapping[str, tuple[int, ...]], config: ExportConfig) -> QuantPlan:
     """The plan by bits alone: budgets and patterns are meant for the target."""
     plain = dataclasses.replace(config, budget_bits=None, target_size=None)
-    resolved = plain.resolve(sum(math.prod(shape) for shape in shapes.values()), math.prod(shapes.get("head", (1,))))
-    return QuantPlan.from_policy(resolved.policy, shapes)
+    complete = plain.with_defaults(
+        sum(math.prod(shape) for shape in shapes.values()), math.prod(shapes.get("head", (1,)))
+    )
+    return QuantPlan.from_policy(complete.policy, shapes)
 
 
 def _graph(manifest: Manifest, target: ModuleTarget) -> bytes:

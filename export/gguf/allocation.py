@@ -84,7 +84,7 @@ def _function(lib: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TypePlan:
+class TensorTypes:
     """The types of a file's tensors.
 
     Attributes:
@@ -117,7 +117,7 @@ def choose_types(
     importance: Importance | None = None,
     given: Mapping[str, str] | None = None,
     progress: Progress | None = None,
-) -> TypePlan:
+) -> TensorTypes:
     """Chooses the types within a budget of the least predicted cost; probes the model once.
 
     Args:
@@ -136,7 +136,7 @@ def choose_types(
     chosen = dict(zip(options, allocate(choices, budget - _fixed_bytes(tensors)).chosen, strict=True))
     types = {name: options[name][index] for name, index in chosen.items()}
     predicted = {name: costs[name][index] for name, index in chosen.items()}
-    return TypePlan(file_kind(types, tensors), types, predicted, budget)
+    return TensorTypes(file_kind(types, tensors), types, predicted, budget)
 
 
 def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:

@@ -34,7 +34,7 @@ from edgeinfer.errors import BackendError, CheckpointError, StorageError, UsageE
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.allocation import (
     Importance,
-    TypePlan,
+    TensorTypes,
     check_budget,
     choose_types,
     file_kind,
@@ -220,7 +220,7 @@ def _plan(
     importance: Importance | None,
     header: int,
     progress: Progress | None,
-) -> TypePlan:
+) -> TensorTypes:
     """The types of the file and of its tensors, by name or by size."""
     given = match_patterns(config.types_for, model.matrices)
     budget = config.budget_bytes(model.parameters)
@@ -231,12 +231,12 @@ def _plan(
         return choose_types(model.spec, model.reader, chosen, model.tensors, budget, importance, given, progress)
     kind = find_file_type(config.gguf_kind)
     if not kind.is_float:
-        return TypePlan(kind.name, given, {}, None)
+        return TensorTypes(kind.name, given, {}, None)
     if not given:
-        return TypePlan(COPY.name, {}, {}, None)
+        return TensorTypes(COPY.name, {}, {}, None)
     # llama.cpp looks at single types in files of a quantized type only.
     types: Mapping[str, str] = dict.fromkeys(model.matrices, kind.base) | given
-    return TypePlan(file_kind(types, model.tensors), types, {}, None)
+    return TensorTypes(file_kind(types, model.tensors), types, {}, None)
 
 
 def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:

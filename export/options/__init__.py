@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,33 +93,26 @@ class ExportConfig:
 
     Attributes:
         bits: of the linear layers; 32 keeps float32, and a GGUF file may have 16. Not used where there is a budget.
-        group_size: values that share a scale; None decides by the model's size, see edgeinfer.quant.default_group_size.
-            A layer whose width it does not divide takes the next smaller that does.
+        group_size: values that share a scale; None decides by the model's size. A layer whose width it does not divide
+            takes the next smaller one that does.
         symmetric: no stored zero points: a tenth smaller, a little less exact.
-        head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
-        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 to 4, float32 instead of 8.
-        method: how values are found, of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else
-            "rtn".
-        calibration: UTF-8 text the model is run on to learn which weights matter; None quantizes without.
-        calibration_tokens: of it that are run; None decides by the model's size, see
-            edgeinfer.quant.calibration.default_tokens.
-        budget_bits: stored bits per parameter, over everything in weights.bin, that an integer programme spends as the
-            model loses least by; None gives every matrix the bits asked for.
-        target_size: the same as bytes of weights.bin.
-        bits_for: bits of the matrices whose name matches a glob pattern, of which the last match wins; they hold in any
-            case, also where there is a budget.
-        layout: "native" stores weights as our own kernel reads them, "portable" as MatMulNBits does; either is
-            converted to the other by `edgeinfer convert`, or on the device that needs it.
-        exporter: "native" builds the graph itself, "optimum" goes through optimum-onnx.
-        format: of the model file, "onnx" or "gguf"; the latter runs on llama.cpp.
-        gguf_type: of a GGUF file, by llama.cpp's name, as Q4_K_M; None decides by `bits`.
-        types_for: of a GGUF file, types of the tensors whose name matches a glob pattern, as `bits_for`.
-        prune_layers: of a GGUF file, layers to leave out, for a drafter.
-        prune_count: of a GGUF file, how many layers to leave out that the model misses least.
+        head_bits: of embedding and LM head; None decides by their size.
+        keep_small: linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8.
+        method: of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else "rtn".
+        calibration: UTF-8 text to run the model on; None quantizes without.
+        calibration_tokens: of the text; None decides by the model's size.
+        budget_bits: stored bits per parameter in weights.bin, spent where the model gains most.
+        target_size: the same budget in bytes.
+        bits_for, types_for: bits or GGUF types of tensors by glob patterns, of which the last match wins, in any case.
+        layout: "native" for our own kernel, "portable" for MatMulNBits; either can be converted to the other.
+        exporter: "native" builds the graph itself, "optimum" uses optimum-onnx.
+        format: "onnx", or "gguf" for llama.cpp.
+        gguf_type: llama.cpp's name of a GGUF file's type, as Q4_K_M; None decides by `bits`.
+        prune_layers, prune_count: layers to leave out of a GGUF file, or how many, for a drafter.
         static: fixed shapes, for devices that run no others; None makes an ordinary bundle.
-        drafter: a checkpoint of an EAGLE head, which goes into the bundle.
-        name: name in the manifest; None takes the folder's.
-        force: replace a bundle that is already there.
+        drafter: a checkpoint of a draft module for the bundle.
+        name: in the manifest; None takes the folder's.
+        force: replace an existing bundle.
     """
 
     bits: int = 4
@@ -200,10 +194,7 @@ class ExportConfig:
             "target_size": self.target_size is not None,
             "bits_for": bool(self.bits_for),
         }
-        for name, is_asked in asked.items():
-            if is_asked:
-                message = f"{name} is not supported by the {self.exporter} exporter."
-                raise UsageError(message, "Leave it out, or use the native exporter.")
+        _refuse(asked, f"by the {self.exporter} exporter", "Leave it out, or use the native exporter.")
 
     def _check_drafter(self) -> None:
         """Refuses bundles without the native graph, which alone gives a drafter the states that it reads."""
@@ -213,9 +204,7 @@ class ExportConfig:
             f"layout={self.layout!r}": self.layout != NATIVE,
             "static": self.static is not None,
         }
-        for name, is_asked in asked.items():
-            if is_asked:
-                raise UsageError(f"{name} is not supported with a drafter.", "Leave it out, or leave --drafter out.")
+        _refuse(asked, "with a drafter", "Leave it out, or leave --drafter out.")
 
     def _check_gguf(self) -> None:
         """Refuses options that llama.cpp's types decide."""
@@ -229,10 +218,7 @@ class ExportConfig:
             "keep_small": not self.keep_small,
             "bits_for": bool(self.bits_for),
         }
-        for name, is_asked in asked.items():
-            if is_asked:
-                hint = "Leave it out, and choose a type, such as --type Q4_K_M."
-                raise UsageError(f"{name} is not supported for GGUF models.", hint)
+        _refuse(asked, "for GGUF models", "Leave it out, and choose a type, such as --type Q4_K_M.")
         if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
             message = f"{self.gguf_kind} needs a calibration text."
             raise UsageError(message, "Add --calibration FILE, or choose a larger type.")
@@ -257,10 +243,7 @@ class ExportConfig:
             "target_size": self.target_size is not None,
             **{f"{few} bits": few in (self.bits, self.head_bits, *(b for _, b in self.bits_for)) for few in (2, 3)},
         }
-        for name, is_asked in asked.items():
-            if is_asked:
-                hint = "Leave it out, and choose --bits 4, 8 or 32, or leave --static out."
-                raise UsageError(f"{name} is not supported for static models.", hint)
+        _refuse(asked, "for static models", "Leave it out, and choose --bits 4, 8 or 32, or leave --static out.")
 
     def _check_onnx(self) -> None:
         """Refuses options of GGUF files only."""
@@ -268,10 +251,7 @@ class ExportConfig:
             "A GGUF type": self.gguf_type is not None or bool(self.types_for),
             "Leaving layers out": bool(self.prune_layers or self.prune_count),
         }
-        for what, is_asked in asked.items():
-            if is_asked:
-                hint = "Add --format gguf, or leave it out."
-                raise UsageError(f"{what} is not supported for ONNX models.", hint)
+        _refuse(asked, "for ONNX models", "Add --format gguf, or leave it out.")
 
     @property
     def is_reworked(self) -> bool:
@@ -292,7 +272,7 @@ class ExportConfig:
             return math.floor(self.budget_bits * parameters / 8)
         return self.target_size
 
-    def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
+    def with_defaults(self, weights: int, vocabulary_weights: int) -> ExportConfig:
         """Fills in the options that depend on the model's size, and not on a budget."""
         method = self.method or ("rtn" if self.calibration is None else "gptq")
         tokens = self.calibration_tokens or default_tokens(weights)
@@ -308,8 +288,8 @@ class ExportConfig:
 
     @property
     def policy(self) -> QuantPolicy:
-        """The bits of each tensor; of a resolved configuration without a budget."""
-        assert self.head_bits is not None and self.group_size is not None, "resolve first"
+        """The bits of each tensor; after `with_defaults`, without a budget."""
+        assert self.head_bits is not None and self.group_size is not None, "call with_defaults first"
         # The operators of ONNX Runtime, which the optimum route writes at once, read 2 bits each.
         native = self.layout == NATIVE and self.exporter == "native"
         return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, vectors=native)
@@ -330,6 +310,12 @@ class ExportConfig:
         if self.has_budget:
             del given["bits"]
         return given | {"bits_for": " ".join(f"{pattern}={bits}" for pattern, bits in self.bits_for) or None}
+
+
+def _refuse(asked: Mapping[str, bool], where: str, hint: str) -> None:
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(f"{name} is not supported {where}.", hint)
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -49,10 +49,10 @@ class WeightPlan:
         return self.quant.record(*(() if self.text is None else (self.text.sha256, self.text.tokens)))
 
 
-def resolve(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportConfig:
+def with_defaults(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportConfig:
     """Fills in the options that depend on the model's size."""
     sizes = {plan.name: math.prod(plan.shape) for plan in plans}
-    return config.resolve(sum(sizes.values()), sizes["embed"])
+    return config.with_defaults(sum(sizes.values()), sizes["embed"])
 
 
 def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
@@ -71,7 +71,7 @@ def plan_weights(
     parameters: int,
     progress: Progress | None = None,
 ) -> WeightPlan:
-    """Plans the weights of a resolved configuration; with a budget, the model is probed for the smallest loss."""
+    """Plans the weights of a complete configuration; with a budget, the model is probed for the smallest loss."""
     text = _read_text(config, sidecar, described.spec)
     return WeightPlan(_plan(config, described, tensors, parameters, text, progress), text)
 

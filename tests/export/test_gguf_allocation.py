@@ -22,7 +22,7 @@ from edgeinfer.export.gguf import allocation
 from edgeinfer.export.gguf.allocation import (
     Importance,
     RowQuantizer,
-    TypePlan,
+    TensorTypes,
     choose_types,
     gather_importance,
     tensor_bytes,
@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def choose(folder: Path, budget: int, given: dict[str, str] | None = None) -> TypePlan:
+def choose(folder: Path, budget: int, given: dict[str, str] | None = None) -> TensorTypes:
     with Checkpoint(folder) as opened:
         described = open_gguf_source(opened)
         reader = PlannedTensors(opened, described.computing)
