@@ -42,14 +42,10 @@ def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3,
         arrays["embeddings"] = draw(tokens, size)
         for head in range(heads):
             arrays |= {f"weight.{head}": draw(2, size, (2 + head) * size), f"bias.{head}": draw(size)}
-    elif kind == "prompt":
-        arrays = {"embeddings": draw(heads, size)}
     elif kind == "routers":
         arrays = {"weight": draw(layers, size), "bias": draw(layers)}
-    elif kind == "judge":
-        arrays = {"weight": draw(size), "bias": draw(1)}
     else:
-        arrays = {"weight": draw(size, size), "bias": draw(size), "out": draw(2, size), "out_bias": draw(2)}
+        arrays = {"weight": draw(size), "bias": draw(1)}
     return Heads(kind, arrays, {"made": "at random"})
 
 

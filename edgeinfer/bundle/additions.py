@@ -1,7 +1,7 @@
 """Array files added to a bundle: trained heads, steering vectors, and the tokens that a draft module can draft.
 
 Heads lie in `heads/KIND.safetensors`. D is the hidden size, K the number of tokens that may be guessed, L the number of
-layers, H the number of heads, P the number of prompt tokens:
+layers, H the number of heads:
 
 medusa      weight (H, D, D) and bias (H, D) of the heads, whose output goes through the model's final norm and head;
             or, where only some tokens may be guessed, through their rows (K, D) of the head times the norm's weight,
@@ -9,10 +9,8 @@ medusa      weight (H, D, D) and bias (H, D) of the heads, whose output goes thr
 hydra       norm (D,), the model's final one; tokens (K,) int32, those that may be guessed; rows and embeddings (K, D),
             theirs of the model's head and embedding; of head i: weight.{i} (2, D, (2 + i) D) and bias.{i} (D,), over
             the state, the root's embedding and those of i tokens behind it
-prompt      embeddings (P, D) of prompt tokens
 routers     weight (L, D), bias (L,): which layers a prompt needs
 judge       weight (D,), bias (1,): of the score by which a drafted token may stay though the model would say another
-acceptance  weight (D, D), bias (D,) of one block that is run three times; out (2, D), out_bias (2,): rejected, accepted
 
 All are float32 or float16 except the tokens.
 
@@ -79,12 +77,6 @@ def _hydra(arrays: Arrays, geometry: Geometry) -> _Shapes:
     return shapes
 
 
-def _prompt(arrays: Arrays, geometry: Geometry) -> _Shapes:
-    count = _length(arrays, "embeddings")
-    _require_count("prompt tokens", count)
-    return {"embeddings": (count, geometry.hidden_size)}
-
-
 def _routers(arrays: Arrays, geometry: Geometry) -> _Shapes:
     return {"weight": (geometry.num_layers, geometry.hidden_size), "bias": (geometry.num_layers,)}
 
@@ -93,19 +85,12 @@ def _judge(arrays: Arrays, geometry: Geometry) -> _Shapes:
     return {"weight": (geometry.hidden_size,), "bias": (1,)}
 
 
-def _acceptance(arrays: Arrays, geometry: Geometry) -> _Shapes:
-    size = geometry.hidden_size
-    return {"weight": (size, size), "bias": (size,), "out": (2, size), "out_bias": (2,)}
-
-
 # The shapes of each kind's arrays, given the arrays whose length is free.
 _SHAPES: dict[str, Callable[[Arrays, Geometry], _Shapes]] = {
     "medusa": _medusa,
     "hydra": _hydra,
-    "prompt": _prompt,
     "routers": _routers,
     "judge": _judge,
-    "acceptance": _acceptance,
 }
 HEADS = tuple(_SHAPES)
 

@@ -112,10 +112,10 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_damaged_file_is_refused_in_one_line(bundle: Bundle, name: str) -> None:
     """Also where whoever damaged it wrote its digest into the manifest."""
-    header, rest = header_of(random_heads(bundle, "acceptance").to_bytes())
-    broken = opening.add_file(bundle, "heads/acceptance.safetensors", BROKEN[name](header, rest))
+    header, rest = header_of(random_heads(bundle, "judge").to_bytes())
+    broken = opening.add_file(bundle, "heads/judge.safetensors", BROKEN[name](header, rest))
     with pytest.raises(BundleError) as caught:
-        read_heads(broken, "acceptance")
+        read_heads(broken, "judge")
     assert "\n" not in caught.value.message and caught.value.hint
 
 
@@ -138,7 +138,7 @@ def test_heads_that_do_not_fit_are_refused(bundle: Bundle) -> None:
         replace(medusa, arrays={}),
         replace(medusa, kind="eagle"),
         replace(hydra, kind="medusa"),
-        changed(random_heads(bundle, "prompt"), "embeddings", np.zeros((0, 64), np.float32)),
+        changed(random_heads(bundle, "routers"), "bias", np.zeros(1, np.float32)),
     ]
     for heads in wrong:
         with pytest.raises(BundleError):
@@ -163,7 +163,7 @@ def test_a_part_of_a_bundle_is_not_changed_alone(bundle: Bundle) -> None:
     """The outer bundle has its digests."""
     shutil.copytree(bundle.path, bundle.path / "drafter")
     with pytest.raises(UsageError, match="part of the bundle"):
-        add_heads(bundle.path / "drafter", random_heads(bundle, "acceptance"))
+        add_heads(bundle.path / "drafter", random_heads(bundle, "judge"))
     assert not (bundle.path / "drafter" / "heads").exists()
 
 
@@ -179,17 +179,17 @@ def test_heads_from_outside_are_not_read(bundle: Bundle, tmp_path: Path) -> None
         open_bundle(bundle.path)
 
 
-FILE = "heads/prompt.safetensors"
+FILE = "heads/routers.safetensors"
 
 
 def add(bundle: Bundle, version: int) -> Bundle:
-    heads = random_heads(bundle, "prompt")
+    heads = random_heads(bundle, "routers")
     return add_heads(bundle.path, dataclasses.replace(heads, notes={"made": str(version)}))
 
 
 def read(bundle: Bundle) -> int:
     """The version that is there, and 0 where none is."""
-    heads = read_heads(bundle, "prompt")
+    heads = read_heads(bundle, "routers")
     return 0 if heads is None else int(heads.notes["made"])
 
 
