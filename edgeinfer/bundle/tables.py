@@ -11,7 +11,6 @@ taking turns. In the native layout every expert is a tensor like any other, on p
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Iterable, Iterator
 
@@ -219,14 +218,8 @@ def check_tensors(manifest: Manifest) -> None:
     decoder = manifest.decoder
     if decoder is None:
         raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
-    wanted = itertools.chain(
-        _vocabulary_shapes(decoder, manifest.module),
-        _head_shapes(decoder.hidden_size, manifest.module),
-        _mixer_shapes(decoder, concatenated=manifest.module is not None and manifest.module.concatenated),
-        itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
-    )
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
-    for name, shape in wanted:
+    for name, shape in _needed_shapes(decoder, manifest.module):
         if shapes.get(name) != shape:
             raise BundleError(f"{name} has shape {shapes.get(name)}, the decoder needs {shape}.", _AGAIN)
 
@@ -248,47 +241,48 @@ def check_graphs(manifest: Manifest) -> None:
         raise BundleError(f"{message}; the decoder has {decoder.num_layers} and {decoder.max_positions}.", _AGAIN)
 
 
-def _vocabulary_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _needed_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors that the sizes of graphs and caches follow from."""
+    hidden, shared = decoder.hidden_size, () if module is None else module.shares
     drafted = decoder.vocab_size if module is None else module.vocab_size or decoder.vocab_size
     for name, tokens in (("embed", decoder.vocab_size), ("head", drafted)):
-        if module is None or name not in module.shares:
-            yield name, (tokens, decoder.hidden_size)
-
-
-def _head_shapes(size: int, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+        if name not in shared:
+            yield name, (tokens, hidden)
     for head in range(0 if module is None else module.heads):
-        yield f"heads.{head}.joined", (2 * size, (2 + head) * size)
+        yield f"heads.{head}.joined", (2 * hidden, (2 + head) * hidden)
         if module is not None and module.head_layers > 1:
-            yield f"heads.{head}.further", (size, size)
-
-
-def _mixer_shapes(decoder: DecoderSpec, *, concatenated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the first product of each layer's mixer, and of a recurrence's other weights."""
-    hidden, per_layer = decoder.hidden_size, decoder.per_layer
-    if per_layer is not None:
+            yield f"heads.{head}.further", (hidden, hidden)
+    if (per_layer := decoder.per_layer) is not None:
         yield PER_LAYER_TABLE, (per_layer.vocab_size * decoder.num_layers, per_layer.size)
     if (streams := decoder.streams) is not None:
         yield "streams.enter", ((streams.count - 1) * hidden, hidden)
         yield "streams.leave", ((streams.count - 1) * hidden, hidden)
     for layer in range(decoder.num_layers):
-        mixer, conv, delta, scan = decoder.mixer(layer), decoder.conv, decoder.delta, decoder.mamba2
-        if (latent := decoder.latent) is not None:
-            yield f"layers.{layer}.attn.kv_a", (latent.met_size, hidden)
-            yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
-            yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
-        elif decoder.attends(layer):
-            entering = 2 * hidden if concatenated and layer == 0 else hidden
-            yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), entering)
-        if conv is not None and mixer == "conv":
-            yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
-            yield f"layers.{layer}.mixer.conv", (hidden, 1, conv.width)
-        if delta is not None and mixer == "delta":
-            yield f"layers.{layer}.mixer.in", (delta.state.channels + delta.values, hidden)
-            yield f"layers.{layer}.mixer.conv", (delta.state.channels, 1, delta.width)
-        if scan is not None and "mamba2" in decoder.parts_of(layer):
-            yield f"layers.{layer}.mixer.in", (scan.read_size, hidden)
-            yield f"layers.{layer}.mixer.conv", (scan.conv_size, 1, scan.width)
-            yield f"layers.{layer}.mixer.out", (hidden, scan.inner_size)
+        doubled = layer == 0 and module is not None and module.concatenated
+        yield from _mixer_shapes(decoder, layer, 2 * hidden if doubled else hidden)
+        yield from _expert_shapes(decoder, layer)
+
+
+def _mixer_shapes(decoder: DecoderSpec, layer: int, entering: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a mixer's first product and of a recurrence's other weights."""
+    hidden, mixer = decoder.hidden_size, decoder.mixer(layer)
+    conv, delta, scan = decoder.conv, decoder.delta, decoder.mamba2
+    if (latent := decoder.latent) is not None:
+        yield f"layers.{layer}.attn.kv_a", (latent.met_size, hidden)
+        yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
+        yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
+    elif decoder.attends(layer):
+        yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), entering)
+    if conv is not None and mixer == "conv":
+        yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
+        yield f"layers.{layer}.mixer.conv", (hidden, 1, conv.width)
+    if delta is not None and mixer == "delta":
+        yield f"layers.{layer}.mixer.in", (delta.state.channels + delta.values, hidden)
+        yield f"layers.{layer}.mixer.conv", (delta.state.channels, 1, delta.width)
+    if scan is not None and "mamba2" in decoder.parts_of(layer):
+        yield f"layers.{layer}.mixer.in", (scan.read_size, hidden)
+        yield f"layers.{layer}.mixer.conv", (scan.conv_size, 1, scan.width)
+        yield f"layers.{layer}.mixer.out", (hidden, scan.inner_size)
 
 
 def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
