@@ -249,11 +249,14 @@ def _architecture(gguf: GgufFile) -> str:
     return name
 
 
-def _positive(gguf: GgufFile, key: str, most: int) -> int:
-    value = gguf.metadata.integer(key)
-    if not 1 <= value <= most:
-        raise damaged(gguf.path, f"{key} is {value}, not 1 to {most}")
+def _ranged(gguf: GgufFile, key: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise damaged(gguf.path, f"{key} is {value}, not {least} to {most}")
     return value
+
+
+def _positive(gguf: GgufFile, key: str, most: int) -> int:
+    return _ranged(gguf, key, gguf.metadata.integer(key), 1, most)
 
 
 def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
@@ -279,17 +282,11 @@ def _per_layer(gguf: GgufFile, key: str, layers: int, default: int | None = None
     """A number of heads or experts, given for all layers or for each."""
     value = gguf.metadata.get(key)
     if not isinstance(value, GgufArray):
-        return [_at_most(gguf, key, gguf.metadata.integer(key, default))] * layers
+        return [_ranged(gguf, key, gguf.metadata.integer(key, default), 0, _MOST_HEADS)] * layers
     items = gguf.metadata.array(key, *_INTEGERS)
     if items.count != layers:
         raise damaged(gguf.path, f"{key} has {items.count} items for {layers} layers")
-    return [_at_most(gguf, key, int(item)) for item in items.numbers()]
-
-
-def _at_most(gguf: GgufFile, key: str, value: int) -> int:
-    if not 0 <= value <= _MOST_HEADS:
-        raise damaged(gguf.path, f"{key} is {value}, not 0 to {_MOST_HEADS}")
-    return value
+    return [_ranged(gguf, key, int(item), 0, _MOST_HEADS) for item in items.numbers()]
 
 
 def head_sizes(gguf: GgufFile) -> tuple[int, int]:
@@ -297,12 +294,9 @@ def head_sizes(gguf: GgufFile) -> tuple[int, int]:
     architecture = _architecture(gguf)
     heads, _ = _heads(gguf)
     usual = gguf.metadata.integer(f"{architecture}.embedding_length") // max(heads)
-    keys = [f"{architecture}.attention.{name}" for name in ("key_length", "value_length")]
-    sizes = [gguf.metadata.integer(key, usual) for key in keys]
-    for key, size in zip(keys, sizes, strict=True):
-        if not 1 <= size <= _MOST_CHANNELS:
-            raise damaged(gguf.path, f"{key} is {size}, not 1 to {_MOST_CHANNELS}")
-    return sizes[0], sizes[1]
+    keys, values = (f"{architecture}.attention.{name}" for name in ("key_length", "value_length"))
+    key_size, value_size = (gguf.metadata.integer(key, usual) for key in (keys, values))
+    return _ranged(gguf, keys, key_size, 1, _MOST_CHANNELS), _ranged(gguf, values, value_size, 1, _MOST_CHANNELS)
 
 
 def _name(gguf: GgufFile) -> str:

@@ -114,12 +114,8 @@ def _soon_asleep() -> Iterator[None]:
 
 
 @cache
+@_soon_asleep()
 def _checked() -> Any:
-    with _soon_asleep():
-        return _tried()
-
-
-def _tried() -> Any:
     lib = _imported()
     _kept.append(lib.llama_log_callback(_remember))
     lib.llama_log_set(_kept[-1], None)
