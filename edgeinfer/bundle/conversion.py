@@ -61,12 +61,7 @@ def is_converted(bundle: Bundle, layout: Layout, path: Path) -> bool:
 
 
 def convert_bundle(
-    bundle: Bundle,
-    layout: Layout,
-    out: Path,
-    progress: Progress | None = None,
-    *,
-    replace_existing: bool = False,
+    bundle: Bundle, layout: Layout, out: Path, progress: Progress | None = None, *, replace_existing: bool = False
 ) -> None:
     """Writes a bundle of the same model that stores another layout; arguments and errors as `convert_weights`.
 

@@ -282,10 +282,7 @@ class Capabilities:
 
 
 def capabilities_in(
-    capabilities: Capabilities,
-    tensors: Iterable[TensorEntry],
-    layout: Layout,
-    moe: MoESpec | None = None,
+    capabilities: Capabilities, tensors: Iterable[TensorEntry], layout: Layout, moe: MoESpec | None = None
 ) -> Capabilities:
     """The capabilities of a model whose quantized tensors are run in `layout`, whatever layout they are stored in.
 

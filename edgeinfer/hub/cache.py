@@ -13,15 +13,7 @@ from edgeinfer.bundle.names import part_of, quantization_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST, write_file
 from edgeinfer.errors import BundleError, HubError, ModelError, StorageError
 from edgeinfer.hub.client import library
-from edgeinfer.hub.ids import (
-    CONFIG_PATTERNS,
-    GGUF,
-    WEIGHT_PATTERNS,
-    gguf_models,
-    gguf_parts,
-    listed_files,
-    literal,
-)
+from edgeinfer.hub.ids import CONFIG_PATTERNS, GGUF, WEIGHT_PATTERNS, gguf_models, gguf_parts, listed_files, literal
 from edgeinfer.records import dataclass
 from edgeinfer.user_files import user_data
 

@@ -18,11 +18,7 @@ from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.results import DeviceFacts, DeviceLimits
-from edgeinfer.runtime.backends.llamacpp.graphics import (
-    check_processor,
-    graphics_device,
-    listed_processors,
-)
+from edgeinfer.runtime.backends.llamacpp.graphics import check_processor, graphics_device, listed_processors
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.devices.providers import Device, DeviceEntry, is_installed

@@ -180,12 +180,7 @@ class _Visits:
     """
 
     def __init__(
-        self,
-        model: Model,
-        learnt: Mapping[str, State],
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        repeats: int,
+        self, model: Model, learnt: Mapping[str, State], prompts: Sequence[Sequence[int]], max_tokens: int, repeats: int
     ) -> None:
         self._model = model
         self._learnt = learnt

@@ -15,6 +15,7 @@ from edgeinfer.bundle.names import display_name, file_name, quantization_of
 from edgeinfer.errors import BudgetError, HubError, ModelError, UsageError
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes, gguf_memory
+from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import Repository, best_offer, offers_in
 from edgeinfer.hub.folder import CheckpointSource, find_converted
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
@@ -223,6 +224,25 @@ def test_conversions_of_all_bits_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert [converted.bits for converted in hub.converted_models()] == [*CONVERTED_BITS]
     found = find_converted(source, 3)
     assert found is not None and found.path == source.place(3, "abc")
+
+
+def test_a_short_name_in_other_bits_means_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    source, jobs = CheckpointSource("org/model"), list[FetchJob]()
+    source.record()
+    source.place(4, "abc").mkdir()
+    (source.place(4, "abc") / "edgeinfer.json").touch()
+    for module in ("placing", "resolving"):
+        monkeypatch.setattr(f"edgeinfer.hub.{module}.cached_models", lambda: [])
+
+    def fetch(job: FetchJob, *_: object) -> Path:
+        jobs.append(job)
+        return source.place(8, "abc")
+
+    monkeypatch.setattr("edgeinfer.hub.resolving.fetch", fetch)
+    assert hub.resolve("model") == hub.resolve("model", bits=4) == source.place(4, "abc")
+    assert hub.resolve("model", bits=8) == source.place(8, "abc")
+    assert [(job.name, job.bits) for job in jobs] == [("org/model", 8)]
 
 
 LICENCES = {"Apache-2.0", "MIT", "Llama-3.2", "Gemma"}
