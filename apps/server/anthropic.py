@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 
 from edgeinfer.apps.server.bodies import json_body
 from edgeinfer.apps.server.completions import NAMED_EVENTS, CompletionKind
-from edgeinfer.apps.server.events import Framing
 from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
@@ -253,7 +253,7 @@ class MessagesReply(OneReply):
 
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 ANTHROPIC_KINDS: Mapping[str, CompletionKind] = {
-    "/v1/messages": CompletionKind(MessagesReply, Framing(NAMED_EVENTS.media_type, NAMED_EVENTS.encode, _PING)),
+    "/v1/messages": CompletionKind(MessagesReply, replace(NAMED_EVENTS, comment=_PING)),
 }
 
 

@@ -16,7 +16,7 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import ignored_header, json_body, read_json
 from edgeinfer.apps.server.completions import CompletionKind, NoFrame
-from edgeinfer.apps.server.events import SERVER_SENT, Framing
+from edgeinfer.apps.server.events import SERVER_SENT
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
@@ -147,9 +147,7 @@ class LlamaCompletion(NoFrame):
 
 LLAMA_KINDS: Mapping[str, CompletionKind] = {
     # Its streams have no end mark.
-    "/completion": CompletionKind(
-        LlamaCompletion, Framing(SERVER_SENT.media_type, SERVER_SENT.encode, SERVER_SENT.comment)
-    ),
+    "/completion": CompletionKind(LlamaCompletion, replace(SERVER_SENT, last=b"")),
 }
 
 

@@ -29,11 +29,6 @@ _GRACE = 5
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def serve(app: ASGIApp, host: str, port: int, *, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT, SIGTERM, SIGHUP or `Server.stop`."""
-    Server(app, host, port, ready=ready).run()
-
-
 class Server:
     """An application on a port.
 

@@ -351,7 +351,7 @@ class ModelThread(threading.Thread):
     def _failed(self, job: Job, error: Exception) -> None:
         if job.stream is not None:
             job.stream.close()
-        # A cancelled reply that had not begun, as while it read contexts, has not failed.
+        # A reply that is cancelled before it starts, as while it reads contexts, has not failed.
         self._over(job, ReplyEnd(None) if job.stream is None and job.cancelled else error)
 
     def _over(self, job: Job, end: ReplyEnd | Exception) -> None:
