@@ -72,9 +72,9 @@ class CopiedRows:
     """Implements `CacheSnapshot` by arrays of its own.
 
     Attributes:
-        keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.geometry. (kv_heads, length,
-            width)
-        state_bytes: what one takes; 0 where there are no recurrent layers, which need one.
+        keys, values: each layer's rows in the type's dtype and width, see edgeinfer.bundle.geometry.
+            (kv_heads, length, width)
+        state_bytes: size of one recurrent state; 0 without recurrent layers.
     """
 
     length: int
@@ -289,7 +289,7 @@ def check_edit(
     """How many rows an edit of `rows` rows left in a layer.
 
     Args:
-        left: in the layers before; None in the first.
+        left: rows left in the layers before; None in the first.
     """
     keys, values = edited
     found = keys.shape[1] if left is None else left

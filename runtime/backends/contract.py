@@ -39,7 +39,7 @@ class ExpertChoice:
     """Which experts the tokens of a pass may use where they are not left to the routers alone.
 
     Attributes:
-        count: of experts for each token, one of `Capabilities.expert_counts`.
+        count: experts for each token, one of `Capabilities.expert_counts`.
         bias: added to the routers' scores before choosing: 0, or -1e9 for an expert that may not be chosen; None is 0
             for all. (L, E)
     """
@@ -53,17 +53,17 @@ class ForwardInput:
     """What one pass evaluates: S new tokens, and how.
 
     Attributes:
-        rows: of the S new tokens, those whose logits are wanted; may be empty.
+        rows: indices of the new tokens whose logits are wanted; may be empty.
         tree: parent row of each row, -1 for the context; None is a chain.
         layer_mask: [2i] attention and [2i+1] MLP of layer i, true where they run; None runs all.
         hidden: enters the first layer that runs instead of the embeddings.
         planes: 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole.
         experts: None leaves the choice to the routers: the whole model.
-        tapped: what a draft module reads of its target for each row, where `hidden` does not give it states of its own.
-        block: of a module that drafts in blocks, how many of the last rows are the block's, which see the cache and
-            each other; `tapped` is of the rows before them, of which keys and values are kept.
-        gains: of a draft behind its root, how many tokens each row is expected to add; a pass that rows of other texts
-            share may leave out the last ones, and gives the logits of those it has. None leaves out nothing.
+        tapped: the target's states that a draft module reads for each row, where `hidden` is not given.
+        block: how many of the last rows are the block of a module that drafts in blocks: they see the cache and each
+            other. `tapped` has the rows before them, whose keys and values are kept.
+        gains: tokens that each draft row behind the root is expected to add; a pass shared with other texts may leave
+            out the last rows, and gives the logits of the rows it has. None leaves out nothing.
     """
 
     tokens: Ints  # (S,)
@@ -235,7 +235,7 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
     """Refuses a pass that the backend's contract excludes.
 
     Args:
-        cache: that the pass appends to; None is the backend's own.
+        cache: the cache that the pass appends to; None is the backend's own.
     """
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
     planes, experts = batch.planes, batch.experts

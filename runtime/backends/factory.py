@@ -29,7 +29,7 @@ class BackendOrder:
     """A backend that is wanted.
 
     Attributes:
-        layout: of the bundle's weights, as the kind's `layout` says.
+        layout: where the bundle's weights are kept, as the factory's `layout` says.
         room: bytes of the weights that the system can keep in memory; None where it keeps all.
     """
 
@@ -56,9 +56,9 @@ class BackendFactory(ABC):
     """How a backend is made and what it can do.
 
     Attributes:
-        modes_differ, loads_experts: as `planning.plan_input.PlanInput` has them.
+        modes_differ, loads_experts: see `planning.plan_input.PlanInput`.
         tunes: names of the fields of `TunedSettings` that change how fast it is.
-        graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
+        graphs: the backend runs on onnxruntime, which decides about devices other than the CPU.
     """
 
     modes_differ: ClassVar[bool] = False

@@ -31,11 +31,11 @@ class PageSnapshot:
 
     Args:
         pages: one behind the other; this becomes a holder of each.
-        offset: of the first row in the first page.
+        offset: slot of the first row in the first page.
         joined: the first page holds rows of another snapshot, which counts it.
-        start: of the text, where the first row is.
-        behind: of recurrent layers, with which the text goes on after some of the rows; None where there is none.
-        states: that such a state lies in; None where there are no such layers.
+        start: position of the first row in the text.
+        behind: state of recurrent layers with which the text goes on after some of the rows, if there is one.
+        states: the pool of such states; None without recurrent layers.
     """
 
     in_place = True
@@ -154,14 +154,14 @@ class PagedCache:
 
     Args:
         spare: rows beyond the capacity that may be prepared, for the padding of passes.
-        states: that the state of recurrent layers is taken from, where the model has any.
+        states: the pool that the state of recurrent layers is taken from, if the model has any.
         reserves: snapshots leave it the pages for all of its capacity; of other sequences somebody else sees to that.
 
     Attributes:
-        state: of recurrent layers; None where there are none.
-        shift: by how much the position of a further row is less than its place, as contexts before it lie side by side;
-            0 again where all rows are dropped.
-        adapter: of the rows that passes append; -1 where they have none.
+        state: the state of recurrent layers; None without any.
+        shift: how much less the position of a further row is than its place, as contexts before it lie side by side; 0
+            again when all rows are dropped.
+        adapter: the adapter of the rows that passes append; -1 for none.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
     """
 

@@ -40,13 +40,13 @@ def active_experts(ids: Ints, experts: int) -> NDArray[np.bool_]:  # (L, S, k) -
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """What was counted; counts of different times can be added and taken off.
+    """Counts of used experts; those of different times can be added and subtracted.
 
     Attributes:
-        layers: which have experts, ascending.
+        layers: the layers that have experts, ascending.
         usage: tokens that used each expert. (L', E)
-        runs: of each length of CHUNKS. (3,)
-        unions: experts in the unions over them, of all layers together. (3,)
+        runs: number of runs of each length of CHUNKS. (3,)
+        unions: experts that the rows of such runs used together, summed over runs and layers. (3,)
     """
 
     layers: tuple[int, ...]
@@ -198,8 +198,8 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
     """Implements `contract.Backend` around another one; its passes are the same.
 
     Args:
-        cache: its own, which tells which rows were kept.
-        expert_cache: of its experts, where not all stay in memory.
+        cache: the backend's own, which tells which rows were kept.
+        expert_cache: the cache of its experts, where not all stay in memory.
     """
 
     def __init__(

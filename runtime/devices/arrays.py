@@ -46,7 +46,7 @@ class DeviceArray:
     """An array of zeros on a device, of which parts can be read and written as of numpy's.
 
     Attributes:
-        written: what a pass writes: the same, or a second copy where the device cannot write in place.
+        written: the array that a pass writes: this one, or a second copy where the device cannot write in place.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: Device) -> None:

@@ -91,8 +91,8 @@ class DeviceEntry:
     """What the registry holds of one name.
 
     Attributes:
-        devices: that it stands for, the first by the bare name.
-        package: of pip that brings the provider.
+        devices: the devices it stands for, the first by the bare name.
+        package: the pip package that brings the provider.
         plugin: whether the package is installed together with onnxruntime; else in place of it.
         tried: where it was run, for people: the table says so.
         hardware: whether the provider, which is installed, sees hardware for a device.

@@ -136,12 +136,12 @@ class JoinedContexts:
     """A prefix and contexts as a cache holds them before a prompt.
 
     Args:
-        prefix: that every context was evaluated behind.
+        prefix: the rows behind which every context was evaluated.
         use: how they are placed, and the temperature of their scores.
 
     Attributes:
-        use: what replies say of them.
-        tokens: of prefix and contexts.
+        use: what replies report about them.
+        tokens: the tokens of prefix and contexts.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class Making:
     Attributes:
         origin: model, adapter, and how the model runs here.
         tokenizer: digest of the vocabulary.
-        prefix: that they were made behind.
-        kv, scales: of the cache.
+        prefix: the tokens behind which they were made.
+        kv, scales: type of the cache.
     """
 
     origin: Origin
@@ -223,8 +223,8 @@ class KeptRows:
     """Implements `ContextRows` by a file.
 
     Attributes:
-        edits: how often rows were made of an earlier version by its edits.
-        stamp: of the file when it was written or all of it was checked.
+        edits: how often the rows were made from an earlier version's.
+        stamp: the file's stamp when it was written or last checked whole.
     """
 
     path: Path

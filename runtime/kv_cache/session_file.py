@@ -154,7 +154,7 @@ class SessionFile:
     Attributes:
         kv, scales: the type of cache the rows come from, as `CacheSnapshot` names it.
         sampling: version of how a seed made text when it was written.
-        stamp: of the file, by which it need not be read again for its digest.
+        stamp: the file's stamp; while it stays, the digest need not be checked again.
     """
 
     def __init__(self, path: Path, file: BufferedReader, known: Stamp | None = None) -> None:
@@ -320,7 +320,7 @@ def open_session(path: Path, known: Stamp | None = None) -> Iterator[SessionFile
     """Opens and checks a session file.
 
     Args:
-        known: of the file when its digest was checked before, which is not done again where it is the same.
+        known: the file's stamp when its digest was last checked; the check is skipped while it is the same.
     """
     with _reading(path) as file:
         yield SessionFile(path, file, known)

@@ -83,13 +83,13 @@ class RowCodec(ABC):
     """A type of stored rows.
 
     Attributes:
-        code: as the graph's layout says it.
-        dtype: of stored rows.
-        level_dtype: of the number that a channel is stored as, before two are put into a byte.
-        packed: such numbers in one item of a page.
-        lanes: of a key's channels, those that lie side by side in a tile.
-        order: of positions whose values lie side by side channel by channel, where each of them lies.
-        scale_dtype: of what scales a row; "" where nothing does.
+        code: the type's number in the graph's layout.
+        dtype: numpy type of stored rows.
+        level_dtype: numpy type of a channel's level, before two are put into a byte.
+        packed: levels in one item of a page.
+        lanes: channels of a key that lie side by side in a tile.
+        order: places of the positions whose values lie side by side, channel by channel.
+        scale_dtype: numpy type of a row's scale; "" without one.
         turned: rows are turned before they are stored.
     """
 

@@ -58,7 +58,7 @@ class LayerGroup:
     """Layers of a model whose heads are of one size: they lie side by side in a page.
 
     Attributes:
-        layers: of the model, ascending.
+        layers: indices in the model, ascending.
         offset: where the first begins in a page.
         keys, values: how their rows are stored.
         weighed: behind the values of a head lies what is added to the scores of each position.
@@ -127,7 +127,7 @@ class PageLayout:
     """The pages of one model's cache.
 
     Attributes:
-        keys, values: how their rows are stored; those of recurrences are float32.
+        keys, values: how their rows are stored; recurrent states are float32.
         weighed: each position of a head has a weight, which is added to its scores.
     """
 
@@ -302,7 +302,7 @@ class _Part(ABC):
 
     Args:
         size: channels of a head.
-        shape: of a head's numbers in a page.
+        shape: shape of a head's numbers in a page.
         memory: the bytes of every head. (pages, L, H, bytes)
     """
 

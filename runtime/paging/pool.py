@@ -35,7 +35,7 @@ class BlockPool:
         spare: free blocks that stay in memory.
 
     Attributes:
-        memory: of all blocks. (pages * page_bytes,)
+        memory: the bytes of all blocks. (pages * page_bytes,)
     """
 
     def __init__(self, pages: int, page_bytes: int, spare: int) -> None:

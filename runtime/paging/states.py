@@ -105,10 +105,10 @@ class StatePool(BlockPool):
 
 
 class StateSnapshot:
-    """A slot that somebody holds, in which a text can go on after `position` to `until` of its tokens.
+    """A slot in use, in which a text can go on after `position` to `until` of its tokens.
 
     Args:
-        pool: of the slot; this becomes a holder of it.
+        pool: the slot's pool; the snapshot becomes a holder of the slot.
     """
 
     def __init__(self, pool: StatePool, slot: int, position: int, until: int) -> None:

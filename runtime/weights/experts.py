@@ -36,7 +36,7 @@ class ExpertBytes:
     Attributes:
         moe: None where there are none; the others are 0 then.
         total: bytes of all of them, on pages of their own.
-        least: that must fit into memory for the largest layer to run, whatever its tokens choose.
+        least: bytes that must fit into memory for the largest layer to run, whatever its tokens choose.
     """
 
     moe: MoESpec | None
@@ -91,7 +91,7 @@ class ExpertCache:
         limit: bytes of experts that may be in memory at once, what the system maps around them included.
 
     Attributes:
-        cached: those whose pages may be in memory. (L, E)
+        cached: experts whose pages may be in memory. (L, E)
     """
 
     def __init__(self, parts: Mapping[tuple[int, int], Pages], sizes: Ints, limit: int) -> None:
@@ -196,7 +196,7 @@ class RouterGuess:
     other rules of routers are left out of it.
 
     Args:
-        routers: of layers that have one, what they multiply hidden states by. (D, E)
+        routers: weights of each layer's router, by layer. (D, E)
         top_k: experts that each token chooses.
     """
 

@@ -40,7 +40,7 @@ def layer_windows(layers: int, window_layers: int, kept_layers: int = 0) -> tupl
     """The windows of a pass, in order.
 
     Args:
-        kept_layers: that are not streamed. They are spread evenly, so that one window computes while another is read.
+        kept_layers: layers that are not streamed, spread evenly, so that one window computes while another is read.
     """
     streamed = layers - kept_layers
     count = -(-streamed // window_layers)

@@ -39,10 +39,10 @@ _COARSE_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class Note:
-    """What a file was when it was found whole.
+    """A file's identity when it was found whole.
 
     Attributes:
-        stable: it had been left alone for so long that another change would show; otherwise it is read again.
+        stable: the file had not been written for so long that another change would show; otherwise it is read again.
     """
 
     path: str
@@ -52,7 +52,6 @@ class Note:
 
     def to_json(self) -> str:
         data = {"format": _FORMAT, **asdict(self)}
-        data["settled"] = data.pop("stable")
         return json.dumps(data | {"check": _check(data)}) + "\n"
 
     @classmethod
@@ -61,7 +60,6 @@ class Note:
         data: dict[str, Any] = json.loads(text)
         if data.pop("check") != _check(data) or data.pop("format") != _FORMAT:
             raise ValueError("not a note")
-        data["stable"] = data.pop("settled")
         return cls(**data | {"identity": FileIdentity(**data["identity"])})
 
 
@@ -145,7 +143,7 @@ class FileCheck:
 
     Attributes:
         sha256: None where it is not known.
-        plain: it is a model by itself, without a manifest.
+        plain: the file is a model by itself, without a manifest.
         tail: bytes behind all that the file says it holds.
     """
 
@@ -194,8 +192,8 @@ def check_file(
     """Compares a file with its digest, or with what it was when it was last found whole.
 
     Args:
-        identity: what the file was when loading began; None takes what it is now.
-        again: reads it also where it has not changed since.
+        identity: the file's identity when loading began; None takes the present one.
+        again: read the file even if it has not changed since.
     """
     with _reading(check.path):
         now = identity or FileIdentity.of(check.path)

@@ -66,7 +66,7 @@ class WeightPages:
     """The weights file of a running model that is read in place.
 
     Args:
-        path: of the file, which must be mapped by now.
+        path: the file, which must already be mapped.
     """
 
     def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:

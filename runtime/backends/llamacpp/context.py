@@ -35,8 +35,8 @@ class ProcessorTimes(NamedTuple):
     """Seconds.
 
     Attributes:
-        busy: in which processors that this process may use worked, for any program, all of them together.
-        own: in which they worked for this process.
+        busy: working time of all processors that this process may use, for any program.
+        own: working time for this process.
     """
 
     wall: float
@@ -207,11 +207,11 @@ class ContextOptions:
 
     Attributes:
         cells: tokens the cache may hold, those of pending draft trees included.
-        threads: of a pass; at most, where they are `adaptive_threads`.
+        threads: threads of a pass; the most of them with `adaptive_threads`.
         adaptive_threads: work with fewer while others use the processors, which changes no bit of the results.
         batch: tokens of a pass at most.
         outputs: logit rows of a pass at most.
-        sequences: that may share the cache, one more not counted for what is in passing.
+        sequences: sequences that may share the cache, without the spare one.
         rollback: rows of a pass that recurrent layers can go back by; more states are kept for them.
         offloaded: some layers run on a graphics processor, and keep their cells there.
     """
@@ -236,9 +236,8 @@ class LlamaContext:
     """A context of a model and the batch that is fed to it.
 
     Attributes:
-        kv_bytes: of the cache in the process, as llama.cpp says; all of it is taken at once.
-        cell_layers: those with cells of their own; where some have a sliding window, those without one and those with
-            one, which lie in two caches.
+        kv_bytes: size of the cache in the process, as llama.cpp says; all of it is taken at once.
+        cell_layers: the layers of each of llama.cpp's caches; layers with a sliding window have a second one.
     """
 
     def __init__(self, lib: Any, model: Any, options: ContextOptions) -> None:

@@ -56,7 +56,7 @@ class Offload:
     """The last layers of a model on a graphics processor.
 
     Attributes:
-        layers: how many; the norm and the matrix that give logits count as one.
+        layers: number of layers; the norm and the matrix that give logits count as one.
     """
 
     processor: GraphicsProcessor

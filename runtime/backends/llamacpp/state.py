@@ -49,7 +49,7 @@ class CellRows(NamedTuple):
     """What a layer keeps of a token.
 
     Attributes:
-        heads: of keys and values; 0 where it keeps nothing.
+        heads: heads of keys and values; 0 where the layer keeps nothing.
         key_size, value_size: channels of one; no values where attention is latent.
     """
 

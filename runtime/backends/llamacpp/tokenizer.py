@@ -44,7 +44,7 @@ class ExactWords:
     Texts with such characters, which are rare, are cut by the library; words that hold some are merged here.
 
     Args:
-        steps: of its pre-tokenizer.
+        steps: steps of llama.cpp's pre-tokenizer.
         whole_words: words of the vocabulary are taken whole.
     """
 

@@ -40,7 +40,7 @@ class PackedAdapters:
     """All adapters of a model.
 
     Attributes:
-        digests: by the names that requests choose them by; rows have their places in this.
+        digests: digest of each adapter by its name in requests, in the order that rows number them.
         sites: tensors of the bundle that any of them changes.
         weights: all factors, A as (rank, K) and B times its scale as (rank, outputs). (W,)
         table: the operator's. (sites, adapters, parts, 5)

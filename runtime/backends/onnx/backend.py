@@ -30,7 +30,7 @@ class OnnxBackend(GraphBackend):
 
     Args:
         exact: pad passes so that every row is bit-identical whatever pass it is computed in.
-        device: that runs it; where it is not the CPU, the cache lives in its memory, and rows are not exact.
+        device: runs the graph; if it is not the CPU, the cache lives in its memory, and rows are not exact.
     """
 
     cache: KVBuffers

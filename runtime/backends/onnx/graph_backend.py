@@ -46,7 +46,7 @@ class GraphBackend(ABC):
         places: rows of the rotary tables, for a context of `capacity` tokens.
 
     Attributes:
-        pages: of the weights' file where they are used in place.
+        pages: pages of the weights' file where it is used in place.
     """
 
     name = "onnx"

@@ -202,7 +202,7 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits.
 
     Args:
-        context: of a graph whose attention takes a bias; 0 where it reads pages.
+        context: context tokens of a graph whose attention takes a bias; 0 where it reads pages.
     """
     geometry, decoder = manifest.geometry, manifest.decoder
     hidden = geometry.hidden_size

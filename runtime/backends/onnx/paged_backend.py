@@ -55,7 +55,7 @@ class PagedBackend(GraphBackend):
     Args:
         exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.geometry.PAGED_KV.
-        pages: of the pool in addition to those of one sequence, for other sequences and kept prefixes.
+        pages: pages of the pool for other sequences and kept prefixes, in addition to the pages of one sequence.
         weighed: the cache's rows have weights, for those that stand for several tokens.
     """
 

@@ -113,7 +113,7 @@ class ExpertInputs:
 
     Attributes:
         top_k: experts of a token in the whole model.
-        count: of experts for each token. (1,)
+        count: experts for each token. (1,)
         bias: added to the routers' scores before choosing. (L, E)
     """
 
@@ -140,7 +140,7 @@ class AttentionBias:
     """Which rows attend to which, bound to every pass, as its shape changes with each.
 
     Args:
-        window: of layers with a sliding window; 0 without.
+        window: tokens of the sliding window; 0 without one.
         copies_padding: rows of padding are the last real row again, so that they choose its experts.
     """
 
@@ -208,8 +208,8 @@ class PathTables:
     (edgeinfer.bundle.graph).
 
     Attributes:
-        rows: of each row its sequence, how many first slots it sees, where its further ones begin in `slots`, and how
-            many they are. (S, 4)
+        rows: for each row its sequence, the number of first slots it sees, where its further slots begin in `slots`,
+            and their number. (S, 4)
         slots: further slots. (X,)
     """
 

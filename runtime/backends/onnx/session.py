@@ -69,7 +69,7 @@ class OrtSession:
     Args:
         path: the model file, or what would be in it.
         folder: where the weights of a model that is not a file lie.
-        device: that runs what its provider can; the CPU runs the rest.
+        device: runs what its provider can; the CPU runs the rest.
         affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
             them; empty leaves the threads to the system.
     """

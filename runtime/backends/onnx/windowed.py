@@ -149,7 +149,7 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
     states of one enter the next. Every row of the result is the same bits as without.
 
     Args:
-        inner: whose passes can skip layers and resume from hidden states; this closes it.
+        inner: a backend that can skip layers and resume from hidden states; closed with this one.
     """
 
     def __init__(self, inner: GraphBackend, meter: DiskMeter | None) -> None:
@@ -203,12 +203,12 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
 
 @dataclass(frozen=True)
 class _Part:
-    """What runs together.
+    """Layers that run together.
 
     Attributes:
-        weights: those of it that are streamed.
-        dropped: while it runs, by the operators that read it, not only afterwards.
-        forgotten: what the system's cache drops of it, too, when it has run; None where all stays there.
+        weights: its streamed weights.
+        dropped: weights are dropped as soon as an operator has read them, not only when all have run.
+        forgotten: weights that the system's cache drops, too, after the layers have run; None keeps all there.
     """
 
     layers: NDArray[np.bool_]
@@ -234,7 +234,7 @@ class StreamedBackend(WindowedBackend):
     """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:
-        inner: whose passes can skip layers and resume from hidden states; this closes it.
+        inner: a backend that can skip layers and resume from hidden states; closed with this one.
         window_layers: layers whose weights are in memory together; all of them stay there.
         kept_layers: layers that stay in memory, with head and embedding.
         room: bytes of the weights that the system's cache can keep; None where it keeps all.
@@ -334,7 +334,7 @@ class CachedExpertsBackend(WindowedBackend):
 
     Args:
         limit: bytes of experts that may be in memory at once.
-        guess: what the layers of the next window will choose, so that it is read while they begin.
+        guess: predicts the experts of the next window's layers, so that they are read while these begin.
     """
 
     def __init__(

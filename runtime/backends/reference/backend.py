@@ -242,7 +242,7 @@ class _Pass:
     Attributes:
         seen: which cached rows each row sees (S, T), by window.
         mask: whether attention and MLP of each layer run (L, 2).
-        vectors: of per-layer embeddings (S, L, P).
+        vectors: per-layer embeddings (S, L, P).
         used: the experts of each layer that has any, filled in as they are chosen.
     """
 

@@ -126,8 +126,8 @@ class StaticBackend:
 
     Args:
         capacity: tokens the cache may hold, at most as many as the graphs' caches have rows.
-        exact: use such graphs only whose rows are bit-identical, as `memory.choose_graphs` says.
-        rows: of the widest pass that is no prompt; None for any.
+        exact: use only graphs whose rows are bit-identical, as `memory.choose_graphs` says.
+        rows: rows of the widest pass that is no prompt; None for any number.
         chunk: prompt tokens per pass; None for as many as the graph for prompts takes.
     """
 

@@ -38,7 +38,7 @@ class GraphSet:
 
     Attributes:
         narrow: the narrowest first; at least one.
-        prompts: for prompts; None where they go through the others.
+        prompts: the graph for prompts; None where they go through the others.
     """
 
     narrow: tuple[StaticGraph, ...]
@@ -101,7 +101,7 @@ class StaticMemory:
     """Implements `ModelMemory`.
 
     Attributes:
-        ordinary: of the same bundle, which has the tokenizer's terms.
+        ordinary: memory of the bundle's ordinary graph, which has the tokenizer's terms.
     """
 
     bundle: Bundle

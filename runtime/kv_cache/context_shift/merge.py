@@ -134,7 +134,7 @@ class MergeOptions:
         freed: share of the context that each context shift frees.
         observed: latest tokens whose attention is observed.
         recent: share of the context, its latest tokens, that stays whatever is attended to; no fewer than `observed`.
-        kept_score: what a context shift leaves of the scores before it.
+        kept_score: share of the earlier scores that a context shift keeps.
         pooled: a row's score is the highest among so many around it, so that words stay whole; odd.
         similar: least cosine of two keys, before rotation, that are merged.
     """

@@ -29,7 +29,7 @@ class Removed:
     """What one context shift did.
 
     Attributes:
-        rows: by how many the cache is shorter.
+        rows: rows that the cache lost.
         merged: rows that went into others, the mean over layers and heads; the remaining ones were dropped.
     """
 
@@ -44,7 +44,7 @@ class Lost:
     Attributes:
         events: context shifts so far.
         tokens: tokens of the text less rows of the cache.
-        merged: of them, those that went into others; the mean over layers and heads.
+        merged: the tokens among them whose rows went into others; the mean over layers and heads.
         since: tokens of the text at the last context shift. Rows of later tokens are theirs alone and may be cut;
             what the rows of earlier ones were cannot be had back.
     """

@@ -197,7 +197,7 @@ def test_replies_side_by_side_are_sequences_and_those_drawn_alone() -> None:
 
     alone = [reply(seed) for seed in (3, 4, 5)]
     first, tokenizer = sampler(3), Tokenizer.from_file(model("qwen2").file("tokenizer.json"))
-    common: dict[str, Any] = {"continues": False, "uncertainty": 1.5}
+    common: dict[str, Any] = {"continues": False}
     parts = SearchParts(backend, first, config, frozenset({7}), tokenizer, lambda: False, tuple, 16, **common)
     strategy = ParallelSamples(parts)
     assert reply(3, strategy, first) == alone[0]
