@@ -86,16 +86,6 @@ def test_the_next_load_uses_what_was_kept(small_bundle: Path, cache: Path, tuned
 
 
 @pytest.mark.usefixtures("tuned")
-def test_what_the_caller_sets_is_never_overridden(small_bundle: Path) -> None:
-    for own in (16, 64):
-        plan = edgeinfer.plan(small_bundle, prefill_chunk=own)
-        assert (plan.prefill_chunk, plan.tuned) == (own, ())
-    # Proved with another number of threads.
-    assert edgeinfer.plan(small_bundle, threads=7).tuned == ()
-    assert edgeinfer.plan(small_bundle, exact=False).tuned == ()
-
-
-@pytest.mark.usefixtures("tuned")
 def test_a_chunk_is_no_longer_than_the_context(small_bundle: Path) -> None:
     cut = edgeinfer.plan(small_bundle, context=100)
     assert cut.prefill_chunk == 100 and cut.tuned == ("prefill_chunk",)
@@ -232,14 +222,6 @@ def test_a_bad_profile_is_warned_of_and_the_model_runs_as_usual(
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert says in warning and str(tuned.path) in warning and "The default settings are used." in warning
     assert ("or off" if given else "edgeinfer tune --forget") in warning
-
-
-def test_a_file_that_is_not_there_is_said(small_bundle: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert edgeinfer.plan(small_bundle, profile="nowhere.json").tuned == ()
-    (record,) = caplog.records
-    assert "nowhere.json is not a file" in record.getMessage()
-    # Nothing kept is nothing to speak of.
-    assert edgeinfer.plan(small_bundle).tuned == () and len(caplog.records) == 1
 
 
 def test_a_file_for_other_threads_is_said(
