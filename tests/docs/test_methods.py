@@ -1,20 +1,24 @@
-"""The table of methods: a row for all that the registries know, with tests and commands that there are."""
+"""The pages of methods: a paragraph for all that options can name, with tests and commands that exist."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from edgeinfer.methods import product_methods
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
+from edgeinfer.runtime.speculation import drafters
 from tests.methods import all_methods
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = ("kind", "method", "asked for by", "definition", "beside plain decoding", "verdict")
-# What there is by the flag that asks for it.
+PAGES = ("METHODS.md", "METHODS-tried.md")
+# Methods by the flag that chooses one.
 REGISTRIES: dict[str, Iterable[str]] = {
     "--speculation": all_methods("drafters"),
     "--verification": all_methods("verifiers"),
@@ -23,32 +27,61 @@ REGISTRIES: dict[str, Iterable[str]] = {
     "--method": METHODS,
     "--search": all_methods("searches"),
 }
+KINDS = {"--speculation": "drafters", "--verification": "verifiers", "--compute": "compute", "--search": "searches"}
+
+
+class Paragraph(NamedTuple):
+    page: str
+    name: str
+    options: str
+    text: str
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, str]]:
-    lines = (ROOT / "docs/METHODS.md").read_text("utf-8").splitlines()
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
-    assert tuple(cells[0]) == COLUMNS
-    assert all(len(row) == len(COLUMNS) and all(row) for row in cells)
-    return [dict(zip(COLUMNS, row, strict=True)) for row in cells[2:]]
+def paragraphs() -> list[Paragraph]:
+    found = []
+    for page in PAGES:
+        for line in (ROOT / "docs" / page).read_text("utf-8").splitlines():
+            if match := re.match(r"\*\*(.+?)\*\* \((.+?)\)\. (.+)", line):
+                found.append(Paragraph(page, *match.groups()))
+    assert len(found) > 70
+    return found
 
 
-def test_every_method_has_a_row(rows: list[dict[str, str]]) -> None:
-    asked = [row["asked for by"] for row in rows]
+def test_every_method_has_a_paragraph_on_its_page(paragraphs: list[Paragraph]) -> None:
     for flag, names in REGISTRIES.items():
         for name in names:
-            assert any(re.search(f"`{flag} {name}[` ]", text) for text in asked), f"{flag} {name}"
-    found = {match for text in asked for match in re.findall(r"`(--[a-z]+) ([a-z-]+)[` ]", text)}
-    unknown = [(flag, name) for flag, name in found if flag in REGISTRIES and name not in REGISTRIES[flag]]
-    assert not unknown
+            pages = {each.page for each in paragraphs if re.search(f"`{flag} {name}[` ]", each.options)}
+            assert pages, f"{flag} {name}"
+            if flag in KINDS:
+                assert pages == {PAGES[name not in product_methods(KINDS[flag])]}, f"{flag} {name}"
+    there = [each.options for each in paragraphs if not each.options.endswith("gone")]
+    found = {match for text in there for match in re.findall(r"`(--[a-z]+) ([a-z-]+)[` ]", text)}
+    known = {**REGISTRIES, "--method": {*METHODS, *all_methods("verifiers")}}
+    assert not [(flag, name) for flag, name in found if flag in known and name not in known[flag]]
 
 
-def test_what_the_rows_name_exists(rows: list[dict[str, str]]) -> None:
-    for row in rows:
-        assert "tests/" in row["definition"], row["method"]
-        for path in re.findall(r"tests/[a-z_/0-9]+\.py", row["definition"]):
+def test_what_paragraphs_name_exists(paragraphs: list[Paragraph]) -> None:
+    for each in paragraphs:
+        assert re.search("easured|no figure|No model|Passes as", each.text), each.name
+        assert "tests/" in each.text or each.options.endswith("gone"), each.name
+        for path in re.findall(r"tests/[a-z_/0-9]+\.py", each.text):
             assert (ROOT / path).is_file(), path
-        for module in re.findall(r"python -m ([a-z_.]+)", row["beside plain decoding"]):
+        for module in re.findall(r"python -m ([a-z_.]+)", each.text):
             path = module.removeprefix("edgeinfer.").replace(".", "/") + ".py"
             assert (ROOT / path).is_file(), module
+
+
+def test_the_drafter_of_contributing_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Add a drafter")[1].split("\n## ")[0]
+    drafter, test = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "period.py").write_text(drafter, "utf-8")
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    product_methods.cache_clear()
+    try:
+        names: dict[str, Any] = {}
+        exec(compile(test, "CONTRIBUTING.md", "exec"), names)
+        names["test_the_period_is_drafted_and_the_text_is_plain"]()
+    finally:
+        product_methods.cache_clear()
+        sys.modules.pop(f"{drafters.__name__}.period", None)
