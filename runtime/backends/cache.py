@@ -1,4 +1,4 @@
-"""What the KV cache of a backend can do: the rows of one sequence, cut, kept, copied out and in, and edited."""
+"""The interface of a backend's KV cache: the rows of one sequence are cut, kept, copied out and in, and edited."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CacheSnapshot(Protocol):
 
     @property
     def scales(self) -> str:
-        """What the rows are quantized by: `ROW_SCALES` where each has its own, or nothing."""
+        """Kind of scales of quantized rows: `ROW_SCALES` where each row has its own, else ""."""
 
     @property
     def keys(self) -> Sequence[NDArray[Any]]:
@@ -195,7 +195,7 @@ class KVCache(Protocol):
 
 
 class TrimmedCache:
-    """What caches have in common that can be trimmed to any length."""
+    """The common part of caches that can be trimmed to any length."""
 
     def resumable(self, length: int) -> int:
         return length
@@ -286,7 +286,7 @@ def check_edit(
     rows: int,
     left: int | None,
 ) -> int:
-    """How many rows an edit of `rows` rows left in a layer.
+    """Number of rows that an edit of `rows` rows left in a layer.
 
     Args:
         left: rows left in the layers before; None in the first.

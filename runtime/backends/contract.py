@@ -1,4 +1,4 @@
-"""What a backend promises to the engine: passes over new tokens of one sequence, and optional abilities.
+"""The interface of backends to the engine: passes over new tokens of one sequence, and optional abilities.
 
 A pass appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of
 them. Arrays returned by a pass are views that the next pass overwrites.
@@ -36,7 +36,7 @@ class PreemptedError(BackendError):
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Which experts the tokens of a pass may use where they are not left to the routers alone.
+    """The experts that tokens of a pass may use where the routers do not choose alone.
 
     Attributes:
         count: experts for each token, one of `Capabilities.expert_counts`.
@@ -50,7 +50,7 @@ class ExpertChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardInput:
-    """What one pass evaluates: S new tokens, and how.
+    """Input of one pass: S new tokens and how they are evaluated.
 
     Attributes:
         rows: indices of the new tokens whose logits are wanted; may be empty.
@@ -132,7 +132,7 @@ class Backend(Protocol):
 
     @property
     def kernel(self) -> str:
-        """What multiplies: an instruction set of the native kernel, else the operator or library."""
+        """What multiplies matrices: an instruction set of the native kernel, else the operator or library."""
 
     @property
     def geometry(self) -> Geometry:
@@ -140,7 +140,7 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What may be asked of `forward`."""
+        """Abilities of `forward`."""
 
     @property
     def cache(self) -> KVCache:

@@ -1,4 +1,4 @@
-"""How a backend is made and what is known of it before: one factory for each, which the registry lists."""
+"""Factories of backends: how each is made, and what a plan knows of it before. The registry lists them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BackendOrder:
 
 
 class BackendFactory(ABC):
-    """How a backend is made and what it can do.
+    """Makes a backend, and says what it can do.
 
     Attributes:
         modes_differ, loads_experts: see `planning.plan_input.PlanInput`.
@@ -94,14 +94,14 @@ class BackendFactory(ABC):
 
     @abstractmethod
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
-        """What multiplies, as `Backend.kernel` will say."""
+        """The later `Backend.kernel`."""
 
     @abstractmethod
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
-        """What a bundle takes."""
+        """Memory of a bundle."""
 
     def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
-        """How many layers run on a graphics processor; None where it has none."""
+        """Counts the layers that run on a graphics processor; None without one."""
         return None
 
     def most_drafted(self, bundle: Bundle) -> int | None:

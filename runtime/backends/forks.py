@@ -107,7 +107,7 @@ def copied_bytes(backend: Backend, rows: int) -> int:
 
 
 def forking(backend: Backend) -> ForkingBackend[Any]:
-    """What evaluates several texts that go on from the one in a backend's cache, where `can_fork` says so.
+    """A backend for several continuations of the text in a backend's cache, if `can_fork` allows it.
 
     Experts that their passes use are not counted.
     """

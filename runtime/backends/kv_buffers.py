@@ -159,7 +159,7 @@ def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)
 
 
 def visible_rows(start: int, size: int, tree: Ints | None, window: int = 0) -> NDArray[np.bool_]:  # (S, T)
-    """Which of the T cached and new rows each of the S new ones sees: all before it without a tree.
+    """Mask of the T cached and new rows that each of the S new ones sees: all before it without a tree.
 
     Args:
         window: places of its text up to its own that a row sees at most; 0 is all.
@@ -174,7 +174,7 @@ def visible_rows(start: int, size: int, tree: Ints | None, window: int = 0) -> N
 
 
 def ancestors(tree: Ints) -> NDArray[np.bool_]:  # (S,) -> (S, S)
-    """Which rows each row of a draft tree may attend to: itself and its ancestors."""
+    """Mask of the rows that each row of a draft tree may attend to: itself and its ancestors."""
     size = len(tree)
     sees = np.eye(size, dtype=np.bool_)
     for row, parent in enumerate(tree):

@@ -214,7 +214,7 @@ class PagedCache:
         return max(0, pages_for(stop) - len(self._pages)) + copies
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h), (H, n, v)
-        """What rows start..stop-1 of one layer stand for."""
+        """The floats of rows start..stop-1 of one layer."""
         return self.pool.rows.read(layer, self._places(start, stop))
 
     def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:  # (H, n, h), (H, n, v)

@@ -30,7 +30,7 @@ _LONGEST = max(CHUNKS)
 
 
 def active_experts(ids: Ints, experts: int) -> NDArray[np.bool_]:  # (L, S, k) -> (S, L, E)
-    """Which experts each token uses; ids of -1 are none."""
+    """Mask of the experts that each token uses; ids of -1 are none."""
     layers, size, _ = ids.shape
     active = np.zeros((size, layers, experts + 1), np.bool_)
     # What is no expert lands in a column that is cut off.
@@ -212,7 +212,7 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
 
     @property
     def counts(self) -> ExpertCounts:
-        """How the tokens so far used experts, those of drafts that were rejected left out."""
+        """Use of experts by the tokens so far, without rejected drafts."""
         return self._counter.counts(self.cache.length)
 
     def use(self, since: ExpertCounts | None = None) -> ExpertUse:

@@ -30,7 +30,7 @@ CPU_MEMORY = "cpu"
 
 @dataclass(frozen=True)
 class Traits:
-    """What a provider's own kernels can do.
+    """Abilities of a provider's own kernels.
 
     Attributes:
         dynamic_shapes: runs the ordinary graphs; else only static ones (edgeinfer export --static), to which none of
@@ -88,7 +88,7 @@ def _always(device: Device) -> bool:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """What the registry holds of one name.
+    """One name's entry in the registry.
 
     Attributes:
         devices: the devices it stands for, the first by the bare name.
@@ -128,7 +128,7 @@ def is_installed(device: Device) -> bool:
 
 
 def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] | None:
-    """What onnxruntime's `providers` has to be for a session on a device; plugins are put into the options instead."""
+    """Onnxruntime's `providers` for a session on a device; plugins are put into the options instead."""
     require(device)
     if device.plugin:
         # One of them: so the WebGPU provider wants it, and a second one would have to be asked for by a name.

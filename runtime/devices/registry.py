@@ -127,7 +127,7 @@ ENTRIES: tuple[DeviceEntry, ...] = (_CUDA, _DIRECTML, _WEBGPU, _QNN, _COREML, _O
 
 
 def find_device(name: str) -> tuple[DeviceEntry, Device]:
-    """What a name such as "openvino:NPU" means. A bare name is the first of its devices that has hardware."""
+    """The device of a name such as "openvino:NPU". A bare name is the first of its devices that has hardware."""
     for entry in ENTRIES:
         if name == entry.name:
             seen = (device for device in entry.devices if is_installed(device) and entry.hardware(device))
@@ -195,7 +195,7 @@ def _there(entry: DeviceEntry, device: Device) -> bool:
 
 
 def _missing(device: Device, config: LoadConfig, graphs: Graphs) -> str:
-    """What was asked for that a device lacks, in words; empty where it has all."""
+    """The wanted ability that a device lacks, in words; empty if it has all."""
     if device.on_cpu or graphs != "ordinary":
         return ""
     if config.native and not device.traits.custom_ops:

@@ -88,11 +88,11 @@ class ContextRows(Protocol):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the rows are of."""
+        """The tokens of the rows."""
 
     @property
     def edits(self) -> int:
-        """How often rows were made of an earlier version of the text by its edits."""
+        """Number of times that rows were made by editing those of an earlier version."""
 
     @property
     def there(self) -> bool:
@@ -198,7 +198,7 @@ _MOST_BYTES = 4 * 1000**3
 
 @dataclass(frozen=True)
 class Making:
-    """What rows depend on besides their own text.
+    """Everything that rows depend on besides their own text.
 
     Attributes:
         origin: model, adapter, and how the model runs here.

@@ -1,4 +1,4 @@
-"""What smaller caches do to attention, layer by layer: its output over rows stored and loaded, against the rows.
+"""Errors of attention over smaller caches, layer by layer: its output over rows stored and loaded, against the rows.
 
 Every layer sees the hidden states of a float32 cache, so that errors do not add up.
 """
@@ -21,7 +21,7 @@ from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec
 
 @dataclass(frozen=True)
 class AttentionError:
-    """How far attention over a smaller cache is from attention over a float32 one.
+    """Difference of attention over a smaller cache from attention over a float32 one.
 
     Attributes:
         layers: root of the summed squares of the difference, as a share of that of the output, for each layer.

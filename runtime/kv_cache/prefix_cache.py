@@ -135,7 +135,7 @@ class PrefixCache:
         return rows * _ID.itemsize + (0 if self._kind is None else self._kind.bytes_for(rows))
 
     def _fitting(self, most: int, room: int) -> int:
-        """How many of `most` further rows fit into so many bytes."""
+        """Number of further rows, up to `most`, that fit into so many bytes."""
         return bisect.bisect_right(range(1, most + 1), room, key=self._bytes_for)
 
     def evict(self, keep_bytes: int = 0) -> None:

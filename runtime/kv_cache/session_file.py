@@ -136,7 +136,7 @@ def write_session(
 
 
 class Stamp(NamedTuple):
-    """Which file it is, and when it was last written."""
+    """Identity of a file, and when it was last written."""
 
     device: int
     inode: int
@@ -196,7 +196,7 @@ class SessionFile:
             raise UsageError(f"{self.path} is damaged: its text is not UTF-8.", _COPY) from error
 
     def _told_layers(self, metadata: Mapping[str, str]) -> list[_LayerRows] | None:
-        """What "layers" says, which must fit the rows; None where all layers keep the same."""
+        """The entry "layers", which must fit the rows; None if all layers keep the same."""
         if _LAYERS not in metadata:
             return None
         try:
@@ -272,7 +272,7 @@ class SessionFile:
 
 
 class _LayerRows(NamedTuple):
-    """What the stored keys of a layer, or its values, are."""
+    """Type and size of the stored keys, or values, of a layer."""
 
     dtype: str
     heads: int

@@ -1,1 +1,1 @@
-"""Which backend runs a bundle, above all backends."""
+"""The choice of a bundle's backend, above all backends."""

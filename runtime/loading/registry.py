@@ -1,4 +1,4 @@
-"""Which backend runs a bundle: chosen once for a load, with its device and the layout of the weights."""
+"""The choice of a bundle's backend: made once for a load, with its device and the layout of the weights."""
 
 from __future__ import annotations
 

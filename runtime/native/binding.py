@@ -228,7 +228,7 @@ class Binding:
         return y
 
     def activate(self, isa: str, name: str, x: Floats, times: Floats, constants: tuple[float, float]) -> Floats:  # (N,)
-        """What an activation function gives, of ACTIVATIONS, multiplied by `times`."""
+        """Output of an activation function, one of ACTIVATIONS, multiplied by `times`."""
         y, numbers = np.full_like(x, np.nan), np.array(constants, np.float32)
         pointers = [_address(array) for array in (numbers, x, times)]
         done = self._library.edgeinfer_activate(isa.encode(), ACTIVATIONS.index(name), *pointers, x.size, _address(y))

@@ -132,7 +132,7 @@ def _floats(count: int) -> Floats:
 
 
 def _quantized(x: Floats, block: int) -> Floats:  # (M, K) -> (M, K)
-    """What is left of rows whose blocks are rounded to int8."""
+    """Rows whose blocks were rounded to int8."""
     k = x.shape[1]
     padded = np.zeros((len(x), -(-k // block), block), np.float32)
     padded.reshape(len(x), -1)[:, :k] = x

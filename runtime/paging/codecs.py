@@ -1,4 +1,4 @@
-"""How a key or a value of one token and head is stored: four types, each row with scales of its own.
+"""Storage of a key or a value of one token and head: four types, each row with scales of its own.
 
 This is the definition; the attention kernel stores the same bits. Stored rows are what snapshots and session files
 carry: the numbers, then what scales them. Where they lie in a page is `edgeinfer.runtime.paging.layout`'s matter.
@@ -119,10 +119,10 @@ class RowCodec(ABC):
 
     @abstractmethod
     def decode(self, stored: NDArray[Any], size: int) -> Floats:  # (..., width) -> (..., size)
-        """What stored rows stand for."""
+        """The floats of stored rows."""
 
     def split(self, stored: NDArray[Any], size: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        """The number of every channel, and what scales the rows: (..., width) -> (..., size), (..., *scale_shape)."""
+        """The number of every channel, and the rows' scales: (..., width) -> (..., size), (..., *scale_shape)."""
         return stored, None
 
     def join(self, levels: NDArray[Any], scales: NDArray[Any] | None) -> NDArray[Any]:
@@ -235,7 +235,7 @@ class _Int4(RowCodec):
 
 
 def _scales_and_zeros(words: NDArray[np.uint16]) -> tuple[Floats, Floats]:
-    """What the words of groups say: the size of a level, and quarters of levels below zero."""
+    """Scale (size of a level) and zero point (quarters of levels below zero) of the groups' words."""
     scales = (words >> np.uint16(1) & _SCALE_BITS).view(np.float16).astype(np.float32)
     return scales, (words & np.uint16(63)).astype(np.float32)
 

@@ -46,7 +46,7 @@ def pages_of(capacity: int) -> int:
 
 
 class StoredRows(NamedTuple):
-    """What the stored rows of a layer's keys, or of its values, have: heads, items of each, their type."""
+    """Shape of the stored rows of a layer's keys, or of its values: heads, items of each, their type."""
 
     heads: int
     width: int
@@ -114,7 +114,7 @@ class LayerGroup:
         return heads[..., : self.key_bytes], heads[..., self.key_bytes : border]
 
     def weights(self, pages: NDArray[np.uint8]) -> NDArray[np.float32]:  # (pages, bytes) -> (pages, layers, H, 64)
-        """What is added to the scores of each position, as a view; nothing where positions are not weighed."""
+        """Weights that are added to the scores of positions, as a view; empty where positions have none."""
         return self._heads(pages)[..., self.key_bytes + self.value_bytes :].view(np.float32)
 
     def _heads(self, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:  # (pages, bytes) -> (pages, layers, H, bytes)
@@ -263,7 +263,7 @@ class PageRows:
                 part.put(places, part.split(stored.transpose(2, 0, 1, 3)))
 
     def read(self, layer: int, places: Ints) -> tuple[Floats, Floats]:  # (n,) -> (H, n, h), (H, n, v)
-        """What rows of one layer stand for; nothing where it keeps none."""
+        """The floats of one layer's rows; empty where it keeps none."""
         if layer not in self._found:
             nothing = np.zeros((0, len(places), 0), np.float32)
             return nothing, nothing

@@ -31,7 +31,7 @@ def expected_experts(experts: int, top_k: float, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """What the quantized experts of a model take.
+    """Memory of a model's quantized experts.
 
     Attributes:
         moe: None where there are none; the others are 0 then.
@@ -80,7 +80,7 @@ class Pages(Protocol):
 
 
 class ExpertCache:
-    """Which experts of one model are in memory: a budget of bytes, and who goes when another comes.
+    """Keeps a model's experts in memory within a budget of bytes, and chooses which one goes for another.
 
     Least frequently used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE`
     tokens. The pages of experts that go are dropped; they come back when a router chooses them again.
@@ -189,7 +189,7 @@ _NORM, _ROUTER = "layers.{}.mlp_norm", "layers.{}.mlp.router"
 
 
 class RouterGuess:
-    """Which experts the layers to come will choose, as their own routers say of the hidden states before them.
+    """Guesses the experts of the next layers: their own routers are applied to earlier hidden states.
 
     As "Fast Inference of Mixture-of-Experts Language Models with Offloading" (arXiv:2312.17238) does: hidden states
     change little from layer to layer. A guess decides what is read early, never what is computed, so biases, groups and

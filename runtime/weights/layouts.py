@@ -1,4 +1,4 @@
-"""Which layout of a bundle's weights runs here, and where it lies: converted once where it is not the stored one.
+"""The layout of a bundle's weights that runs here, and where it lies: converted once if it is not the stored one.
 
 A converted file is kept in the user's cache, named by what it was made of, so that it
 serves every bundle with the same weights and is never taken for another.
@@ -93,7 +93,7 @@ def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) ->
 
 
 def kernel_of(bundle: Bundle, layout: Layout) -> str:
-    """What multiplies where a layout runs: an instruction set of the native kernel, else the operator."""
+    """What multiplies matrices in a layout: an instruction set of the native kernel, else the operator."""
     if not bundle.quantized:
         return "MatMul"
     return native_kernel().isa if layout == NATIVE else "MatMulNBits"

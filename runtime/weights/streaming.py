@@ -66,7 +66,7 @@ def layer_runs(tensors: Iterable[TensorEntry]) -> tuple[Run, ...]:
 
 
 def streamed_runs(runs: Sequence[Run], windows: Sequence[LayerWindow]) -> tuple[Run, ...]:
-    """What can be dropped behind each window: whole pieces of the file in which nothing lies that stays.
+    """The runs to drop behind each window: whole pieces of the file in which no other weights lie.
 
     A piece in which one window ends and the next begins is the latter's.
 

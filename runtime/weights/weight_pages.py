@@ -80,7 +80,7 @@ class WeightPages:
         return self._part(*(f"layers.{layer}" for layer in range(first, stop)))
 
     def streamed(self, windows: Sequence[LayerWindow]) -> list[WeightPart]:
-        """What can be dropped behind each window (`streamed_runs`)."""
+        """The weights to drop behind each window (`streamed_runs`)."""
         spans = [self.layers(layer, layer + 1).runs for layer in range(windows[-1].stop)]
         layers = [(own[0][0], sum(own[-1]) - own[0][0]) for own in spans]
         return [WeightPart(self._file, [run] if run[1] else [], self._handle) for run in streamed_runs(layers, windows)]
@@ -98,7 +98,7 @@ class WeightPages:
         return self._part(PER_LAYER_TABLE)
 
     def head(self) -> WeightPart:
-        """What follows the last layer."""
+        """The weights behind the last layer."""
         return self._part("final_norm", "head")
 
     def experts(self) -> dict[tuple[int, int], WeightPart]:

@@ -237,7 +237,7 @@ class LlamaCppBackend:
 
 
 def _within(able: Capabilities, recurrent: bool, sequences: int) -> Capabilities:
-    """What a model can do in a context of so many sequences, of which each path of a tree is one."""
+    """A model's capabilities in a context of so many sequences; each path of a tree takes one."""
     if recurrent:
         return dataclasses.replace(able, tree=False, copies=False)
     return dataclasses.replace(able, tree=able.tree and sequences > 1)

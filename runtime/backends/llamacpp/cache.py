@@ -111,7 +111,7 @@ class LlamaCache(TrimmedCache):
             raise BackendError("No rows of the last draft tree were kept or dropped yet.")
 
     def begin(self, start: int, size: int) -> int:
-        """How many rows of a pass behind `start` can be evaluated at once: all that it has."""
+        """Number of rows of a pass behind `start` that can be evaluated at once: all of them."""
         return size
 
     def passed(self, start: int, size: int) -> None:

@@ -96,7 +96,7 @@ _PAYS = {3: 0.25, 2: 0.75}
 
 @dataclass(frozen=True)
 class RowSteps:
-    """Which kernels of a model multiply rows in fours, and how many rows are added to a pass for them.
+    """Whether a model's kernels multiply rows in fours, and how many rows are added to a pass for them.
 
     A kernel of repacked weights multiplies four rows for about the price of one, and each row that is left over for the
     price of one: c(2) and c(3) exceed c(4), c(6) and c(7) exceed c(8). Sixteen are cheaper still, by the row, so that
@@ -203,7 +203,7 @@ _TYPES = {FLOAT32: 0, FLOAT16: 1, "q8_0": 8, "q4_0": 2}
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """What a context is made with.
+    """Settings of a context.
 
     Attributes:
         cells: tokens the cache may hold, those of pending draft trees included.

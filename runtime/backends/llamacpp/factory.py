@@ -50,7 +50,7 @@ _LEFT_SHARE, _LEFT_BYTES = 8, 1024**3
 
 
 def layers_that_fit(gguf: GgufFile, processor: GraphicsProcessor, configuration: Configuration) -> int:
-    """How many of the last layers fit into the free memory of a graphics processor."""
+    """Number of last layers that fit into the free memory of a graphics processor."""
     if not processor.free:
         message = f"The device {processor.name} does not tell how much memory is free."
         raise DeviceError(message, "Give a number of layers with " + Setting("gpu_layers") + ".")
@@ -115,7 +115,7 @@ class GgufMemory:
         return self._placed(here | {"activations": _activations(gguf, configuration)}, {"code": CODE_BYTES}, there)
 
     def _placed(self, anonymous: dict[str, int], file: dict[str, int], device: dict[str, int]) -> Footprint:
-        """What lies where; memory that a graphics processor shares is the process's own."""
+        """The footprint; memory that a graphics processor shares is the process's own."""
         if self.shared:
             return Footprint(anonymous | {"graphics": sum(device.values())}, file)
         return Footprint(anonymous, file, device)

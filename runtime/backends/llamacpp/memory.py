@@ -1,4 +1,4 @@
-"""What a GGUF file takes in llama.cpp, from its header alone, and where its matrices lie: upper bounds for a plan.
+"""Memory of a GGUF file in llama.cpp, from its header alone, and where its matrices lie: upper bounds for a plan.
 
 Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests.
 """
@@ -138,7 +138,7 @@ def _buffer_type(ggml: Any, tensor: GgufTensor) -> int | None:
 
 
 def _kinds(ggml: Any) -> Iterator[int]:
-    """What llama.cpp tries before plain memory, in its order."""
+    """Buffer types that llama.cpp tries before plain memory, in its order."""
     kinds, index = extra_buffer_types(ggml), 0
     while kinds is not None and (kind := kinds[index]):
         yield int(kind)
@@ -185,7 +185,7 @@ def is_recurrent(gguf: GgufFile) -> bool:
 
 
 def drafted_at_once(gguf: GgufFile, most: int) -> int:
-    """How many drafted rows of a pass can be taken back, `most` at most: all, where no layers are recurrent."""
+    """Number of drafted rows of a pass that can be taken back, up to `most`: all without recurrent layers."""
     if not is_recurrent(gguf):
         return most
     if gguf.metadata.text("general.architecture") not in _GOES_BACK:
@@ -206,7 +206,7 @@ def copied_bytes(gguf: GgufFile, kv: str, capacity: int, *, keeps: bool) -> int:
 
 
 def _state_bytes(gguf: GgufFile) -> int:
-    """What all recurrent layers keep of a sequence in float32: the last inputs of a convolution, and a matrix."""
+    """State of a sequence in all recurrent layers, in float32: the last inputs of a convolution, and a matrix."""
     data, arch = gguf.metadata, gguf.metadata.text("general.architecture")
     names = ("conv_kernel", "inner_size", "state_size", "group_count")
     width, inner, state, groups = (data.integer(f"{arch}.ssm.{name}", 0) for name in names)
@@ -227,7 +227,7 @@ def cells(capacity: int) -> int:
 
 
 def cell_rows(gguf: GgufFile, parts: Sequence[Sequence[int]]) -> tuple[CellRows, ...]:
-    """What each layer keeps of a token; nothing, where it has a recurrence alone or reads another layer's cells.
+    """The rows of a token in each layer; none if it has only a recurrence or reads another layer's cells.
 
     Args:
         parts: layers with cells of their own, first those without a sliding window.

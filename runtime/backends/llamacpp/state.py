@@ -46,7 +46,7 @@ _HADAMARD = 64  # heads whose width is a multiple of this are turned in quantize
 
 
 class CellRows(NamedTuple):
-    """What a layer keeps of a token.
+    """Sizes of a token's rows in a layer.
 
     Attributes:
         heads: heads of keys and values; 0 where the layer keeps nothing.
@@ -222,7 +222,7 @@ class StateCodec:
         return 4 * self._cell * cells
 
     def _head(self, place: int, items: int) -> bytes:
-        """What stands before the rows of an array, so many items of each."""
+        """Header of an array's rows, each of so many items."""
         kind, size = _TYPES[self._kind.name], self._dtype.itemsize
         return _COLUMNS.pack(kind, size, items) if self._in_columns(place) else _ROWS.pack(kind, items * size)
 

@@ -154,7 +154,7 @@ def adapted_graph(model: bytes, manifest: Manifest, adapters: PackedAdapters) ->
 
 @dataclass(frozen=True)
 class _Node:
-    """What is looked at of a node."""
+    """The relevant fields of a node."""
 
     kind: str
     inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the backends of our own ONNX graphs share: one session, its weights' pages, passes bound to reused buffers.
+"""Common base of the backends of our own ONNX graphs: one session, its weights' pages, passes bound to reused buffers.
 
 The graph's inputs and outputs are those of edgeinfer.bundle.graph. What attention reads besides, and the cache, are
 those of each backend.
@@ -132,11 +132,11 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def _attention_inputs(self) -> dict[str, NDArray[Any]]:
-        """What attention reads that stays where it is, whatever the pass."""
+        """Inputs of attention whose arrays are the same for every pass."""
 
     @abstractmethod
     def _bind_cache(self, step: Pass) -> None:
-        """Binds the cache, and what attention reads that a pass of this shape has alone."""
+        """Binds the cache and the inputs of attention that depend on the pass's shape."""
 
     def _prepared(self, batch: ForwardInput, size: int, rows: int, *, apart: bool) -> Pass:
         """A pass of so many rows, padding included, ready to run but for what attention reads; see `Pass.fill`."""
@@ -226,7 +226,7 @@ class GraphBackend(ABC):
 
 
 def _tables(decoder: DecoderSpec, rows: int, context: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """What positions mean to attention, by input: the tables of all rotations, and factors of queries."""
+    """Tables that attention looks positions up in, by input: all rotations, and factors of queries."""
     for index, rope in enumerate(decoder.ropes):
         for name, table in zip(graph.rotary_names(index), rope_tables(rope, rows, context), strict=True):
             yield name, np.ascontiguousarray(table)

@@ -1,4 +1,4 @@
-"""What a model takes on onnxruntime, or on numpy, by term.
+"""Memory of a model on onnxruntime, or on numpy, by term.
 
 All terms are upper bounds. Constants were fitted to measured processes (docs/log/2026-11-21.md).
 """
@@ -253,5 +253,5 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
 
 
 def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:
-    """What a bundle takes, with all weights multiplied out to floats if so."""
+    """Memory of a bundle, optionally with all weights dequantized to floats."""
     return OnnxMemory(bundle, layout, file_has_pairs(bundle.path / TOKENIZER), floats, threads)

@@ -1,4 +1,4 @@
-"""What one pass of the ONNX backends is bound to: its buffers, its padding, what its rows attend to, its experts."""
+"""The arrays that a pass of the ONNX backends is bound to: buffers, padding, attention, experts."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class ExpertInputs:
 
 
 class AttentionBias:
-    """Which rows attend to which, bound to every pass, as its shape changes with each.
+    """The attention bias, bound to every pass, as its shape changes with each.
 
     Args:
         window: tokens of the sliding window; 0 without one.

@@ -165,7 +165,7 @@ class OrtSession:
 
 
 def capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
-    """What is left of a bundle's capabilities on a device.
+    """A bundle's capabilities on a device.
 
     Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
     """

@@ -77,7 +77,7 @@ class ReferenceEnds:
         return vectors
 
     def _given(self, layer: int, x: Floats, vectors: Floats) -> Floats:  # (S, D), (S, L, P) -> (S, D)
-        """What a layer's per-layer embedding makes of hidden states."""
+        """Output of a layer's per-layer embedding."""
         prefix = f"layers.{layer}.per_layer"
         gate = inner_values(self.spec.activation, self.linear(f"{prefix}.gate", x))
         return self.norm(f"{prefix}.norm", self.linear(f"{prefix}.out", gate * vectors[:, layer]))
@@ -95,7 +95,7 @@ class ReferenceEnds:
         return np.concatenate([x[:, None], self._alike(x, self.linear("streams.enter", x))], axis=1).reshape(len(x), -1)
 
     def left(self, x: Floats) -> Floats:  # (R, A D) -> (R, D)
-        """What the head reads of all streams."""
+        """Input of the head, from all streams."""
         if self.spec.streams is None:
             return x
         apart, weights = self._apart(x), self.weight("streams.leave")
@@ -116,7 +116,7 @@ class ReferenceEnds:
         return alike
 
     def _routed(self, layer: int, x: Floats, runs: bool) -> Floats:  # (S, D) -> (S, A)
-        """What a layer's router says of hidden states."""
+        """Output of a layer's router."""
         prefix = f"layers.{layer}.streams"
         routed: Floats = np.tanh(self.linear(f"{prefix}.router", self.norm(f"{prefix}.router_norm", x)))
         return routed * np.float32(runs)
@@ -173,7 +173,7 @@ class ReferenceMixture:
         return f"layers.{self.layer}.mlp"
 
     def of(self, x: Floats, choice: ExpertChoice | None) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
-        """What it gives, and which experts were used."""
+        """Its output, and the experts that were used."""
         if not self.moe.with_mlp:
             return self._mixed(x, x, choice)
         prefix = self._prefix
@@ -237,7 +237,7 @@ def high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
 
 @dataclass(frozen=True)
 class _Pass:
-    """What the layers of a pass share.
+    """Values that the layers of a pass share.
 
     Attributes:
         seen: which cached rows each row sees (S, T), by window.
@@ -366,13 +366,13 @@ class ReferenceBackend:
         return normed(x, self._weights[name], bias, kind=self._spec.norm, eps=self._spec.norm_eps)
 
     def _entering(self, layer: int, part: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
-        """What a layer's attention or MLP reads of the hidden states; parallel ones share a norm."""
+        """Input of a layer's attention or MLP; parallel ones share a norm."""
         if not self._spec.pre_norm:
             return x
         return self._norm(f"layers.{layer}.{'attn' if self._spec.parallel else part}_norm", x)
 
     def _leaving(self, layer: int, part: str, given: Floats) -> Floats:  # (S, D) -> (S, D)
-        """What is added to the hidden states of what attention or MLP gives."""
+        """The output of attention or MLP as it is added to the hidden states."""
         return self._norm(f"layers.{layer}.{part}_post_norm", given) if self._spec.post_norm else given
 
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
@@ -381,7 +381,7 @@ class ReferenceBackend:
         return y if bias is None else y + bias
 
     def _mixed(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D) -> (S, D)
-        """What a layer's attention, what stands in for it, or both make of hidden states."""
+        """Output of a layer's attention, of its substitute, or the sum of both."""
         positions, seen = run.positions, run.seen
         if self._spec.latent is not None:
             return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
@@ -396,7 +396,7 @@ class ReferenceBackend:
     def _recurrence(
         self, layer: int, mixer: Mixer, x: Floats, seen: NDArray[np.bool_]
     ) -> Floats:  # (S, D), (S, T) -> (S, D)
-        """What a layer's recurrence makes of what was kept of each row's text."""
+        """Output of a layer's recurrence, from the kept inputs of each row's text."""
         size, total = seen.shape
         prefix = f"layers.{layer}.mixer"
         place = layer if mixer == "conv" else self._spec.num_layers + layer
@@ -491,7 +491,7 @@ class ReferenceBackend:
         return self._norm(name, vectors).reshape(heads.shape)
 
     def _gated(self, layer: int, x: Floats, heads: Floats) -> Floats:  # (S, D), (S, q) -> (S, q)
-        """What heads give, times the logistic function of the gate where there is one."""
+        """Outputs of the heads, times the logistic function of the gate if there is one."""
         if not self._spec.output_gate:
             return heads
         gate = logistic(self._linear(f"layers.{layer}.attn.gate", x))
@@ -505,7 +505,7 @@ class ReferenceBackend:
         values: Floats,  # (H, T, h)
         visible: NDArray[np.bool_],  # (S, T)
     ) -> Floats:  # (H, g, S, h)
-        """What every query head of a layer takes from the values."""
+        """Attention output of every query head of a layer."""
         spec, sinks = self._spec, self._weights.get(f"layers.{layer}.attn.sinks")
         by_group = None if sinks is None else sinks.reshape(queries.shape[:2])
         scale, cap = spec.attention_scale, spec.attention_softcap

@@ -235,5 +235,5 @@ class StaticBackend:
 
 
 def kernel_of(bundle: Bundle) -> str:
-    """What multiplies: operators of whatever provider runs them."""
+    """What multiplies matrices: operators of whatever provider runs them."""
     return "DequantizeLinear" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"

@@ -1,4 +1,4 @@
-"""How a pass is cut into runs of static graphs, and what the sessions of these graphs take on onnxruntime, by term.
+"""Cuts a pass into runs of static graphs; memory of these graphs' sessions on onnxruntime, by term.
 
 Every graph has a session with packed copies of all weights, and all sessions that a way of running may make are
 counted. All terms are upper bounds; constants were fitted to measured processes (docs/log/2026-11-22.md).

@@ -1,1 +1,1 @@
-"""What happens when a conversation outgrows the context."""
+"""Policies for conversations that outgrow the context."""

@@ -31,7 +31,7 @@ from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What is merged. Defaults were chosen among some twenty, by docs/log.
+    """Options of merging. Defaults were chosen among some twenty, by docs/log.
 
     Attributes:
         sinks: first rows, which stay as they are.
@@ -60,7 +60,7 @@ class ClusterPolicy:
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """What is remembered between context shifts, and what one takes while it runs."""
+        """Memory kept between context shifts, and the memory of a running one."""
         freed, _ = _sizes(ClusterOptions(), capacity)
         counts = spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
         rows = 8 * capacity * spec.kv_size * 4 + 2 * capacity * spec.num_kv_heads * 4

@@ -111,7 +111,7 @@ class Observer:
 
 
 def attention(queries: Floats, keys: Floats) -> Floats:  # (H, g, w, h), (H, n, h) -> (H, n)
-    """How much the last w rows attend to each row: the mean over heads of a group and over the rows that may see it."""
+    """Attention of the last w rows to each row: the mean over heads of a group and over the rows that may see it."""
     _, group, size, head_dim = queries.shape
     rows = keys.shape[1]
     seen = np.arange(rows) <= np.arange(rows - size, rows)[:, None]  # (w, n)
@@ -127,7 +127,7 @@ def attention(queries: Floats, keys: Floats) -> Floats:  # (H, g, w, h), (H, n, 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What decides who leaves. Defaults were chosen among some twenty, by docs/log.
+    """Options of the choice of rows. Defaults were chosen among some twenty, by docs/log.
 
     Attributes:
         sinks: first rows, which stay and into which nothing is merged.

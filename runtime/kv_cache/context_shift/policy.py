@@ -1,4 +1,4 @@
-"""What a policy for full caches promises, and what is known of a text that has lost some of its rows.
+"""The interface of policies for full caches, and the account of a text that has lost some of its rows.
 
 A context shift happens when every row of the cache is taken and one more token is to be fed, so when it happens
 depends on the text's length alone, not on how the text was cut into passes or drafted. Afterwards the position of every
@@ -26,7 +26,7 @@ from edgeinfer.runtime.paging.layout import PAGE, PAGE_UNIT, pages_for
 
 @dataclass(frozen=True)
 class Removed:
-    """What one context shift did.
+    """Result of one context shift.
 
     Attributes:
         rows: rows that the cache lost.
@@ -39,7 +39,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Lost:
-    """What of a text has left the cache.
+    """The part of a text that has left the cache.
 
     Attributes:
         events: context shifts so far.
@@ -74,7 +74,7 @@ class ContextShiftPolicy(Protocol):
 
 
 def context_shift_summary(policy: ContextShiftPolicy | None, lost: Lost) -> Overflow:
-    """What a reply says about what was lost before it ended; None is a context that nothing is lost of."""
+    """A reply's report of what its context lost; without a policy, nothing is."""
     if policy is None:
         return Overflow()
     merged = round(lost.merged, 2)

@@ -1,4 +1,4 @@
-"""Which policy makes room in a full cache, by name, and what it needs."""
+"""Policies that make room in a full cache, by name, and what each needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STOP = "Use " + Setting("overflow", "stop")
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a policy is made, what it takes, and what it needs: layers that can be run one by one, full attention."""
+    """A policy's class, memory and needs: layers that can be run one by one, full attention."""
 
     make: Callable[[Bundle, DecoderSpec, Backend], ContextShiftPolicy]
     planned_bytes: Callable[[DecoderSpec, int], int]
@@ -76,5 +76,5 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
 
 
 def planned_bytes(name: str, spec: DecoderSpec | None, capacity: int) -> int:
-    """What a policy takes at most in a cache of so many tokens, a context shift's own arrays included."""
+    """Most memory of a policy in a cache of so many tokens, the arrays of a context shift included."""
     return POLICIES[name].planned_bytes(spec, capacity) if name in POLICIES and spec is not None else 0

@@ -41,7 +41,7 @@ class WindowPolicy:
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """What a context shift takes while it runs: the keys of a layer before, while and after they are turned."""
+        """Memory of a running context shift: the keys of a layer before, while and after they are turned."""
         return LayerRotations.planned_bytes(spec, capacity) + 7 * capacity * spec.kv_size * 4
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
