@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -127,7 +127,7 @@ def _in_window(args: argparse.Namespace, system: str | None) -> int:
         options=loading,
         models=tuple(args.models or ()),
     )
-    run(config, _tell)
+    run(config, partial(print, flush=True))
     return 0
 
 
@@ -137,8 +137,3 @@ def _local(model: str | None) -> str | None:
         return None
     path = hub.resolve(model)
     return str(path.absolute()) if Path(model).expanduser().exists() else model
-
-
-def _tell(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

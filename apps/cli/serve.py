@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,16 +104,18 @@ def execute(args: argparse.Namespace) -> int:
         max_body=args.max_body,
         comment_seconds=args.comment_seconds,
     ).within(args.memory)
-    _configure_log(args)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    level = logging.DEBUG if args.debug else logging.INFO if args.verbose else logging.WARNING
+    logging.getLogger("edgeinfer.server").setLevel(level)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
-    announcement = _Announcement(args.json)
+    urls: list[str] = []
     switch = ModelSwitch(host, name, options, queue=args.queue) if args.models == "on" else None
 
     async def load() -> None:
         model = await host.load(name, options)
         if switch is not None:
             switch.opened = True
-        announcement.show(model)
+        _announce(urls[0], model, as_json=args.json)
 
     async def stop() -> None:
         if switch is not None:
@@ -123,8 +124,7 @@ def execute(args: argparse.Namespace) -> int:
         await host.unload()
 
     app = make_app(host, security, aliases=args.alias, switch=switch, contexts=args.context_file)
-    ready = announcement.urls.append
-    Server(app, args.host, args.port, ready=ready, alongside=load, stopping=stop).run()
+    Server(app, args.host, args.port, ready=urls.append, alongside=load, stopping=stop).run()
     return 0
 
 
@@ -138,35 +138,16 @@ def _api_keys(file: Path | None) -> tuple[ApiKey, ...]:
     return parse_keys(read_text(file), str(file))
 
 
-def _configure_log(args: argparse.Namespace) -> None:
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    level = logging.DEBUG if args.debug else logging.INFO if args.verbose else logging.WARNING
-    logging.getLogger("edgeinfer.server").setLevel(level)
-
-
-@dataclass
-class _Announcement:
-    """Prints the server's address once it has a model."""
-
-    as_json: bool
-    urls: list[str] = field(default_factory=list)
-
-    def show(self, model: Model) -> None:
-        url = self.urls[0]
-        if self.as_json:
-            data = {
-                "url": url,
-                "model": model.info.name,
-                "context": model.context,
-                "planned_bytes": model.plan.planned_bytes,
-                "pid": os.getpid(),
-            }
-            line = json.dumps(data)
-        else:
-            size = format_size(model.plan.planned_bytes)
-            line = f"{model.info.name} is served at {url} (context {model.context}, {size} planned)"
-        try:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-        except BrokenPipeError:  # the parent no longer reads; clients may still connect
-            abandon_stdout()
+def _announce(url: str, model: Model, *, as_json: bool) -> None:
+    """Print the server's address once it has a model."""
+    planned = model.plan.planned_bytes
+    if as_json:
+        data = {"url": url, "model": model.info.name, "context": model.context, "planned_bytes": planned}
+        line = json.dumps(data | {"pid": os.getpid()})
+    else:
+        line = f"{model.info.name} is served at {url} (context {model.context}, {format_size(planned)} planned)"
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the parent no longer reads; clients may still connect
+        abandon_stdout()
