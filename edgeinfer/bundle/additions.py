@@ -41,7 +41,7 @@ from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.records import dataclass
 
 MOST_HEADS = 8
-# Of the norm through which heads see states; they are trained with it, whatever the model's own is.
+# Epsilon of the norm of the states that heads read; they are trained with it, whatever the model's own is.
 STATE_EPS = 1e-6
 # Tokens of a steering vector: with it, a reply may still have as many biases of its own.
 MOST_STEERED = 2048
@@ -53,7 +53,7 @@ _HEADS_FORMAT, _STEERING_FORMAT, _DRAFT_TOKENS_FORMAT = (
 )
 _VERSION = "1"
 _STEERING_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-# Nats of a steering vector's value at most; more than this bans or forces a token.
+# The largest value of a steering vector, in nats; more than this bans or forces a token.
 _LARGEST = 50.0
 _AGAIN = "Make it again, or download the bundle again."
 

@@ -191,7 +191,7 @@ def _yarn(spec: RopeSpec, plain: Floats) -> Floats:  # (dim / 2,)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    # A border of no width would divide by zero; transformers widens it by as much.
+    # A border without width would divide by zero; transformers widens it by the same amount.
     width = high - low or 0.001
     slowed = np.clip((np.arange(spec.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
     blended: Floats = plain / np.float32(spec.factor) * slowed + plain * (1 - slowed)

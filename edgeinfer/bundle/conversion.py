@@ -42,7 +42,7 @@ def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Prog
         _write(bundle, layout, file, progress)
         file.seek(0, 2)
         file.write(_stamp(bundle, layout))
-    # A new file is its maker's alone; this one is for whoever may read the bundle.
+    # Only its owner may read a new file; this one is for everybody who may read the bundle.
     shutil.copymode(bundle.path / WEIGHTS, target)
 
 

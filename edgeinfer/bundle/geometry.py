@@ -90,7 +90,7 @@ class KVType:
 KV: dict[str, KVType] = {
     kind.name: kind for kind in (KVType(FLOAT32, "float32", 32), KVType("int8", "int8", 8), KVType("int4", "uint8", 4))
 }
-# Those of llama.cpp's caches; for these no ONNX graph is written.
+# Types of llama.cpp's caches, for which there are no ONNX graphs.
 LLAMA_KV: dict[str, KVType] = {
     kind.name: kind
     for kind in (
@@ -100,7 +100,7 @@ LLAMA_KV: dict[str, KVType] = {
         KVType("q4_0", "uint8", 4, blocks=True),
     )
 }
-# Those of a paged cache, which makes scales as rows are written; the place of a type is its number in `kv_layout`.
+# Types of a paged cache, which makes scales as rows are written; the index of a type is its number in `kv_layout`.
 PAGED_KV = (FLOAT32, FLOAT16, "int8", "int4")
 
 
@@ -211,7 +211,7 @@ class Geometry:
         require_described(
             not self.states or any(each.heads for each in self.states), "some of the states must be there"
         )
-        # One description of one thing: manifests are compared by it.
+        # Equal geometries have equal fields, as manifests are compared by them.
         require_described(self.kv_layers != self._alike, "kv_layers are for layers that differ")
 
     @property

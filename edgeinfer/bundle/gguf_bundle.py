@@ -40,16 +40,16 @@ hy_v3 internlm2 jais2 llada llada-moe llama llama-embed llama4 maincoder mellum 
 paddleocr pangu-embedded plamo qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss smallthinker
 smollm3 starcoder2 talkie xverse
 """
-# Those with delta rules, whose heads of values are a multiple of those of keys and as wide.
+# Architectures with delta rules: the number of value heads is a multiple of that of key heads, and they are as wide.
 _DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-# Those that share caches, whose last two layers before are read.
+# Architectures that share caches: the last two layers with a cache are read by the others.
 _SHARING = frozenset({"gemma3n", "gemma4"})
 
 
-# Those whose convolutions are taken to have a bias, and those whose layers may attend without queries.
+# Architectures whose convolutions must have a bias, and those whose layers may attend without queries.
 _BIASED = frozenset({"falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"})
 _WITHOUT_QUERIES = frozenset({"deci"})
-# Of a compressed cache: it is one head.
+# Architectures with a compressed cache, which is one head.
 _COMPRESSED = frozenset({"deepseek2", "mistral4"})
 
 
@@ -116,7 +116,7 @@ def check_heads(gguf: GgufFile, architecture: str, layers: int, key_size: int, v
 
 
 BACKEND = "llamacpp"
-# Names that edgeinfer gives llama.cpp's types of cache.
+# llama.cpp's types of cache, by edgeinfer's names.
 KV_TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 
 _EMBEDDING = "token_embd.weight"
@@ -130,7 +130,7 @@ _MOST_HEADS, _MOST_CHANNELS = 65_536, 65_536
 _FINITE = ("rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "pad", "sep", "mask")
-# What the makers recommend, by llama.cpp's names and by those of generation_config.json.
+# Recommended sampling: llama.cpp's names, and the names in generation_config.json.
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -267,7 +267,7 @@ def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
     key = f"{architecture}.attention.head_count_kv"
     kv_heads = _per_layer(gguf, key, layers) if key in gguf.metadata else heads
     if not max(heads) and f"{architecture}.ssm.inner_size" in gguf.metadata:
-        # Nothing but recurrences, which have no keys.
+        # Only recurrences, which have no keys.
         return [1] * layers, [1] * layers
     if not max(heads) or not max(kv_heads):
         hint = "edgeinfer runs decoders with attention or recurrences."

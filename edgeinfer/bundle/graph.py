@@ -99,7 +99,7 @@ STATE_ROWS = "state_rows"
 ADAPTER_ROWS = "adapter_rows"
 ADAPTER_WEIGHTS = "adapter_weights"
 ADAPTER_TABLE = "adapter_table"
-# Inside the graph: those of `adapter_rows` that `logit_rows` names.
+# Inside the graph: the `adapter_rows` of `logit_rows`.
 HEAD_ADAPTERS = "adapter_rows.head"
 PLANES = "planes"
 EXPERT_COUNT = "expert_count"

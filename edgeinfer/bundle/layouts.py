@@ -37,7 +37,7 @@ Layout = Literal["native", "portable", "static"]
 NATIVE: Layout = "native"
 PORTABLE: Layout = "portable"
 STATIC: Layout = "static"
-# Those that are converted to each other.
+# The layouts that are converted to each other.
 LAYOUTS: tuple[Layout, ...] = (NATIVE, PORTABLE)
 # Raised when the bytes of a layout change; a bundle of another version is exported again.
 LAYOUT_VERSIONS: dict[Layout, int] = {NATIVE: 1, PORTABLE: 1, STATIC: 1}

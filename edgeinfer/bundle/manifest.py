@@ -115,7 +115,7 @@ class PlanRecord:
 FORMAT = "edgeinfer-bundle"
 FORMAT_VERSION = 4
 
-# What a quantized matrix is stored as in each layout; the names are fields of TensorEntry.
+# The arrays of a quantized matrix in each layout; their names are fields of TensorEntry.
 PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
     NATIVE: native_parts,
     PORTABLE: portable_parts,
@@ -296,7 +296,7 @@ def capabilities_in(
     counts: tuple[int, ...] = ()
     if moe is not None:
         counts = tuple(range(1, moe.top_k + 1)) if layout == NATIVE else tuple(sorted({moe.draft_count, moe.top_k}))
-    # ONNX Runtime multiplies the tokens of an expert together, so what a row gives depends on who shares its experts.
+    # ONNX Runtime multiplies the tokens of an expert together, so a row's result depends on rows with the same experts.
     exact = moe is None or (layout == NATIVE and all(t.bits < 32 for t in tensors if find_expert(t.name)))
     row_multiple = 2 if pairs else 1
     return dataclasses.replace(

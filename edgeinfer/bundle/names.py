@@ -12,13 +12,13 @@ _QUANTIZATION = re.compile(
 )
 # At the end of a name: a type, bits, and words of the format.
 _FORMAT = re.compile(rf"(?:{_QUANTIZATION.pattern}|[-._:](?:\d+-?bits?|gguf|imat(?:rix)?|i1|latest))$", re.IGNORECASE)
-# Files that say nothing of the model: model.gguf, ggml-model-q4_0.gguf, and those that are called by their digest.
+# Names that do not describe the model: model.gguf, ggml-model-q4_0.gguf, and digests.
 _NAMELESS = re.compile(
     rf"(?:ggml[-_])?model|ggml|gguf|weights|(?:sha256[-:])?[0-9a-f]{{32,}}|{_QUANTIZATION.pattern}", re.IGNORECASE
 )
 _SIZE = re.compile(r"(?:\d+x|[ae])?\d+(?:\.\d+)?[mbk]", re.IGNORECASE)
 _WORD = re.compile(r"([a-z]+)([\d.]*)")
-# How their makers write what is often a file in small letters; a space stands where the version is a word of its own.
+# Families as their makers write them; a space stands where the version is a separate word.
 _FAMILIES = {
     "codegemma": "CodeGemma ",
     "codellama": "CodeLlama ",

@@ -242,7 +242,7 @@ def dequantize_e2m1(
     return values.reshape(len(data), -1)
 
 
-# Bits that codes of E2M1 become where only evenly spaced values are stored.
+# Bits of E2M1 values in layouts that only store evenly spaced values.
 _WIDENED = 8
 _NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
 

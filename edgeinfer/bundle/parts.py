@@ -311,7 +311,7 @@ class MoESpec:
         return max(1, self.top_k // 2)
 
 
-# What mixes the tokens of a layer; the one with two adds up what both make of the same normed hidden states.
+# How a layer mixes tokens; with two, the results of both for the same normed hidden states are added.
 Mixer = Literal["attention", "conv", "delta", "mamba2", "attention+mamba2", "none"]
 
 

@@ -29,11 +29,11 @@ from edgeinfer.records import dataclass
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _ROOT = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
-# What may stand before the names of a decoder's modules: of a model by itself, and of one that sees.
+# Prefixes of the names of a decoder's modules, in text models and in multimodal ones.
 _PREFIXES = ("model.", "language_model.")
 _MOST_CONFIG_BYTES = 1_000_000
 _MOST_PATTERN = 256
-# Fields of the configuration that change the arithmetic in a way that is not done here, where they say anything.
+# Fields of the configuration that change the arithmetic in unsupported ways, where they are set.
 _VARIANTS = {
     "use_dora": "DoRA",
     "modules_to_save": "modules_to_save, whole copies of modules,",
@@ -46,7 +46,7 @@ _VARIANTS = {
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "Arrow",
 }
-# Ways to begin training that change the base model's weights as well.
+# Initializations that change the base model's weights as well.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 _PLAIN_HINT = "Merge it into the model with PEFT (merge_and_unload), save that, and convert the result."
 

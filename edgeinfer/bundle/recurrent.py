@@ -12,16 +12,16 @@ from edgeinfer.bundle.parts import Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 
 Floats = NDArray[np.float32]
-# Of what a layer's products give, (S, C): what is kept of every token, and what only the row itself needs.
+# Results of a layer's products, (S, C): numbers that are kept of every token, and numbers that only the row needs.
 Entered = tuple[Floats, Floats]
-# What a recurrence gives, (m, F): of a layer's weights, what is kept of a text (n, C), and the last m rows' own parts.
+# The results of a recurrence (m, F), from a layer's weights, the kept numbers of a text (n, C) and the last m rows.
 Mix = Callable[[DecoderSpec, Mapping[str, Floats], Floats, Floats], Floats]
 _EPSILON = np.float32(1e-6)  # of the norm of queries and keys: transformers, models/qwen3_next, l2norm
 
 
 def widths(spec: DecoderSpec) -> tuple[int, ...]:
     """Numbers that a layer with a state keeps of a token here; 0 for other layers."""
-    # Of each head the delta rule has two gates, Mamba-2 a time step.
+    # For each head the delta rule has two gates, Mamba-2 a time step.
     states, gates = (spec.state_of(layer) for layer in range(spec.num_layers)), 1 if spec.delta is None else 2
     return tuple(each.channels + gates * each.heads for each in states)
 
@@ -66,7 +66,7 @@ def _convolved(weights: Mapping[str, Floats], text: Floats) -> Floats:  # (n, C)
 
 
 def _short_conv(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, own: Floats) -> Floats:
-    # Only what the convolution reaches back to.
+    # Only the tokens that the convolution reaches.
     reached = text[-(len(own) + weights["conv"].shape[2] - 1) :]
     return own * _convolved(weights, reached)[-len(own) :]
 

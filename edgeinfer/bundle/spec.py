@@ -298,14 +298,14 @@ def uncommon_fields(part: DecoderSpec | RopeSpec | MoESpec) -> tuple[str, ...]:
     return tuple(field.name for field in every[last + 1 :] if getattr(part, field.name) != field.default)
 
 
-# Rows of the target that wait for their module at most, and have memory planned.
+# The most rows of the target that wait for their module; memory is planned for them.
 WAITING_ROWS = 64
-# Rows of a block at most: published drafters have 8 to 16.
+# The most rows of a block: published drafters have 8 to 16.
 MOST_BLOCK = 64
-# Heads behind a prefix layer, of which published modules have 4, and layers of each.
+# The most heads after a prefix layer (published modules have 4), and layers of each.
 MOST_DRAFT_HEADS, MOST_HEAD_LAYERS = 8, 8
 
-# What a module can read in its target's bundle.
+# Tensors that a module can read in its target's bundle.
 _SHARED = ("embed", "head")
 
 

@@ -41,7 +41,7 @@ NEW_PLACES = "new_places"
 LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
 
-# Wider passes than this are no drafts, and longer caches no devices.
+# No draft is wider, and no device has a longer cache.
 _MOST_ROWS, _MOST_CONTEXT = 4096, 1 << 20
 
 

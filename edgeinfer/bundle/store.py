@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile
 
 
-# The model file of a GGUF bundle, and what plain ones' names end in.
+# The model file of a GGUF bundle, and the suffix of plain GGUF files.
 GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
 # Larger files hold weights, which are verified while they are loaded: hashing this much takes some 50 ms.
 _MOST_HASHED_BYTES = 64 * 1000**2

@@ -30,7 +30,7 @@ from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.records import dataclass
 
-# The table of per-layer embeddings: a row for each token and layer, those of a token one behind the other.
+# The table of per-layer embeddings: a row for each token and layer, all rows of a token in sequence.
 PER_LAYER_TABLE = "embed.per_layer"
 # A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
 PAGE_BYTES = 4096

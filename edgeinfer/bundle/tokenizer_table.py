@@ -32,12 +32,12 @@ from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_inde
 TABLE = "tokenizer.table"
 VERSION = "1"
 _NAMES = ("pairs", "merges", "sorted", "ends", "symbols", "spellings")
-# As the file spells them, by their bytes, and as memoryview does.
+# Types by their bytes, as the file spells them, and their names in memoryview.
 _TYPES = {8: "U64", 4: "U32", 1: "U8"}
 _FORMATS: dict[str, Literal["Q", "I", "B"]] = {"U64": "Q", "U32": "I", "U8": "B"}
 _HALF = 32
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# A model that does no more than these say is merged here; what each must be, where it is not looked at below.
+# Values of a model's fields with which it only merges; other fields are checked below.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "dropout": (None, 0),
     "continuing_subword_prefix": (None, ""),
@@ -46,7 +46,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "byte_fallback": (None, False, True),
 }
 _MODEL = {"type", "vocab", "merges", "unk_token", "ignore_merges", *_PLAIN}
-# Ids may leave gaps, but not so many that a table of them is larger than what it is made of.
+# Ids may leave gaps, but not so many that the table is larger than its source.
 _MOST_GAPS = 4
 
 

@@ -100,7 +100,7 @@ def cached_snapshot(repo_id: str) -> Path | None:
         path = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=patterns))
     except hub.errors.LocalEntryNotFoundError:
         return None
-    # Older releases of the library return what an interrupted download left.
+    # Older releases of the library return interrupted downloads, too.
     whole = all((path / name).is_file() for name in names) if names else is_checkpoint(path)
     return path if whole else None
 
@@ -187,7 +187,7 @@ def remove_cached(model: CachedModel) -> int:
 
 
 _LAST_USE = "edgeinfer/last_use.json"
-# The oldest make room.
+# The oldest entries make room.
 _MOST_MODELS = 500
 _MOST_BYTES = 1_000_000
 

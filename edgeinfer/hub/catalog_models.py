@@ -19,10 +19,10 @@ from edgeinfer.runtime.system.machine import machine_memory
 # Python, its libraries and the activations of a pass, as `edgeinfer plan` counts them for models of 0.1 to 8 billion
 # parameters.
 _PROCESS_BYTES = 200_000_000
-# The context that a model still has where memory is short, and a cache of floats: loading plans a longer one if it can.
+# The smallest context that is planned for, and bytes of a cached float: loading plans a longer context if it can.
 _CONTEXT, _KV_BYTES = 2048, 4
 _GGUF_KV_BYTES = 2
-# Of a linear layer's weight, with its group's scale and zero point (groups of 128, a fourth of a bit).
+# Bits of scale and zero point for each weight of a linear layer, in groups of 128.
 _EXTRA_BITS = 0.25
 # The share of a machine's memory that other programs and the system leave.
 _SHARE = 0.75
@@ -220,7 +220,7 @@ _GGUF_REFUSED = frozenset(
         *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
     )
 )
-# Of what the hub finds, how much is looked through for models that run.
+# Results of the hub that are looked through for each model that runs.
 _LOOKED_THROUGH = 10
 _MOST = 100
 
@@ -285,7 +285,7 @@ def _running(listed: Any) -> Iterator[FoundModel]:
 
 
 def _kind(info: Any) -> tuple[Kind | None, int]:
-    """What runs of a repository, and its parameters."""
+    """The kind of a repository, None where nothing in it runs, and its parameters."""
     tags = set(info.tags or ())
     gguf = getattr(info, "gguf", None)
     if gguf or "gguf" in tags:
@@ -295,7 +295,7 @@ def _kind(info: Any) -> tuple[Kind | None, int]:
     config = info.config if isinstance(info.config, dict) else {}
     classes = config.get("architectures") or []
     weights = getattr(info, "safetensors", None)
-    # What is quantized already cannot be converted.
+    # Quantized checkpoints cannot be converted.
     if weights is None or "quantization_config" in config or not set(classes) & set(CONVERTED):
         return None, 0
     total = weights.get("total") if isinstance(weights, dict) else getattr(weights, "total", 0)

@@ -33,7 +33,7 @@ _log = logging.getLogger("edgeinfer.hub")
 _PROGRAM = (sys.executable, "-m", "edgeinfer.tools.conversion")
 # How often a caller is asked whether to continue while the process prints nothing.
 _ASK_SECONDS = 0.2
-# Characters of its last line that explain an end without an error.
+# Characters of the process's last line that explain an end without an error.
 _LAST_WORDS = 300
 _GRACE_SECONDS = 10
 

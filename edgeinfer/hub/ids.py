@@ -36,7 +36,7 @@ CONFIG_PATTERNS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-# What the hub itself accepts: two names of letters, digits, dot, dash and underscore.
+# Ids that the hub accepts: two names of letters, digits, dot, dash and underscore.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
 _TAGGED = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)

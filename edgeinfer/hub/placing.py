@@ -71,7 +71,7 @@ def places() -> list[Place]:
     known = {place.path for place in found}
     found += [Place(_file_name(path), path, "folder") for path in _own_files() if path not in known]
     counts = Counter(place.name.lower() for place in found)
-    # A model whose name others have too is loaded by its path; the built-in one keeps its own.
+    # Models with equal names are loaded by their paths; the built-in one keeps its name.
     return [
         place if counts[place.name.lower()] == 1 or place.origin == "built-in" else replace(place, name=str(place.path))
         for place in found
@@ -117,7 +117,7 @@ def shown_name(model: str | Path | None) -> str:
     if model is None:
         return BUILTIN
     path = Path(model)
-    # Old conversations name some that are gone.
+    # Old conversations name models that are gone.
     return display_name(_own_name(path) if path.exists() else source_of(path) or str(model))
 
 

@@ -65,7 +65,7 @@ def find_model(model: str | Path | None, bits: int | None = None) -> Found:
     path = None if name is None else _cached(name, bits)
     if path is not None:
         return Found(path)
-    # Only now is the whole machine looked through, so that a short name does not hide a hub name that is here.
+    # Short names come last, so that they do not hide a hub name that is on this machine.
     if isinstance(model, str) and not set(model) & {"/", "\\"}:
         from edgeinfer.hub.placing import find_place
 

@@ -24,11 +24,11 @@ _STOP, _WINDOW = "stop", "window"
 _LONGEST = 2048
 # Shorter ones leave a quarter of the context no room for a policy.
 _SHORTEST = 256
-# Share of a text that is a passage, which is read again behind the rest.
+# Share of a text that is a passage, which is read again after the rest.
 _PASSAGE = 0.1
-# Tokens of a passage or a needle that are given before the model has to foresee the rest, and of a needle's rest.
+# Tokens of a passage or a needle that are given before the model has to predict the rest, and of a needle's rest.
 _HINT, _NEEDLE = 8, 16
-# Tokens of a text for each needle; where the first and the last lie, in shares of what is between the passages.
+# Tokens of a text for each needle; places of the first and the last, as shares of the text between the passages.
 _PER_NEEDLE, _FIRST, _LAST = 128, 0.02, 0.92
 # Tokens of one reply where the model writes the text itself.
 _REPLY = 512
@@ -164,7 +164,7 @@ def _tokens(model: Model, text: str | None, length: int) -> list[int]:
         most = min(_REPLY, length - len(prompt))
         if len(written) > (1 + _PASSAGE) * length or most < 1:
             break
-        # Drawn as the model itself thinks likely: the likeliest texts repeat themselves, and forgive more.
+        # Sampled at temperature 1: the likeliest texts repeat themselves, and forgive more.
         reply = model.generate(prompt, max_tokens=most, ignore_eos=True, temperature=1.0, seed=seed)
         written += [*prompt[len(model.prefix_ids) :], *reply.token_ids]
     return written
@@ -201,7 +201,7 @@ class _Reading:
         copying[len(ids) + _HINT : len(ids) + size] = True
         places = np.linspace(_FIRST, _LAST, count) * (len(ids) - first) + first
         ids += passage
-        # The oldest and the latest in turns, so that no policy is asked of what it dropped last.
+        # The oldest and the latest alternate, so that no policy is asked only for tokens that it just dropped.
         for place in np.concatenate([places[::2], places[1::2]]).astype(int).tolist():
             needles[len(ids) + _HINT : len(ids) + _HINT + _NEEDLE] = True
             ids += ids[place : place + _HINT + _NEEDLE]

@@ -285,7 +285,7 @@ class _Scratch:
     def remove(self) -> None:
         """Removes it if it is there."""
         folder, tries = self._folder, 0
-        # Another thread may just have put a file into it; it finds no place for many more.
+        # Another thread may just have put a file into it; it cannot add many more.
         while folder is not None and folder.exists() and tries < _MOST_TRIES:
             shutil.rmtree(folder, ignore_errors=True)
             tries += 1

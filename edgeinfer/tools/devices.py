@@ -204,7 +204,7 @@ def _keep(bundles: Bundles, config: LoadConfig, found: SettingsFound, threads: i
         write_profile(profile, out)
         return out
     if not found.settings.names:
-        # An older profile's settings are not better any more.
+        # The settings of an older profile are no longer better.
         forget_profile(model)
         return None
     return keep_profile(profile)

@@ -23,7 +23,7 @@ from edgeinfer.tools.tuning import TUNING_PROMPTS
 _OFF = "off"
 # Standard errors by which a drafter that pays is faster than plain decoding.
 _SURE = 2.0
-# Tokens after the first below which a reply's time says nothing.
+# The fewest tokens after the first for which a reply's time says anything.
 _FEWEST = 2
 
 
@@ -139,7 +139,7 @@ def tune_drafters(
 def _paying(gains: Sequence[DrafterGain]) -> tuple[str, ...]:
     """The drafters that pay alone, of those that share a cache the fastest."""
     fastest = sorted((gain for gain in gains if gain.pays), key=lambda gain: -gain.speedup)
-    # Drafters that work on one and the same draft model's cache: the best of them is kept.
+    # Drafters that share one draft model's cache: the best of them is kept.
     sharing = [gain for gain in fastest if drafter_method(gain.drafters).runs == "model"]
     second = {gain.drafters for gain in sharing[1:]}
     return tuple(gain.drafters for gain in gains if gain in fastest and gain.drafters not in second)
@@ -239,7 +239,7 @@ def _ms(reply: Result) -> float:
 
 
 def _gain(name: str, replies: Sequence[Mapping[str, Sequence[Result]]]) -> DrafterGain:
-    # Replies of one turn are near each other in time, so that what slows the machine for a while slows both. (T, R)
+    # Replies of one turn are near each other in time, so a slow phase of the machine slows both. (T, R)
     plain, drafted_with = (np.array([[_ms(reply) for reply in each[way]] for each in replies]) for way in (_OFF, name))
     ratios = np.log(plain / drafted_with)
     of_texts = np.median(ratios, axis=1)

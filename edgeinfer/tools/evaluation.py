@@ -184,7 +184,7 @@ def _side_by_side(one: Iterator[Floats], other: Iterator[Floats]) -> Iterator[tu
         count = min(len(left), len(right), _ROWS)
         yield left[:count], right[:count]
         left, right = left[count:], right[count:]
-        # What is left of an array is valid until the next one is asked for.
+        # The rest of an array is valid until the next one is asked for.
         if not len(left):
             left = next(one, left)
         if not len(right):

@@ -98,13 +98,13 @@ def read_reply(
 
 
 def drafting_state(model: Model) -> dict[str, Any]:
-    """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""
+    """The knowledge of all drafters, for `restore_drafting` before another text is timed."""
     with model._idle() as parts:
         return parts.speculator.state()
 
 
 def restore_drafting(model: Model, state: Mapping[str, Any]) -> None:
-    """Puts back what `drafting_state` gave; an empty one makes drafters forget all."""
+    """Restores the result of `drafting_state`; an empty one makes drafters forget everything."""
     with model._idle() as parts:
         parts.speculator.restore(state)
 

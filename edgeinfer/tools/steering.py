@@ -1,4 +1,4 @@
-"""What moves a model's text towards texts like a given one, learnt as a vector that is added to its logits.
+"""Learns steering vectors: numbers added to a model's logits that move its text towards texts like a given one.
 
 The form in logit space of Steering Vector Decoding (Hu et al. 2025, arXiv 2509.15888): a few steps down the gradient of
 the divergence from the text's distribution. The paper takes the gradient at each token, between the model and a copy
@@ -25,11 +25,11 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tools.evaluation import Predictor
 
-# Tokens of a text that are read, of one piece of it, and every how many pieces one is kept for validation.
+# The most tokens of a text, tokens of a piece, and how often a piece is kept for validation: every fifth.
 _MOST, _PIECE, _EVERY = 8192, 512, 5
 _FEWEST = 256
 _STEPS = 12
-# Occurrences that every token is given in advance, so that rare ones move little.
+# Occurrences added to every token, so that rare ones move little.
 _PRIOR = 4.0
 
 Doubles = NDArray[np.float64]
@@ -37,7 +37,7 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SteeringGain:
-    """What a steering vector gained on the part of the text that it was not learnt from.
+    """The gain of a steering vector on the validation part of its text.
 
     Attributes:
         name: of the vector.
@@ -70,7 +70,7 @@ class _Read:
     others: Doubles
 
     def predicted(self, vector: Doubles) -> tuple[Doubles, Doubles]:  # (K,) -> (S, K), (S,)
-        """Probabilities of the steered tokens with a vector, and the logarithm of what all add up to."""
+        """Probabilities of the steered tokens with a vector, and the logarithm of the sum over all tokens."""
         raised = np.exp(self.logits + vector)
         total = self.rest + raised.sum(axis=1)
         return raised / total[:, None], np.log(total)
@@ -166,7 +166,7 @@ def _steered(ids: list[int]) -> NDArray[np.int32]:  # (K,)
 
 
 def _read(model: Predictor, ids: list[int], steered: NDArray[np.int32]) -> _Read:  # (K,)
-    """What a model predicts of a piece of text: all tokens but the first."""
+    """A model's predictions for a piece of text: for all tokens but the first."""
     logits, rest, others = list[Floats](), list[float](), list[float]()
     place = {int(token): index for index, token in enumerate(steered)}
     targets = [place.get(token, -1) for token in ids[1:]]

@@ -20,14 +20,14 @@ from edgeinfer.runtime.speculation.verification.rule import Lesson, find_verific
 from edgeinfer.runtime.tuning.drafting_search import Sample, TuneResult, calibrate_entropy, calibrate_skips, tune
 from edgeinfer.runtime.tuning.measure import last_state
 
-# What a model is tuned by where its user has nothing better: openings that any model goes on with.
+# Default texts for tuning: openings that any model can continue.
 TUNING_PROMPTS = (
     "Once upon a time, there was a little girl who lived near the woods.",
     "The most important thing to know about water is that",
     "def main(arguments):",
     "Dear Sir or Madam, I am writing to you because",
 )
-# As many as a score looks at, of layers that draft and of blocks that answers skip.
+# Tokens of a reply for scoring layers that draft, and blocks that answers skip.
 _TOKENS, _SKIP_TOKENS = 33, 48
 
 
@@ -120,7 +120,7 @@ def tune_skips(
         CapabilityError: the backend cannot skip layers.
         UsageError: a prompt has no reply to score by, or the context is too small.
     """
-    # Drawn as the model itself thinks likely: the likeliest texts repeat themselves, and forgive more.
+    # Sampled at temperature 1: the likeliest texts repeat themselves, and forgive more.
     samples = _replies(model, prompts, temperature=1.0)
     with model._idle() as parts:
         levels, costs = calibrate_skips(
@@ -155,7 +155,7 @@ def _replies(model: Model, prompts: Sequence[str | Sequence[int]] | None, temper
 
 
 def _own_texts(model: Model, prompts: Iterable[list[int]], tokens: int, temperature: float = 0.0) -> list[Sample]:
-    """What the model answers, so many tokens each."""
+    """The model's replies, `tokens` tokens each."""
     samples = []
     for seed, ids in enumerate(prompts):
         reply = model.generate(

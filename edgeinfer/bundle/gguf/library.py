@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 
-# The structures that are passed to llama.cpp change with most releases: from the first version on, before the second.
+# The first supported version and the first one after: llama.cpp's structures change with most releases.
 SUPPORTED = ("0.3.36", "0.3.37")
 _INSTALL = (
     "Install the gguf extra, edgeinfer[gguf]: it compiles llama.cpp for some eight minutes and needs a C++ compiler "
@@ -32,14 +32,14 @@ _INSTALL = (
 )
 _PACKAGE = "llama_cpp"
 # llama.cpp's threads wait for each other some hundred times in a pass. GNU's OpenMP lets them spin 300,000 times, some
-# 12 ms, before they sleep: on a busy machine a thread that spins keeps the processor from the very one it waits for.
-# 1,000 turns are enough where nothing else runs: a reply of 64 tokens by a model of 3M takes 0.04 s with 1,000 as with
+# 12 ms, before they sleep: on a busy machine a spinning thread may occupy the processor that the other thread needs.
+# 1,000 turns are enough on an idle machine: a reply of 64 tokens by a model of 3M takes 0.04 s with 1,000 as with
 # 300,000, and 0.38 s where they sleep at once. With two busy loops it is 0.3, 4.5 and 0.1 s.
 _SPINNING, _POLICY = ("GOMP_SPINCOUNT", "1000"), "OMP_WAIT_POLICY"
 _ERROR_LEVEL = 4  # ggml_log_level
 _PAUSE_HARD = 2  # omp_pause_resource_t
 _PREFIX = re.compile(r"^(?:\w+: )*(?:error loading model: )?(?:\w+: )*")
-# What llama.cpp's own defaults are: another layout of the structures would show other numbers here.
+# llama.cpp's own defaults: another layout of the structures would show other numbers here.
 _MODEL_DEFAULTS = {
     "n_gpu_layers": -1,
     "split_mode": 1,
@@ -122,7 +122,7 @@ def _checked() -> Any:
     _check_layout("model", lib.llama_model_default_params(), _MODEL_DEFAULTS)
     _check_layout("context", lib.llama_context_default_params(), _CONTEXT_DEFAULTS)
     lib.llama_backend_init()
-    # Without these functions it was compiled in a way that has no such lists.
+    # A library without these functions has no such lists.
     with suppress(OSError, AttributeError):
         without_amx(functions(lib._lib._name))
     fault = smoke_test(lib)
@@ -157,10 +157,10 @@ def _imported() -> Any:
     try:
         return import_module(f"{_PACKAGE}.{_PACKAGE}")
     except (OSError, RuntimeError, AttributeError) as error:
-        # A library that lacks a function or cannot be loaded: compiled for another machine, or only in part.
+        # The library lacks a function or cannot be loaded: compiled for another machine, or only in part.
         raise UsageError(f"llama-cpp-python cannot be loaded: {error}.", _INSTALL) from error
     finally:
-        # Whoever imports the package later gets all of it.
+        # Later imports get the whole package.
         sys.modules.pop(_PACKAGE, None)
 
 
@@ -211,7 +211,7 @@ def _remember(level: int, text: bytes | None, _: Any) -> None:
 
 _CPU = 0  # ggml_backend_dev_type
 _AMX = b"AMX"
-# Functions of ggml that return something else than a pointer, and those that return one.
+# Return types of ggml's functions, and the functions that return a pointer.
 _RESULTS: dict[str, Any] = {
     "ggml_backend_buft_name": ctypes.c_char_p,
     "ggml_backend_dev_description": ctypes.c_char_p,
@@ -269,9 +269,9 @@ def without_amx(ggml: Any) -> bool:
 _WIDTH, _VOCABULARY, _ALIGNMENT = 32, 16, 32
 _LAYERS = 2  # with the head, as llama.cpp counts them
 _TOKENS = (3, 7, 1)
-# Of logits near 1, between passes of different sizes: float32 sums in another order.
+# Tolerance for logits near 1 between passes of different sizes: float32 sums in another order.
 _NEAR = 1e-4
-# Between a graphics processor, which may multiply in half precision, and the CPU.
+# Tolerance between a graphics processor, which may multiply in half precision, and the CPU.
 _NEAR_ELSEWHERE = 0.02
 
 

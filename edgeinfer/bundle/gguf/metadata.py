@@ -63,7 +63,7 @@ def _types(*rows: tuple[int, str, int, int]) -> dict[int, GgmlType]:
     return {number: GgmlType(name, number, values, size) for number, name, values, size in rows}
 
 
-# By their numbers in files. Those that are missing in between were withdrawn, and no program reads them any more.
+# By their numbers in files. The missing numbers were withdrawn, and no program reads them any more.
 GGML_TYPES: dict[int, GgmlType] = _types(
     (0, "F32", 1, 4),
     (1, "F16", 1, 2),

@@ -45,7 +45,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (DEEPSEEK_CODER, False): "deepseek-coder",
     (DEEPSEEK_V3, False): "deepseek-v3",
 }
-# Further names of llama.cpp's for the same.
+# Other names that llama.cpp has for them.
 _ALSO = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
@@ -63,8 +63,8 @@ def steps_of(name: str) -> tuple[tuple[str, ...], bool] | None:
 
 # An array of strings: names of steps in their order.
 NORMALIZER_KEY = "edgeinfer.tokenizer.normalizer"
-# GGUF has no key for what a tokenizer.json does first. These pre-tokenizers are of models whose tokenizers all compose
-# text: Qwen's and those made of them, Cohere's, and GPT-NeoX's (MPT, OLMo).
+# GGUF has no key for the normalizer of a tokenizer.json. All models with these pre-tokenizers compose text: Qwen's and
+# its descendants, Cohere's, and GPT-NeoX's (MPT, OLMo).
 _COMPOSING = (
     *("qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "command-r", "tiny_aya", "cohere2moe", "mpt", "olmo"),
 )
@@ -81,7 +81,7 @@ def normalizer_steps(metadata: Metadata) -> tuple[str, ...]:
     return default_steps(metadata.text("tokenizer.ggml.pre", ""))
 
 
-# A space, and what stands for one in SentencePiece's tokens.
+# A space, and its replacement in SentencePiece's tokens.
 _SPACES = (" ", "\u2581")
 
 
@@ -98,7 +98,7 @@ def _with_first_prefix(run: str) -> str:
 
 
 def _composed(form: str, run: str) -> str:
-    # By the library's tables, not Python's: versions of Unicode differ, and the checkpoint's ids are to be had.
+    # By the library's tables, not Python's: versions of Unicode differ, and the ids must be the checkpoint's.
     return run if run.isascii() else str(_form(form).normalize_str(run))
 
 
@@ -109,9 +109,8 @@ def _form(name: str) -> Any:
     return getattr(normalizers, name)()
 
 
-# Each takes a run of text that is not empty. "none" says that there are no others; "prefix" adds a space where there is
-# none, "first_prefix" before the first run alone; "unprefix" takes one away where llama.cpp adds one whether or not
-# there is one.
+# Each takes a run of text that is not empty. "none" says that there are no others; "prefix" adds a missing space,
+# "first_prefix" only before the first run; "unprefix" removes one where llama.cpp always adds another.
 STEPS: dict[str, Callable[[str], str]] = {
     "none": lambda run: run,
     **{form.lower(): partial(_composed, form) for form in ("NFC", "NFD", "NFKC", "NFKD")},
@@ -145,7 +144,7 @@ class GgufNormalizer:
     def __call__(self, text: str) -> str:
         """A text as llama.cpp's tokenizer needs it, special tokens included."""
         parts = self._between.split(text) if self._between is not None else [text]
-        # Special tokens are every second part.
+        # Every second part is a special token.
         return "".join(part if i % 2 else self.run(part, first=i == 0) for i, part in enumerate(parts))
 
     def run(self, run: str, *, first: bool = True) -> str:

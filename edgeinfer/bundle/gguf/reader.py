@@ -41,7 +41,7 @@ from edgeinfer.records import dataclass
 MAX_HEADER_BYTES = 64_000_000
 MAX_METADATA = 4096  # published models have some dozens
 MAX_TENSORS = 65_536  # published models have at most some thousands
-# In all arrays together; three quarters of a million are the most that is published.
+# In all arrays together; published models have at most three quarters of a million.
 MAX_STRINGS = 1_500_000
 MAX_TEXT_BYTES = 8_000_000  # of keys, names and single strings, chat templates among them
 MAX_ITEM_BYTES = 1_000_000  # of a string in an array
@@ -353,7 +353,7 @@ def _short(name: str) -> str:
 
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MAX_SPLITS = 1024
-# Of the data of each file, evenly spaced, so that gigabytes take some milliseconds.
+# Evenly spaced samples of each file's data, so that gigabytes take some milliseconds.
 _SAMPLES, _SAMPLE_BYTES = 64, 16_384
 _CHUNK = 1 << 20
 _MAPPED_ALIGNMENT = 32  # ggml's TENSOR_ALIGNMENT

@@ -17,7 +17,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-# Of our own: ids of special tokens that take the white space before them, and behind them, for which GGUF has no keys.
+# Our own keys: ids of special tokens that take the white space before them, and after them.
 STRIP_KEYS = ("edgeinfer.tokenizer.lstrip", "edgeinfer.tokenizer.rstrip")
 
 _PREFIX = "tokenizer.ggml."
@@ -45,7 +45,7 @@ _SPECIAL = {
 }
 # Without these a text begins or ends wrongly. For the others, some published files have numbers that are no tokens.
 _ESSENTIAL = ("bos", "eos", "eot", "eom")
-# What a file means that does not say, by its kind of vocabulary.
+# Special tokens of files that name none, by the kind of vocabulary.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unk": 0},
     "bert": {"bos": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103},
