@@ -205,20 +205,6 @@ def test_stepped_engines_warm_up_once_and_keep_the_past() -> None:
     assert engine.passes == [(2, 1, 1), (3, 1, 1), (4, 1, 1), (0, 2, 1)]
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-def test_transformers_judges_replies(tiny: PeerModel) -> None:
-    from edgeinfer.apps.bench.engines import TransformersEngine
-
-    engine = TransformersEngine(str(tiny.checkpoint()), threads=1, context=256)
-    prompt = [5, 9, 70, 33]
-    reply = engine.reply(prompt, 6)["token_ids"]
-    assert engine.judge(prompt, reply) == pytest.approx([0.0] * 6)
-    assert max(engine.judge(prompt, [(token + 1) % 500 for token in reply])) > 0.5
-    assert len(engine.pass_times([1, 2], prompt, 2)) == len(engine.decode_times(2, prompt)) == 2
-    # Whatever was timed in between, the cache holds what it should.
-    assert engine.reply(prompt, 6)["token_ids"] == reply
-
-
 def test_engines_are_served_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "canned", Canned)
     asked = [

@@ -74,14 +74,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     return Places((tmp_path / "checkpoints" / "small",), tmp_path / "data", tmp_path / "work", ("genai=/x/python",))
 
 
-def test_every_run_lists_what_it_needs(places: Places) -> None:
-    nothing = Places((), None, places.work)
+def test_every_run_has_its_command(places: Places) -> None:
     for run in RUNS:
-        assert run.missing(places) == "" and bool(run.missing(nothing)) == bool(run.needs)
-        for quick in (False, True):
-            chosen = Places(places.checkpoints, places.data, places.work, places.pythons, quick)
-            assert run.arguments(chosen)[0] in ("bench", "tune")
-    assert "--python genai=/x/python" in " ".join(RUNS[1].arguments(places))
+        assert run.missing(places) == "" and run.arguments(places)[0] in ("bench", "tune")
 
 
 def header(**facts: Any) -> dict[str, Any]:
