@@ -19,7 +19,7 @@ from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, form, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, read_message, split_prefill
-from edgeinfer.openai.prompt import ChatPrompt, OneReply
+from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece, dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
@@ -142,7 +142,7 @@ _IGNORED = (
 )  # fmt: skip
 
 
-class MessagesReply(OneReply):
+class MessagesReply(PromptReplies):
     """Implements `contract.Completion` for /v1/messages."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
@@ -178,8 +178,9 @@ class MessagesReply(OneReply):
 
     def _asked(self) -> Event:
         """Prompt tokens; cached ones are known only when the reply begins, and come last."""
-        assert isinstance(self._prompt, ChatPrompt) and self._prompt.tokens is not None, "it was prepared"
-        return {"input_tokens": len(self._prompt.tokens.ids), "output_tokens": 0}
+        (prompt,) = self._prompts
+        assert isinstance(prompt, ChatPrompt) and prompt.tokens is not None, "it was prepared"
+        return {"input_tokens": len(prompt.tokens.ids), "output_tokens": 0}
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         pieces = self._reply.push(chunk)

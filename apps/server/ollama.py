@@ -25,7 +25,7 @@ from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, read_messages, split_prefill
-from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
+from edgeinfer.openai.prompt import ChatPrompt, PromptReplies, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece, dialect_of, entries, timings
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
@@ -40,7 +40,7 @@ _OF_LOADING = (
 _SEEDS = 2**64
 
 
-class OllamaReply(NoFrame, OneReply):
+class OllamaReply(NoFrame, PromptReplies):
     """A reply to /api/chat or /api/generate, in lines of JSON."""
 
     def __init__(self, chat: bool, body: Mapping[str, Any], model: ChatModel[Any]) -> None:

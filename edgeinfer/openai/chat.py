@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +10,6 @@ from edgeinfer.contexts import Context
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import (
-    FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
@@ -32,7 +29,7 @@ from edgeinfer.openai.messages import (
     with_function_call,
     with_tool_calls,
 )
-from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
+from edgeinfer.openai.prompt import ChatPrompt, CompletionReplies
 from edgeinfer.openai.replies import (
     ArgumentsPiece,
     Call,
@@ -43,19 +40,17 @@ from edgeinfer.openai.replies import (
     dialect_of,
     entries,
     timings,
-    usage,
 )
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
 
-class ChatCompletion(PromptReplies):
+class ChatCompletion(CompletionReplies):
     """Implements `contract.Completion` for a chat completion."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
-        stream = fields.flag("stream")
-        self._usage_wanted = usage_wanted(fields)
+        stream, counted = fields.flag("stream"), usage_wanted(fields)
         n = fields.whole("n", 1, MOST_REPLIES) or 1
         self._logprobs_wanted, options = _read_logprobs(fields)
         options |= sampling(fields) | form(fields, "response_format")
@@ -65,14 +60,17 @@ class ChatCompletion(PromptReplies):
         prompt = _prompt(fields, model, options, given, chosen)
         fields.ignore(*IGNORED)
         fields.end()
-        super().__init__(prompt, n=n, stream=stream, ignored=fields.ignored)
-        self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if self.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model.info.name,
-            "system_fingerprint": FINGERPRINT,
-        }
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        super().__init__(
+            prompt,
+            each=n,
+            fields=fields,
+            model=model,
+            kind=kind,
+            prefix="chatcmpl",
+            stream=stream,
+            usage_wanted=counted,
+        )
 
     def opening(self) -> list[Event]:
         return [self._event(index, {"role": "assistant", "content": "", "refusal": None}) for index in range(self.n)]
@@ -85,11 +83,6 @@ class ChatCompletion(PromptReplies):
         events = self._events(index, reply.finish(result))
         last = self._event(index, {}, self._logprobs(reply), self._reason(reply))
         return [*events, last | {"timings": timings([result])} | _context_use(result)]
-
-    def closing(self) -> list[Event]:
-        if not self._usage_wanted:
-            return []
-        return [{**self._head, "choices": [], **self._figures()}]
 
     def whole(self) -> Event:
         choices = [self._choice(index, reply) for index, reply in enumerate(self._replies)]
@@ -112,9 +105,7 @@ class ChatCompletion(PromptReplies):
     ) -> Event:
         logprobs = {"content": entries(found), "refusal": None} if found else None
         delta = with_function_call(delta) if self._older else delta
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        # OpenAI's chunks say null where the tokens come at the end.
-        return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
+        return self._piece({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
@@ -124,10 +115,6 @@ class ChatCompletion(PromptReplies):
         logprobs = {"content": entries(reply.logprobs), "refusal": None} if self._logprobs_wanted else None
         message = with_function_call(message) if self._older else message
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reply)}
-
-    def _figures(self) -> dict[str, Any]:
-        results = [reply.result for reply in self._replies if reply.result is not None]
-        return {"usage": usage(results, per_prompt=self.n), "timings": timings(results)}
 
 
 def _context_use(result: Result) -> Event:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -10,10 +12,11 @@ from typing import Any
 
 from edgeinfer.contexts import Context, UnreadContextError
 from edgeinfer.errors import ContextLengthError, GrammarError
-from edgeinfer.openai.contract import ChatModel, StreamT
+from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import FINGERPRINT, Fields
 from edgeinfer.openai.messages import Message
-from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader
+from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader, timings, usage
 from edgeinfer.openai.tools import ToolUse
 from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.records import dataclass
@@ -177,39 +180,81 @@ class TextPrompt:
 
 
 class PromptReplies:
-    """The part of `contract.Completion` that makes `n` replies to one prompt; subclasses write events and answers."""
+    """The part of `contract.Completion` that makes `each` replies to prompts; subclasses write events and answers."""
 
-    def __init__(self, prompt: ChatPrompt | TextPrompt, *, n: int = 1, stream: bool, ignored: Sequence[str]) -> None:
-        self.n = n
+    def __init__(
+        self, *prompts: ChatPrompt | TextPrompt, each: int = 1, stream: bool, ignored: Sequence[str] = ()
+    ) -> None:
+        self.n = each * len(prompts)
         self.stream = stream
         self.ignored = tuple(ignored)
-        self._prompt = prompt
-        self._replies = [Reply() for _ in range(n)]
+        self._each = each
+        self._prompts = list(prompts)
+        self._replies = [Reply() for _ in range(self.n)]
 
     def check(self, model: ChatModel[Any]) -> None:
-        self._prompt.check(model)
+        self._prompts[0].check(model)
         self._note()
 
     def prepare(self, model: ChatModel[Any]) -> None:
-        self._prompt = self._prompt.prepared(model)
+        self._prompts = [prompt.prepared(model) for prompt in self._prompts]
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        stream, reader = self._prompt.start(model, index, ended)
+        place, reply = divmod(index, self._each)
+        stream, reader = self._prompts[place].start(model, reply, ended)
         self._replies[index] = Reply(reader)
         self._note()
         return stream
 
     def _note(self) -> None:
         """Add constraints that are not enforced, which are known once the form of the reply is made."""
-        self.ignored = tuple(dict.fromkeys((*self.ignored, *self._prompt.left_out)))
-
-
-class OneReply(PromptReplies):
-    """A request for a single reply."""
+        self.ignored = tuple(dict.fromkeys((*self.ignored, *self._prompts[0].left_out)))
 
     @property
     def _reply(self) -> Reply:
         return self._replies[0]
+
+
+class CompletionReplies(PromptReplies):
+    """Replies in the form of OpenAI's completions: choices with a head, token counts and times.
+
+    Args:
+        kind: of the answer, such as "text_completion".
+        prefix: of its id.
+        usage_wanted: a stream ends with the count of tokens.
+    """
+
+    def __init__(
+        self,
+        *prompts: ChatPrompt | TextPrompt,
+        each: int,
+        fields: Fields,
+        model: ChatModel[Any],
+        kind: str,
+        prefix: str,
+        stream: bool,
+        usage_wanted: bool,
+    ) -> None:
+        super().__init__(*prompts, each=each, stream=stream, ignored=fields.ignored)
+        self._usage_wanted = usage_wanted
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model.info.name,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def closing(self) -> list[Event]:
+        return [{**self._head, "choices": [], **self._figures()}] if self._usage_wanted else []
+
+    def _piece(self, choice: dict[str, Any]) -> Event:
+        # OpenAI's chunks say null where the tokens come at the end.
+        return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
+
+    def _figures(self) -> dict[str, Any]:
+        results = [reply.result for reply in self._replies if reply.result is not None]
+        return {"usage": usage(results, per_prompt=self._each), "timings": timings(results)}
 
 
 @contextmanager

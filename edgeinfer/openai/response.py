@@ -12,7 +12,7 @@ from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import IGNORED, MOST_ALTERNATIVES, Fields, form, limit, sampling, thinking, warnings
 from edgeinfer.openai.messages import Message, joined, read_message
-from edgeinfer.openai.prompt import ChatPrompt, OneReply
+from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
 from edgeinfer.openai.replies import (
     ArgumentsPiece,
     CallPiece,
@@ -25,7 +25,6 @@ from edgeinfer.openai.replies import (
 )
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
 _KEPT = "It holds a picture, or what only the server that wrote it can read: send the messages themselves."
@@ -121,63 +120,6 @@ _IGNORED = (*IGNORED, *_CUTTING, "stream_options", "max_tool_calls", "background
 _LOGPROBS = "message.output_text.logprobs"
 
 
-@dataclass(frozen=True)
-class ResponseRequest:
-    """A request.
-
-    Attributes:
-        logprobs: log-probabilities were requested.
-        echoed: fields of the request that the answer repeats.
-        ignored: fields that are ignored.
-    """
-
-    stream: bool
-    prompt: ChatPrompt
-    logprobs: bool
-    echoed: Mapping[str, Any]
-    ignored: tuple[str, ...]
-
-
-def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequest:
-    fields = Fields(body)
-    stream = fields.flag("stream")
-    instructions = fields.text("instructions")
-    messages = read_input(fields.any("input"), instructions, fields.leave_out)
-    tools, wanted = fields.items("tools"), fields.any("tool_choice")
-    several = fields.take("parallel_tool_calls", bool, "true or false") is not False
-    functions = read_functions(tools, flat=True, leave_out=fields.leave_out)
-    choice = read_choice(wanted, functions, several)
-    alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES)
-    logprobs = _LOGPROBS in fields.items("include") or bool(alternatives)
-    options = limit(fields, "max_output_tokens", "max_completion_tokens", "max_tokens")
-    options |= sampling(fields) | _text(fields)
-    if logprobs:
-        options["logprobs"] = alternatives or 0
-    variables = thinking(fields, options, calls=choice.mode != "none")
-    effort = variables.get("reasoning_effort")
-    metadata = fields.take("metadata", dict, "an object") or {}
-    fields.ignore(*_IGNORED)
-    fields.only("prompt", (), "Nothing is stored here: send the text as input.")
-    fields.end()
-    used = GenerationConfig.for_chat(model.sampling, options)
-    echoed = {
-        "instructions": instructions,
-        "max_output_tokens": options.get("max_tokens"),
-        "metadata": metadata,
-        "parallel_tool_calls": several,
-        "reasoning": {"effort": effort, "summary": None},
-        "temperature": used.temperature,
-        "text": {"format": _echoed_format(options)},
-        "tool_choice": wanted or "auto",
-        "tools": [_echoed_tool(tool) for tool in tools],
-        "top_logprobs": alternatives or 0,
-        "top_p": used.top_p,
-    }
-    use = ToolUse(dialect_of(model.tool_template_text), choice)
-    prompt = ChatPrompt(messages, use, options, variables or None, fields=("input", "text.format"))
-    return ResponseRequest(stream, prompt, logprobs, echoed, tuple(fields.ignored))
-
-
 def _text(fields: Fields) -> dict[str, Any]:
     inner = fields.inner("text")
     if inner is None:
@@ -271,12 +213,47 @@ class CallItem(Item):
         return {"id": self.id, "type": "function_call", "status": status, **call}
 
 
-class ResponseCompletion(OneReply):
+class ResponseCompletion(PromptReplies):
     """Implements `contract.Completion` for a response."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
-        self._request = read_request(body, model)
-        super().__init__(self._request.prompt, stream=self._request.stream, ignored=self._request.ignored)
+        fields = Fields(body)
+        stream = fields.flag("stream")
+        instructions = fields.text("instructions")
+        messages = read_input(fields.any("input"), instructions, fields.leave_out)
+        tools, wanted = fields.items("tools"), fields.any("tool_choice")
+        several = fields.take("parallel_tool_calls", bool, "true or false") is not False
+        functions = read_functions(tools, flat=True, leave_out=fields.leave_out)
+        choice = read_choice(wanted, functions, several)
+        alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES)
+        self._logprobs_wanted = _LOGPROBS in fields.items("include") or bool(alternatives)
+        options = limit(fields, "max_output_tokens", "max_completion_tokens", "max_tokens")
+        options |= sampling(fields) | _text(fields)
+        if self._logprobs_wanted:
+            options["logprobs"] = alternatives or 0
+        variables = thinking(fields, options, calls=choice.mode != "none")
+        effort = variables.get("reasoning_effort")
+        metadata = fields.take("metadata", dict, "an object") or {}
+        fields.ignore(*_IGNORED)
+        fields.only("prompt", (), "Nothing is stored here: send the text as input.")
+        fields.end()
+        used = GenerationConfig.for_chat(model.sampling, options)
+        self._echoed = {  # fields of the request that the answer repeats
+            "instructions": instructions,
+            "max_output_tokens": options.get("max_tokens"),
+            "metadata": metadata,
+            "parallel_tool_calls": several,
+            "reasoning": {"effort": effort, "summary": None},
+            "temperature": used.temperature,
+            "text": {"format": _echoed_format(options)},
+            "tool_choice": wanted or "auto",
+            "tools": [_echoed_tool(tool) for tool in tools],
+            "top_logprobs": alternatives or 0,
+            "top_p": used.top_p,
+        }
+        use = ToolUse(dialect_of(model.tool_template_text), choice)
+        prompt = ChatPrompt(messages, use, options, variables or None, fields=("input", "text.format"))
+        super().__init__(prompt, stream=stream, ignored=fields.ignored)
         self._items: list[Item] = []
         self._written: list[Event] = []  # items that are complete
         self._numbers = count()
@@ -337,7 +314,7 @@ class ResponseCompletion(OneReply):
 
     def _logprobs(self) -> list[TokenLogprob]:
         found = self._reply.take_logprobs()
-        return found if self._request.logprobs else []
+        return found if self._logprobs_wanted else []
 
     def _open(self, item: Item) -> list[Event]:
         events = self._close("completed")
@@ -357,7 +334,7 @@ class ResponseCompletion(OneReply):
     def _response(self, status: str) -> Event:
         response = {
             **self._head,
-            **self._request.echoed,
+            **self._echoed,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.fields import (
-    FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
@@ -20,8 +17,8 @@ from edgeinfer.openai.fields import (
     usage_wanted,
     warnings,
 )
-from edgeinfer.openai.prompt import TextPrompt
-from edgeinfer.openai.replies import Reply, timings, token_table, usage
+from edgeinfer.openai.prompt import CompletionReplies, TextPrompt
+from edgeinfer.openai.replies import timings, token_table
 from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.results import Chunk, Result
 
@@ -29,16 +26,14 @@ from edgeinfer.results import Chunk, Result
 _DEFAULT_LENGTH = 16
 
 
-class TextCompletion:
+class TextCompletion(CompletionReplies):
     """Implements `contract.Completion` for text completions."""
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
-        self.stream = fields.flag("stream")
-        self._usage_wanted = usage_wanted(fields)
+        stream, counted = fields.flag("stream"), usage_wanted(fields)
         prompts = _prompts(fields, model)
-        self._given, self._each = _replies_each(fields, len(prompts), stream=self.stream)
-        self.n = self._each * len(prompts)
+        self._given, each = _replies_each(fields, len(prompts), stream=stream)
         self._echo = fields.flag("echo")
         alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
         self._logprobs_wanted = alternatives is not None
@@ -48,33 +43,24 @@ class TextCompletion:
             )
         options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens", "n_predict", "max_new_tokens")
         options |= sampling(fields) | form(fields, "response_format")
-        if self._logprobs_wanted or self._each > self._given:
+        if self._logprobs_wanted or each > self._given:
             options["logprobs"] = alternatives or 0
-        self._prompts = [TextPrompt(prompt, options) for prompt in prompts]
         fields.ignore(*IGNORED)
         fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
         fields.end()
-        self.ignored = tuple(fields.ignored)
-        self._replies = [Reply() for _ in range(self.n)]
+        super().__init__(
+            *(TextPrompt(prompt, options) for prompt in prompts),
+            each=each,
+            fields=fields,
+            model=model,
+            kind="text_completion",
+            prefix="cmpl",
+            stream=stream,
+            usage_wanted=counted,
+        )
         self._offsets = [0] * self.n  # characters whose log-probabilities were sent
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.info.name,
-            "system_fingerprint": FINGERPRINT,
-        }
-        self._echoed = [self._text_of(prompt, model) if self._echo else "" for prompt in prompts]
-
-    def check(self, model: ChatModel[Any]) -> None:
-        self._prompts[0].check(model)
-
-    def prepare(self, model: ChatModel[Any]) -> None:
-        self._prompts = [prompt.prepared(model) for prompt in self._prompts]
-
-    def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
-        place, reply = divmod(index, self._each)
-        return self._prompts[place].start(model, reply)[0]
+        texts = (prompt if isinstance(prompt, str) else model.detokenize(prompt) for prompt in prompts)
+        self._echoed = list(texts) if self._echo else [""] * len(prompts)
 
     def opening(self) -> list[Event]:
         return [self._event(i, self._echoed[i // self._each]) for i in range(self.n)] if self._echo else []
@@ -90,9 +76,6 @@ class TextCompletion:
         last = self._event(index, "", self._table(index), reply.finish_reason)
         return [last | {"timings": timings([result])}]
 
-    def closing(self) -> list[Event]:
-        return [{**self._head, "choices": [], **self._figures()}] if self._usage_wanted else []
-
     def whole(self) -> Event:
         choices = [self._choice(place, index) for place, index in enumerate(self._best())]
         return {**self._head, "choices": choices, **self._figures()} | warnings(self.ignored)
@@ -106,8 +89,7 @@ class TextCompletion:
         return [index for group in ranked for index in group[: self._given]]
 
     def _event(self, index: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> Event:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
+        return self._piece({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
 
     def _table(self, index: int) -> dict[str, Any] | None:
         found = self._replies[index].take_logprobs()
@@ -124,14 +106,6 @@ class TextCompletion:
             "logprobs": token_table(reply.logprobs, 0)[0] if self._logprobs_wanted else None,
             "finish_reason": reply.finish_reason,
         }
-
-    def _figures(self) -> dict[str, Any]:
-        results = [reply.result for reply in self._replies if reply.result is not None]
-        return {"usage": usage(results, per_prompt=self._each), "timings": timings(results)}
-
-    @staticmethod
-    def _text_of(prompt: str | list[int], model: ChatModel[Any]) -> str:
-        return prompt if isinstance(prompt, str) else model.detokenize(prompt)
 
 
 def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:

@@ -13,7 +13,7 @@ import edgeinfer
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import HubError, ModelError
-from edgeinfer.openai.response import read_request
+from edgeinfer.openai import make_completion
 from tests.gguf_builder import FLOAT32, INT32, small_model
 from tests.speculation import BUILTIN, needs_builtin
 from tests.tables import each_row
@@ -83,7 +83,7 @@ def test_chats_sample_as_its_makers_recommend(tmp_path: Path) -> None:
         assert choice["message"]["content"] == drawn
         # A search has its own way to choose tokens.
         assert reply(search="beam", beams=2) == model.generate(ids, **plain, search="beam", beams=2).text
-        assert read_request({"input": "Hello"}, model).echoed["temperature"] == 1.3
+        assert make_completion("response", {"input": "Hello"}, model).opening()[0]["response"]["temperature"] == 1.3
 
 
 def test_what_cannot_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
