@@ -37,7 +37,7 @@ from edgeinfer.records import dataclass
 # Bits of a quantized weight, of a float, and what a checkpoint is converted to.
 BITS, FLOAT_BITS = (2, 3, 4, 8), 32
 CONVERTED_BITS = (*BITS, FLOAT_BITS)
-# How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
+# How the KV cache stores numbers; edgeinfer/bundle/geometry.py describes them.
 KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
 ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
 KV_TYPES: tuple[str, ...] = get_args(KvType)
