@@ -111,7 +111,7 @@ def logits_of(backend: PagedBackend, name: str | None) -> NDArray[np.float32]:
         ("Qwen3Next", JOINED),
     ],
 )
-def test_logits_are_those_of_peft(variant: str, settings: dict[str, Any]) -> None:
+def test_logits_equal_pefts(variant: str, settings: dict[str, Any]) -> None:
     adapter = adapter_of(variant, settings)
     backend = backend_with(variant, FLOATS, adapter)
     ours, plain, theirs = logits_of(backend, "a0"), logits_of(backend, None), peft_logits(variant, adapter)

@@ -271,7 +271,7 @@ def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
         backend.cache.trim(CAPACITY + 1)
 
 
-def test_the_cache_takes_what_its_rows_take(backend: ConcatBackend) -> None:
+def test_the_cache_takes_only_its_rows_bytes(backend: ConcatBackend) -> None:
     feed(backend, [1] * 8, [])
     assert backend.nbytes()["kv"] == 8 * GEOMETRY.kv_bytes_per_token()
     backend.cache.trim(3)

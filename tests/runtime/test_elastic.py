@@ -37,7 +37,7 @@ def rms(values: Floats) -> float:
 
 
 @each_row("symmetric", [False, True])
-def test_one_plane_is_what_the_reference_says(symmetric: bool) -> None:
+def test_one_plane_equals_the_reference(symmetric: bool) -> None:
     require_kernel()
     bundle = export(symmetric=symmetric)
     onnx, reference = make_graph_backend(bundle, 64), ReferenceBackend(bundle, 64)

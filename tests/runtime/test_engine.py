@@ -345,7 +345,7 @@ def test_cancelling_between_two_passes(engine: Engine, table: TableBackend) -> N
     assert engine.cancelled
 
 
-def test_a_cancelled_prompt_says_what_it_reused(engine: Engine, table: TableBackend) -> None:
+def test_a_cancelled_prompt_reports_reused_tokens(engine: Engine, table: TableBackend) -> None:
     generate(engine, [1, 2, 3, 4], 1)
     table.paused_at = len(table.passes)
 
@@ -380,7 +380,7 @@ class Window:
 
 
 def held_after(text: Sequence[int]) -> list[int]:
-    """What the cache holds of a text: a function of the text alone."""
+    """The cache's rows of a text: a function of the text alone."""
     held: list[int] = []
     for token in text:
         if len(held) == CAPACITY:

@@ -36,7 +36,7 @@ def greedy_by_transformers(family: Family, prompt: Sequence[int], count: int) ->
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_greedy_text_is_that_of_transformers(real: tuple[Family, Backend], chunk: int) -> None:
+def test_greedy_text_equals_transformers(real: tuple[Family, Backend], chunk: int) -> None:
     family, backend = real
     engine = Engine(backend, chunk)
     prompt = [0, 17, 300, 5, 42, 99, 7]

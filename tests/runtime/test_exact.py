@@ -273,7 +273,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[PagedBackend]:
     backend.close()
 
 
-def test_a_row_is_what_its_path_makes_it(backend: PagedBackend) -> None:
+def test_a_row_depends_on_its_path_alone(backend: PagedBackend) -> None:
     random = np.random.default_rng(23)
     for length in PROMPTS:
         prompt = random.integers(0, VOCABULARY, length)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.matrix
 
 
-def test_logits_are_those_of_transformers(family: Family) -> None:
+def test_logits_equal_transformers(family: Family) -> None:
     for maker in MAKERS.values():
         backend = maker(family.bundle, CAPACITY)
         for sizes in ([20], [7, 1, 9, 3], [1] * 20):

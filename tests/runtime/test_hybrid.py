@@ -92,7 +92,7 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
 
 
 @BOTH
-def test_a_session_goes_on_where_it_was(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_session_continues(bundle: Bundle, tmp_path: Path) -> None:
     with edgeinfer.load(bundle.path, context=128, threads=1) as model:
         first = model.generate(PROMPT, max_tokens=8, temperature=0)
         model.save_session(tmp_path / "talk")

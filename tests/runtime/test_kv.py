@@ -62,12 +62,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = KVBuffers(GEOMETRY, CAPACITY, spare)
 
     def number(self, written: int, layer: int, sign: int) -> int:
-        """What a row's channels are."""
+        """The channels of a row."""
         return sign * (1 + written * 2 + layer)
 
     @rule(size=st.one_of(st.integers(1, 9), st.integers(1, 300)), padding=st.integers(0, 1))
     def append(self, size: int, padding: int) -> None:
-        """What a backend does: room for the pass and its padding, rows in place, then the length."""
+        """As a backend does: room for the pass and its padding, rows in place, then the length."""
         self.start = len(self.expected)
         if self.start + size > CAPACITY:
             return
@@ -200,7 +200,7 @@ def test_refuses_more_rows_than_the_capacity() -> None:
 
 
 @each_row("length", [-1, 6])
-def test_refuses_to_trim_to_what_is_not_there(length: int) -> None:
+def test_refuses_to_trim_to_missing_rows(length: int) -> None:
     with pytest.raises(BackendError, match="trim"):
         filled(5).trim(length)
 
@@ -284,7 +284,7 @@ def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits.copy()
 
 
-def test_a_grown_cache_holds_what_it_held(bundle: Bundle) -> None:
+def test_a_grown_cache_keeps_its_rows(bundle: Bundle) -> None:
     whole, parts = (OnnxBackend(bundle, 600) for _ in range(2))
     expected = run(whole, TEXT)
     assert np.array_equal(np.concatenate([run(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected)

@@ -1,4 +1,4 @@
-"""Which layout runs where, and that converted weights are made once, kept safely and taken for no others."""
+"""Choice of layouts; converted weights are made once, kept safely and not confused with others."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_cache_that_cannot_be_written_is_gone_without(
 
 
 @linux
-def test_a_backend_removes_what_it_made_for_itself(bundles: dict[Layout, Bundle], cache: Path) -> None:
+def test_a_backend_removes_its_own_files(bundles: dict[Layout, Bundle], cache: Path) -> None:
     cache.write_text("not a folder")
     np.testing.assert_array_equal(logits(bundles[NATIVE], PORTABLE), logits(bundles[PORTABLE]))
     assert [path.name for path in cache.parent.iterdir()] == ["cache"]

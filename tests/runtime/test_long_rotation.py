@@ -53,7 +53,7 @@ def loaded(request: pytest.FixtureRequest, made: Made) -> Iterator[edgeinfer.Mod
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("size", [6, 20, 31, 32, 33, 50])
-def test_replies_are_those_of_transformers(made: Made, loaded: edgeinfer.Model, size: int) -> None:
+def test_replies_equal_transformers(made: Made, loaded: edgeinfer.Model, size: int) -> None:
     assert said(loaded, TEXT[:size]) == theirs(made[0], TEXT[:size])
 
 

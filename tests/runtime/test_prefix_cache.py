@@ -54,7 +54,7 @@ def assert_same(found: CacheSnapshot, expected: CacheSnapshot) -> None:
 
 
 def assert_right(cache: PrefixCache, tokens: Sequence[int], start: int = 0) -> None:
-    """What the cache gives for these tokens are their rows."""
+    """Asserts that the cache gives these tokens' rows."""
     stop = cache.match(tokens)
     at = start
     for piece in cache.take(tokens, start, stop):
@@ -255,7 +255,7 @@ def conversations(engine: Engine, rounds: int) -> tuple[list[list[int]], list[in
 
 
 @pytest.mark.parametrize("backend", MAKERS, indirect=True)
-def test_replies_are_those_of_recomputing(backend: Backend) -> None:
+def test_replies_equal_recomputed_ones(backend: Backend) -> None:
     plain, few = conversations(Engine(backend, 16), 3)
     kept, most = conversations(Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED)), 3)
     assert kept == plain

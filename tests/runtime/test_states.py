@@ -216,7 +216,7 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     assert reply.token_ids == plain.token_ids
 
 
-def test_a_draft_model_with_states_follows_what_was_accepted(bundle: Bundle, whole: Any) -> None:
+def test_a_draft_model_with_states_follows_accepted_tokens(bundle: Bundle, whole: Any) -> None:
     backend = PagedBackend(bundle, CONTEXT)
 
     def forward(tokens: Any, positions: Any, rows: Any) -> Any:
@@ -255,7 +255,7 @@ def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
         assert reply == greedy(Engine(PagedBackend(bundle, CONTEXT), 128), prompt)
 
 
-def test_a_session_goes_on_where_it_was(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_session_continues(bundle: Bundle, tmp_path: Path) -> None:
     with edgeinfer.load(bundle.path, context=CONTEXT, threads=1) as model:
         model.generate(PROMPT, max_tokens=1, temperature=0)
         model.save_session(tmp_path / "talk")
@@ -276,7 +276,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search["search"])
-def test_searches_find_what_they_find_in_one_cache(search: dict[str, Any], tmp_path: Path) -> None:
+def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any], tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "Qwen3_5", **DELTA)
     floats = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32))
     found = []

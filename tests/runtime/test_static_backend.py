@@ -139,7 +139,7 @@ def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-tied", "qwen3", "phi3-partial-rotary"])
 @pytest.mark.parametrize("options", [{"bits": 8}, {"bits": 4}, {"bits": 4, "head_bits": 4, "symmetric": True}])
-def test_logits_are_those_of_the_ordinary_bundle(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
+def test_logits_equal_the_ordinary_bundles(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
     """Both round activations to int8, now and then differently."""
     made = bundles(family, **options)
     ordinary = feed(make_graph_backend(made.ordinary, CAPACITY, layout="portable"), TEXT)
@@ -261,7 +261,7 @@ def test_impossible_requests(llama: Made) -> None:
         ({"speculation": "off", "prefill_chunk": 2}, [2]),
     ],
 )
-def test_only_what_a_plan_needs_is_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
+def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
     config = LoadConfig(**options)
     choice = choose_backend(llama.static, config)
     names = drafters_in(config.speculation)

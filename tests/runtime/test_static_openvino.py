@@ -47,7 +47,7 @@ def interpreter() -> str:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    """What the other interpreter found, by case."""
+    """Results of the other interpreter, by case."""
     python, shapes = interpreter(), StaticOptions(context=64, chunk=16)
     configs = [ExportConfig(keep_small=False, static=shapes, **options) for _, options, _ in CASES.values()]
     variants = [variant for variant, _, _ in CASES.values()]
@@ -72,7 +72,7 @@ def test_openvino_runs_the_graphs_whole(results: dict[str, dict[str, Any]], case
 
 
 @each_row("case", CASES)
-def test_logits_are_those_of_the_cpu_provider(results: dict[str, dict[str, Any]], case: str) -> None:
+def test_logits_equal_the_cpu_providers(results: dict[str, dict[str, Any]], case: str) -> None:
     found, tolerance = results[case], CASES[case][2]
     assert found["finite"]
     assert found["difference"] < tolerance

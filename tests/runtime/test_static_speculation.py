@@ -53,7 +53,7 @@ def model(bundles: dict[str, Path]) -> Iterator[edgeinfer.Model]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("who", WHO)
-def test_text_is_that_of_plain_decoding(model: edgeinfer.Model, who: str, way: str) -> None:
+def test_text_equals_plain_decoding(model: edgeinfer.Model, who: str, way: str) -> None:
     for width in (1, 3):
         found = same(model, who, max_tokens=60, ignore_eos=True, draft_width=width, **WAYS[way])
         assert found.exact and found.lossless
@@ -107,7 +107,7 @@ def test_a_conversation_may_outgrow_its_context(bundles: dict[str, Path], overfl
         assert result.usage.completion_tokens == 120
 
 
-def test_the_context_is_what_was_exported(bundles: dict[str, Path]) -> None:
+def test_the_context_is_the_exported_one(bundles: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="the model allows 256"):
         edgeinfer.load(bundles["static"], context=257)
     with pytest.raises(UsageError, match="cannot use a KV cache of type int8"):

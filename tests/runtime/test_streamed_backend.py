@@ -90,7 +90,7 @@ def same_cache(pair: Pair, layer_mask: NDArray[np.bool_] | None = None) -> None:
 
 @st.composite
 def passes(draw: st.DrawFn) -> dict[str, Any]:
-    """What `forward` may be asked, but the positions and the hidden states."""
+    """Options of `forward` other than positions and hidden states."""
     size = draw(st.integers(1, 6))
     tree = draw(st.none() | st.tuples(*(st.integers(-1, row - 1) for row in range(size))).map(np.array))
     mask = draw(st.none() | st.lists(st.booleans(), min_size=2 * LAYERS, max_size=2 * LAYERS).map(np.array))
@@ -165,7 +165,7 @@ class _Inner:
 
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
+def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
     require_kernel()
     inner = make_graph_backend(small(NATIVE), CAPACITY)
     streamed = StreamedBackend(inner, 1)

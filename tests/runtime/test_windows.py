@@ -96,7 +96,7 @@ def reads(room: int, window: int, kept: int, rows: int = 1) -> float:
     return DiskReads(None, WEIGHTS, NO_EXPERTS, RUNS, room * MB).pass_bytes(way, rows)
 
 
-def test_plans_expect_what_is_dropped() -> None:
+def test_plans_expect_dropped_weights() -> None:
     """Mapped weights and large windows are read again far beyond what has no room."""
     assert reads(200, 1, 8) == 35 * PIECE_BYTES
     assert reads(200, 1, 8) < 0.5 * reads(200, 0, 0)

@@ -115,7 +115,7 @@ def test_the_head_alone_gives_the_bits_of_the_pass(backend: PagedBackend) -> Non
 
 
 @each_row("kv", PAGED_KV)
-def test_numbers_are_those_of_the_plain_backend(kv: str) -> None:
+def test_numbers_equal_the_plain_backends(kv: str) -> None:
     """A model whose weights are floats, so that only the cache's type rounds."""
     bundle = model("float32")
     paged, plain = PagedBackend(bundle, 200, kv=kv), ReferenceBackend(bundle, 200, kv=kv)
@@ -156,7 +156,7 @@ def test_sequences_of_one_pass_are_checked() -> None:
         each.close()
 
 
-def test_memory_is_that_of_the_pages_in_use() -> None:
+def test_memory_counts_the_pages_in_use() -> None:
     backend = PagedBackend(model("qwen2"), CAPACITY)
     page = backend.pool.layout.page_bytes
     assert backend.nbytes()["kv"] == 0
@@ -180,7 +180,7 @@ def test_the_graph_tells_which_backend_runs() -> None:
         each.close()
 
 
-def test_replies_side_by_side_are_sequences_and_those_drawn_alone() -> None:
+def test_parallel_samples_equal_replies_drawn_one_by_one() -> None:
     backend = make_graph_backend(model("qwen2"), 300)
     prompt = TEXT[:70].tolist()
     config = GenerationConfig(max_tokens=20, temperature=1.0, seed=3, search="samples", samples=3)

@@ -1,4 +1,4 @@
-"""What backends say that they take, term by term, as recorded: of small models, for configurations of every kind."""
+"""Memory that backends declare, term by term, as recorded: small models in configurations of every kind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def terms(footprint: Footprint) -> list[Mapping[str, float]]:
     ]
 
 
-def test_models_take_what_they_took(tmp_path: Path) -> None:
+def test_memory_is_as_recorded(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for name in MODELS:
         for way, memory in memories(made(tmp_path, name)).items():

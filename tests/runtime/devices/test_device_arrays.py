@@ -103,7 +103,7 @@ def test_memory_that_onnxruntime_does_not_have_is_an_error_of_the_device() -> No
     ("reason", "says"),
     [("Failed to allocate memory for requested buffer of size 64", "no room for 8 B"), ("broken", "broken")],
 )
-def test_refused_memory_is_told_from_failures(monkeypatch: pytest.MonkeyPatch, reason: str, says: str) -> None:
+def test_refused_memory_is_distinguished_from_failures(monkeypatch: pytest.MonkeyPatch, reason: str, says: str) -> None:
     def refuse(*args: object) -> ort.OrtValue:
         raise RuntimeError(reason)
 

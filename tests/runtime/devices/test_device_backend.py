@@ -60,7 +60,7 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 
 @pytest.mark.parametrize("device", [STANDIN, TWO_COPIES, ELSEWHERE], ids=["in place", "two copies", "own memory"])
-def test_numbers_are_those_of_the_cpu(make: Callable[..., OnnxBackend], device: Device) -> None:
+def test_numbers_equal_the_cpus(make: Callable[..., OnnxBackend], device: Device) -> None:
     there, here = make(device), make(CPU)
     check_first_pass(there, device)
     assert there.cache.length == 0

@@ -128,7 +128,7 @@ def test_a_plugin_without_hardware_or_library_fails(monkeypatch: pytest.MonkeyPa
 
 
 @each_row("device", [CPU, STANDIN, lacking(in_place_kv=False), lacking(dynamic_shapes=False)])
-def test_small_models_run_on_what_works(device: Device) -> None:
+def test_small_models_run_on_devices_that_work(device: Device) -> None:
     check_device(device)
 
 

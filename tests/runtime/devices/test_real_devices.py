@@ -43,7 +43,7 @@ def there(name: str) -> Device:
 
 
 @each_row("name", OTHERS)
-def test_small_models_give_what_they_give_on_the_cpu(name: str) -> None:
+def test_small_models_reply_as_on_the_cpu(name: str) -> None:
     check_device(there(name))
 
 

@@ -1,4 +1,4 @@
-"""Which device a model gets: what is asked for or nothing, and for "auto" the first that is there and can."""
+"""The device of a model: the wanted one or an error, and for "auto" the first present one that is able."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_auto_takes_the_first_that_is_there_and_runs_such_graphs() -> None:
     assert chosen("none") == "cpu"
 
 
-def test_auto_passes_over_what_lacks_something_asked_for() -> None:
+def test_auto_skips_devices_that_lack_a_wanted_ability() -> None:
     for options in ({"native": True}, {"kv": "int8"}, {"weights": "streamed"}):
         assert chosen(**options) == "cpu"
     assert chosen(native=False, kv="float32", weights="packed") == "standin"

@@ -170,7 +170,7 @@ def test_experts_are_asked_for_before_they_are_chosen(bundle: Bundle, monkeypatc
 
 
 @pytest.mark.slow
-def test_memory_is_what_the_expert_cache_says() -> None:
+def test_memory_in_use_equals_the_expert_caches_count() -> None:
     """Pages of the file that the process has, against what it believes to have."""
     require_kernel()
     sizes: dict[str, Any] = {

@@ -41,7 +41,7 @@ def test_a_model_without_experts_needs_none() -> None:
     assert (none.total, none.least, none.needed(5)) == (0, 0, 0.0)
 
 
-def test_passes_over_experts_are_guessed_by_what_they_read() -> None:
+def test_passes_over_experts_are_guessed_by_the_bytes_they_read() -> None:
     dense = guessed_passes(240_000_000)
     moe = guessed_passes(120_000_000, lambda rows: 120_000_000 * min(rows, 4) / 4)
     assert moe.ms(1) < dense.ms(1)
@@ -128,7 +128,7 @@ def test_the_least_used_go_first() -> None:
     assert cache.cached_bytes == 2 * SIZE
 
 
-def test_what_was_used_long_ago_is_worth_less_than_what_is_used_now() -> None:
+def test_old_uses_count_less_than_recent_ones() -> None:
     cache = Made(layers=1, room=2).make()
     for _ in range(100):
         cache.used(ids([0]))
@@ -138,14 +138,14 @@ def test_what_was_used_long_ago_is_worth_less_than_what_is_used_now() -> None:
     assert cache.cached.tolist() == [[False, True, False, False]]
 
 
-def test_of_equals_those_go_whose_layer_ran_already() -> None:
+def test_equal_experts_of_layers_that_ran_already_go_first() -> None:
     cache = Made(room=4).make()
     cache.used(ids([0, 1], [0, 1]))
     cache.make_room(range(1, 2), 2)
     assert cache.cached.sum(axis=1).tolist() == [0, 2]
 
 
-def test_a_layer_that_may_use_all_keeps_what_it_has() -> None:
+def test_a_layer_that_may_use_all_keeps_its_experts() -> None:
     cache = Made(room=4).make()
     cache.used(ids([0, 1], [0, 1]))
     cache.make_room(range(1, 2), 4)
@@ -221,7 +221,7 @@ def decoder() -> DecoderSpec:
 
 
 def ids_of(tokens: NDArray[np.int64]) -> NDArray[np.int64]:  # (S,) -> (L, S, k)
-    """What made-up routers choose for tokens: in each layer something else, in the dense one nothing."""
+    """Choices of made-up routers: different in each layer, none in the dense one."""
     found = np.stack([np.stack([(tokens + s) * (layer + 1) % EXPERTS for s in (0, 1)], -1) for layer in range(LAYERS)])
     found[DENSE] = -1
     return found
@@ -284,7 +284,7 @@ def test_of_a_tree_the_accepted_path_is_counted() -> None:
     check(counter.counts(5), [[0, 1, 2, 10, 12]])
 
 
-def test_a_reply_is_what_came_since() -> None:
+def test_a_reply_counts_only_its_own_tokens() -> None:
     counter = ExpertCounter(decoder())
     counter.passed(0, ids_of(np.arange(4)))
     before = counter.counts(4)

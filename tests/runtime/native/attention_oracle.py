@@ -1,4 +1,4 @@
-"""What edgeinfer.Attention gives, row by row in double precision: knows the contract of pages, and of no kernel."""
+"""Output of edgeinfer.Attention, row by row in double precision, from the contract of pages, without any kernel."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Shape:
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the scores."""
         return self.scale or 1 / np.sqrt(self.key_size)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Which rows a pass has.
+    """Rows of a pass.
 
     Attributes:
         pages: (B, P) pages of each sequence; -1 where there is none.

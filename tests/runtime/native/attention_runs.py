@@ -60,7 +60,7 @@ class Store:
 
     @property
     def weights(self) -> NDArray[np.float32]:  # (pages, layers, H, 64)
-        """What is added to the scores of each position, as a view."""
+        """Weights added to the scores of each position, as a view."""
         (group,) = self.layout.groups
         return group.weights(self.memory.reshape(-1, self.layout.page_bytes))
 
@@ -130,7 +130,7 @@ class Runner:
         return result
 
     def tables(self, store: Store, nodes: Sequence[Node]) -> Tables:
-        """What `nodes` tell the operator."""
+        """The operator's attributes from `nodes`."""
         return _tables(store.pages, nodes)
 
 

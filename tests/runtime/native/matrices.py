@@ -86,7 +86,7 @@ def make_matrix(
 
 
 def _vector_values(fields: NDArray[np.uint8]) -> Floats:  # (N, blocks, 4, B / 4) -> the same
-    """What codes stand for, whose bits lie two by two in four values a quarter of a block apart."""
+    """Values of codes whose bits lie two by two in four values a quarter of a block apart."""
     code = (fields << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8)
     magnitudes = np.moveaxis(MAGNITUDES[code & 15], -1, 2)
     signs = 1.0 - 2 * (code[:, :, None] >> np.arange(4, 8, dtype=np.uint8)[:, None] & 1)

@@ -72,7 +72,7 @@ def make_layer(family: Family) -> torch.nn.Module:
 
 
 def layer_gives(layer: torch.nn.Module, shape: Shape, hidden: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
-    """What transformers makes of rows (1, S, hidden) of a chain."""
+    """Transformers' output for rows (1, S, hidden) of a chain."""
     at = torch.arange(ROWS)
     seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (shape.window or ROWS))
     mask = torch.where(seen, 0.0, float("-inf"))[None, None]
@@ -83,7 +83,7 @@ def layer_gives(layer: torch.nn.Module, shape: Shape, hidden: torch.Tensor, cos:
 
 
 @pytest.mark.slow
-def test_attention_is_that_of_transformers(kernel: NativeKernel) -> None:
+def test_attention_equals_transformers(kernel: NativeKernel) -> None:
     torch.manual_seed(1)
     angles = np.random.default_rng(1).uniform(0, 6, (ROWS, 8))
     for family in FAMILIES:
@@ -153,7 +153,7 @@ def alone(runner: Runner, store: Store, nodes: Sequence[Node]) -> Floats:
 
 
 def branches(runner: Runner, store: Store, known: Floats, values: Floats) -> Floats:
-    """What each node of a tree gives when the path to it is all there is: rows of chains, one at a time."""
+    """Output of each node of a tree, computed alone behind its path: rows of chains, one at a time."""
     results, length = [], len(known)
     for node in range(len(PARENTS)):
         path, at = [node], PARENTS[node]

@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux loads a damage
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """What was found in one test does not count in the next; afterwards the best instruction set is selected again."""
+    """A test's findings do not reach the next; afterwards the best instruction set is selected again."""
     for cached in (library._open, library._first_right):
         cached.cache_clear()
     yield
@@ -116,7 +116,7 @@ def test_a_library_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 @linux
-def test_a_library_of_another_version_is_refused_and_whoever_runs_without_it_is_told_once(
+def test_a_library_of_another_version_is_refused_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = compile_library(tmp_path, f"int edgeinfer_version(void) {{ return {VERSION + 1}; }}\n")
@@ -286,7 +286,7 @@ def test_an_onnxruntime_without_the_table_is_refused(kernel: NativeKernel, versi
     assert runtime.asked == [17, 1]
 
 
-def test_a_table_that_is_not_what_it_should_be_is_refused(kernel: NativeKernel) -> None:
+def test_a_wrong_table_is_refused(kernel: NativeKernel) -> None:
     runtime = Runtime(b"1.31.1", code=7)
     assert register(kernel, runtime) == 1
     assert "is not a version that edgeinfer's kernel works with" in runtime.errors[-1]

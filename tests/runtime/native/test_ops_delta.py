@@ -100,7 +100,7 @@ def test_malformed_tables_are_refused_before_anything_is_written(
 
 
 @each_row("position", [-1, 1, 1 << 40])
-def test_a_state_that_stands_elsewhere_is_refused(position: int, kernel: NativeKernel) -> None:
+def test_a_state_at_another_position_is_refused(position: int, kernel: NativeKernel) -> None:
     step, offset = Pass(), int(Pass().pool.array[3])
     slot = step.pool.slot(2)
     slot[offset : offset + 8] = np.array([position], "<i8").view(np.uint8)

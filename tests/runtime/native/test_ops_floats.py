@@ -50,7 +50,7 @@ def arrays_of(case: Case) -> dict[str, NDArray[np.float32]]:
 def product(
     kernel: NativeKernel, case: Case, arrays: dict[str, Any], by_output: bool, part: int = 0
 ) -> NDArray[np.float32]:
-    """What the operator gives."""
+    """The operator's output."""
     weight = arrays["weight"] if by_output else arrays["weight"].T
     known = {name: arrays[name] for name in ("bias", "norm") if name in arrays} | {"weight": weight}
     given: dict[str, Any] = {name: arrays[name] for name in ("x", "residual", "layer_mask") if name in arrays}

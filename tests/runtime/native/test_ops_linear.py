@@ -154,7 +154,7 @@ def test_no_rows_give_no_rows(kernel: NativeKernel) -> None:
 
 
 @each_row("zeros", [False, True])
-def test_planes_choose_what_is_read(kernel: NativeKernel, zeros: bool) -> None:
+def test_planes_choose_the_bytes_read(kernel: NativeKernel, zeros: bool) -> None:
     rng = np.random.default_rng(6)
     matrix = make_matrix(rng, 65, 130, bits=8, block=64, zeros=zeros)
     x = rng.standard_normal((4, 130), np.float32)

@@ -101,9 +101,7 @@ def isas(kernel: NativeKernel, binding: Binding) -> Iterator[Binding]:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", SPECS)
-def test_rows_are_what_numpy_makes_of_them_in_the_same_bits_however_cut(
-    name: str, kernel: NativeKernel, isas: Binding
-) -> None:
+def test_rows_equal_numpys_and_any_cut_gives_the_same_bits(name: str, kernel: NativeKernel, isas: Binding) -> None:
     whole = Text(SPECS[name]).run(kernel, 0, ROWS)
     np.testing.assert_allclose(whole, Text(SPECS[name]).expected(), atol=2e-5)
     for isa in isas.isas():

@@ -340,7 +340,7 @@ def drop_pages(path: Path) -> None:
 
 
 def resident_pages(path: Path, size: int) -> NDArray[np.bool_]:
-    """Which pages of the file are mapped into this process now, by /proc/self/pagemap."""
+    """Pages of the file that are mapped into this process now, by /proc/self/pagemap."""
     pages = -(-size // mmap.PAGESIZE)
     found = np.zeros(pages, np.bool_)
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What the machine can do at best: measured with the selected instruction set, on as many threads as asked for."""
+"""Limits of the machine, measured with the selected instruction set on the wanted number of threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeKernel]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_limits_are_those_of_the_kernel_and_threads(kernel: NativeKernel, threads: int) -> None:
+def test_limits_follow_kernel_and_threads(kernel: NativeKernel, threads: int) -> None:
     limits = edgeinfer.tools.measure_device(threads)
     assert (limits.kernel, limits.threads) == (kernel.isa, threads)
     assert limits.read_bytes_per_s > 0
@@ -33,7 +33,7 @@ def test_limits_are_those_of_the_kernel_and_threads(kernel: NativeKernel, thread
 
 
 @pytest.mark.clock
-def test_limits_are_those_of_a_machine(kernel: NativeKernel) -> None:
+def test_limits_are_plausible_for_a_machine(kernel: NativeKernel) -> None:
     limits = edgeinfer.tools.measure_device(1)
     # Any machine reads more than it could from a disk, and less than from its registers.
     assert 1e8 < limits.read_bytes_per_s < 1e13

@@ -45,7 +45,7 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     return rows.astype(np.float32)
 
 
-def test_codecs_keep_what_their_steps_allow() -> None:
+def test_codecs_are_as_precise_as_their_steps_allow() -> None:
     with pytest.raises(UsageError, match=r"no KV type 'int2'.*float32, float16, int8, int4"):
         find_row_codec("int2")
     rng = np.random.default_rng(1)
@@ -68,7 +68,7 @@ def test_codecs_keep_what_their_steps_allow() -> None:
         assert (np.abs(back - plain) <= ERRORS[codec.name] * step * length + 1e-7).all()
 
 
-def test_int8_and_int4_are_what_the_definition_says() -> None:
+def test_int8_and_int4_follow_their_definition() -> None:
     assert_turning_is_a_hadamard_matrix_in_blocks()
     rng = np.random.default_rng(2)
     rows = rng.standard_normal((50, 48)).astype(np.float32)

@@ -60,7 +60,7 @@ def logits_of(backend: LlamaCppBackend) -> NDArray[np.float32]:
     return backend.forward(ForwardInput(TOKENS, places, places)).logits.copy()
 
 
-def test_logits_are_those_of_the_merged_model(tmp_path: Path) -> None:
+def test_logits_equal_the_merged_models(tmp_path: Path) -> None:
     added = {name: write_adapter(tmp_path / f"{name}.gguf", seed) for seed, name in enumerate(("a", "b"))}
     base = open_bundle(write_gguf(tmp_path / "base.gguf", Shape()))
     paths = {name: str(tmp_path / f"{name}.gguf") for name in added}

@@ -79,7 +79,7 @@ def test_processors_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         graphics.find_processor("cuda")
 
 
-def test_plans_count_what_lies_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plans_count_memory_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Layers move from the process to the device, the last first; what fits is as many as its free memory holds."""
     path = random_gguf(tmp_path, "llama", num_hidden_layers=5)
     gguf = open_bundle(path).gguf

@@ -1,4 +1,4 @@
-"""What is said of a file's memory against what llama.cpp says it allocates, and which rows are filled up."""
+"""Planned memory of a file against llama.cpp's own count, and rows that are filled up."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_drafted_rows_are_taken_back(name: str, make_family: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_text_goes_back_to_its_mark_and_to_what_is_held(name: str, make_family: Make) -> None:
+def test_a_text_goes_back_to_its_mark_and_to_held_states(name: str, make_family: Make) -> None:
     backend = make_family(name)
     cache = backend.cache
     whole = feed(backend, TEXT)

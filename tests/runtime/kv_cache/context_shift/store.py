@@ -36,7 +36,7 @@ def raw_keys(count: int) -> Floats:  # (L, H, count, h)
 
 
 class Store:
-    """What policies use of `contract.Backend`. Element 0 of a value is its token's place in the text."""
+    """The part of `contract.Backend` that policies use. Element 0 of a value is its token's place in the text."""
 
     name = "store"
     geometry = SPEC.geometry
@@ -79,6 +79,6 @@ class Store:
 
     @property
     def places(self) -> Floats:
-        """Which place of the text each row stands for, of layer and head; a mean where rows were merged. (L, H, n)"""
+        """Place in the text of each row, by layer and head; a mean where rows were merged. (L, H, n)"""
         places: Floats = self.values[..., 0]
         return places

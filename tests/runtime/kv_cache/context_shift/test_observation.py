@@ -1,4 +1,4 @@
-"""What the latest tokens attend to, against a pass that shows it; and that looking changes nothing."""
+"""Attention of the latest tokens, against a pass that shows it; observing changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = (np.arange(40) * 37 + 11) % 320
 LATEST = 7
 
 
-def test_observes_what_a_pass_attends_to(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = family.bundle.manifest.decoder
     assert spec is not None
     if spec.window_size:
@@ -149,7 +149,7 @@ def test_one_policy_for_each_name() -> None:
     assert ("stop", *POLICIES, "auto") == OVERFLOWS
 
 
-def test_refuses_what_it_cannot_work_with(make_family: Callable[..., Family], tmp_path: Path) -> None:
+def test_refuses_unsuitable_models(make_family: Callable[..., Family], tmp_path: Path) -> None:
     full, windowed = make_family("llama"), make_family("mistral")
     assert make_context_shift("stop", full.bundle, ReferenceBackend(full.bundle, 8)) is None
     with pytest.raises(UsageError, match="context of at least 32 tokens, not 8"):

@@ -175,9 +175,7 @@ def test_the_built_in_model_too(policy: str, drafters: tuple[str, ...]) -> None:
 
 @each_policy
 @pytest.mark.parametrize("size", [47, 48, 49, 54, 55, 130])
-def test_a_long_prompt_is_taken_in_as_if_it_had_been_written(
-    writer: Callable[..., Writer], policy: str, size: int
-) -> None:
+def test_a_long_prompt_overflows_like_a_written_text(writer: Callable[..., Writer], policy: str, size: int) -> None:
     whole = [*CYCLE, *writer(policy).write(CYCLE, SAMPLED, 160)[0]]
     for chunk in (8, 5, 64):
         subject = writer(policy, chunk)

@@ -1,4 +1,4 @@
-"""Which tokens stay where, that nothing is lost in merging, and that turned keys are those of their new position."""
+"""Places of the tokens that stay, sums kept by merging, and turned keys against keys of the new position."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_what_is_attended_to_stays() -> None:
     assert np.all((store.places == wanted).any(axis=-1))
 
 
-def test_only_what_is_alike_is_merged() -> None:
+def test_only_similar_keys_are_merged() -> None:
     store = Store(64, 64)
     for place in range(64):
         store.feed(place)
@@ -200,7 +200,7 @@ SPECS = {
 
 @given(name=st.sampled_from([*SPECS]), data=st.data())
 @settings(deadline=None)
-def test_moved_keys_are_those_of_the_new_position(name: str, data: st.DataObject) -> None:
+def test_moved_keys_equal_keys_of_the_new_position(name: str, data: st.DataObject) -> None:
     places = st.lists(st.integers(0, CONTEXT - 1), min_size=5, max_size=5)
     old, new = np.array(data.draw(places)), np.array(data.draw(places))
     raw = np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=(5, 3, WIDTH)).astype(np.float32)
@@ -238,7 +238,7 @@ def test_keys_and_tables_are_left_alone() -> None:
     np.testing.assert_allclose(moved[0, 1], keys[0, 1], atol=1e-6)
 
 
-def test_first_layers_keys_after_an_overflow_are_those_of_the_text_that_is_left(family: Family) -> None:
+def test_first_layers_keys_after_an_overflow_equal_the_remaining_texts(family: Family) -> None:
     """Keys of the first layer depend on nothing but token and position."""
     spec = family.bundle.manifest.decoder
     assert spec is not None
