@@ -437,7 +437,7 @@ class Scheduler:
         decoded = [request for request in alike if not request.can_wait]
         chosen = [(request, request.left) for request in decoded]
         rows = sum(request.left for request in decoded)
-        room = min(self._share.beside(rows), self._prompt_rows - rows) if decoded else self._prompt_rows
+        room = min(self._share.prompt_rows(rows), self._prompt_rows - rows) if decoded else self._prompt_rows
         for request in alike:
             if request.can_wait and room > 0:
                 count = min(request.left, room)

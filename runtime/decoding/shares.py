@@ -27,7 +27,7 @@ _NEAR = 2
 # docs/log, devices that share passes.
 _ROUND_MS, _EVENT_MS = 3.7, 0.9
 # How much faster drafts must be expected to be than streams, as rounds do not all come at once.
-_COMPANY_GAIN = 1.3
+_BATCH_GAIN = 1.3
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PromptShare:
             prompts, and infinity as long as it takes. One row of a prompt comes with a pass in any case.
 
     Attributes:
-        rows: of prompts in a pass with others'; see `beside`.
+        rows: of prompts in a pass with others'; see `prompt_rows`.
     """
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
@@ -57,7 +57,7 @@ class PromptShare:
         self._plain_ms: dict[int, float] = {}  # by rows
         self._since = 0  # passes with prompts since the last without
 
-    def beside(self, rows: int) -> int:
+    def prompt_rows(self, rows: int) -> int:
         """Rows of prompts in the next pass with this many rows of sequences that are being decoded.
 
         While prompts wait, no pass would show what a step takes without them. So where that is unknown, and again every
@@ -127,7 +127,7 @@ def draft_advice(replies: int, acceptance: float, pass_ms: Callable[[int], float
     device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait.
     """
     stream_ms = pass_ms(replies) + replies * _EVENT_MS
-    best, chosen, tokens = _COMPANY_GAIN / stream_ms, 0, 1.0
+    best, chosen, tokens = _BATCH_GAIN / stream_ms, 0, 1.0
     for drafted in range(1, most // replies + 1):
         tokens += acceptance**drafted
         worth = tokens / (pass_ms(replies * (1 + drafted)) + replies * _ROUND_MS)

@@ -32,7 +32,7 @@ _OBJECTS_BYTES = 2_000_000
 _SEQUENCE_BYTES, _SEQUENCE_VECTORS = 300_000, 12
 _FLOAT_BYTES = 4
 # Tokens that each has room for, unless the context is shorter.
-_BESIDE_TOKENS = 1024
+_FURTHER_TOKENS = 1024
 # Of weights that passes read in windows.
 _CUT = ("streamed", "experts")
 
@@ -95,11 +95,11 @@ class MemoryModel:
         assert options is not None, "whoever plans a target says what options take"
         if configuration.draft_max:
             # Side by side all replies have drafters besides the model's, which go on with what a lone one said.
-            beside = config.parallel * options.drafting_beside(configuration) if config.parallel > 1 else 0
+            batch = config.parallel * options.drafting_in_batch(configuration) if config.parallel > 1 else 0
             # Passes that others share, or that are cut into windows, give all logits at once.
             apart = plan_input.head_apart and config.parallel == 1 and configuration.weights not in _CUT
             own = options.drafting(plan_input.bundle, configuration, apart)
-            found += Footprint({"drafting": own + beside}, {})
+            found += Footprint({"drafting": own + batch}, {})
         if configuration.draft_model:
             assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
@@ -123,7 +123,7 @@ class MemoryModel:
         """
         layers = self._input.manifest.geometry.num_layers
         rows, others = self.footprint(configuration).anonymous.get("kv", 0), self._config.parallel - 1
-        wanted = max(rows, others * rows * min(configuration.context, _BESIDE_TOKENS) // configuration.context)
+        wanted = max(rows, others * rows * min(configuration.context, _FURTHER_TOKENS) // configuration.context)
         # What a cap takes is itself and a part of a layer (`OptionBytes.prefix_cache`).
         cap = max(0, min(wanted, free * 2 * layers // (2 * layers + 1)))
         config = dataclasses.replace(self._config, prefix_cache=cap)

@@ -26,7 +26,7 @@ from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 TOKENIZER = "tokenizer.json"
 # What free memory has counted already, as the process had it before; what the system may take back; and what is there
 # at other times. Pages of libraries are none of these, as the system counts files that are mapped as free.
-_NOT_BESIDE = frozenset({"interpreter", "weights_mapped", "experts", "reserve", "loading", "activations"})
+_NOT_ADDED = frozenset({"interpreter", "weights_mapped", "experts", "reserve", "loading", "activations"})
 # The tokenizer is mapped from a table, stays in memory as the library has it, or is part of the model's file.
 TokenizerMode = Literal["mapped", "kept", "model"]
 # Replies by a grammar are not planned for; there is memory for the engine's tables of the vocabulary; or also for the
@@ -86,9 +86,9 @@ class Footprint:
         return {name: self.anonymous.get(name, 0) + self.file.get(name, 0) for name in names}
 
     @property
-    def beside_weights(self) -> int:
+    def without_weights(self) -> int:
         """Bytes that a model adds to a process while it makes tokens, without its weights' file."""
-        return sum(size for name, size in self.terms.items() if name not in _NOT_BESIDE)
+        return sum(size for name, size in self.terms.items() if name not in _NOT_ADDED)
 
     def total(self, counted: str) -> int:
         """Bytes of the pages that count: "resident" are both kinds."""
@@ -139,7 +139,7 @@ class OptionBytes:
     Attributes:
         drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out, with all
             of its logits at once or a few rows of them.
-        drafting_beside: what drafts for a text whose passes others share has of its own.
+        drafting_in_batch: what drafts for a text whose passes others share has of its own.
         prefix_cache: of its cap in bytes and the model's number of layers.
         context_shift: of a policy's name, and a cache of so many tokens.
         priors: of the drafters that "auto" will ask, in the order in which it asks them.
@@ -148,7 +148,7 @@ class OptionBytes:
     """
 
     drafting: Callable[[Bundle, Configuration, bool], int]
-    drafting_beside: Callable[[Configuration], int]
+    drafting_in_batch: Callable[[Configuration], int]
     prefix_cache: Callable[[int, int], int]
     context_shift: Callable[[str, DecoderSpec | None, int], int]
     priors: Callable[[PlanInput, TunedDrafting], Mapping[str, Prior]]
@@ -226,7 +226,7 @@ class PlanInput:
         """What passes cost, and may round, as in no other way of running the model: the kind of cache, streaming,
         experts left out of memory, layers on a graphics processor; "" is the usual one."""
         usual = self.variant_of(configuration.kv, configuration.weights)
-        kept = f" beside {configuration.kept_layers}" if configuration.kept_layers else ""
+        kept = f" kept {configuration.kept_layers}" if configuration.kept_layers else ""
         streamed = f" streamed {configuration.window_layers}{kept}" if configuration.window_layers else ""
         experts = f" experts {configuration.expert_bytes}" if configuration.expert_bytes else ""
         layers = f" gpu {configuration.gpu_layers}" if configuration.gpu_layers else ""

@@ -32,7 +32,7 @@ from edgeinfer.runtime.planning.speed_model import (
     SpeedModel,
     cache_ms,
     guessed_passes,
-    token_beside_ms,
+    guessed_token_ms,
 )
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -67,7 +67,7 @@ _PASSING = ("activations", "loading")
 # What cannot change under a loaded model.
 _LASTING = ("window_layers", "kept_layers", "expert_bytes", "tokenizer", "draft_model")
 # What the system counts besides: tables of pages, and pages of files that are read once, as a tokenizer's.
-_COUNTED_BESIDE_BYTES = 4_000_000
+_UNLISTED_BYTES = 4_000_000
 # Of the memory that is free, what a model with a longer context than usual takes at most.
 _FREE_SHARE = 0.5
 # Less than this is what the allocator keeps now and then.
@@ -114,14 +114,14 @@ def _plan(
     find = functools.partial(search, plan_input, config, memory, all_ways=all_ways, free=free)
     if not plan_input.device.on_cpu:
         return find(speed)
-    room = free_memory(round(NEEDED_SHARE * memory.process.file)) - _COUNTED_BESIDE_BYTES
+    room = free_memory(round(NEEDED_SHARE * memory.process.file)) - _UNLISTED_BYTES
 
     @functools.cache
-    def beside(configuration: Configuration) -> int:
-        return memory.footprint(configuration).beside_weights
+    def bytes_of(configuration: Configuration) -> int:
+        return memory.footprint(configuration).without_weights
 
     # Thousands of configurations differ only in how they read prompts.
-    reading = speed.within(lambda c: room - beside(dataclasses.replace(c, prefill_chunk=1)))
+    reading = speed.within(lambda c: room - bytes_of(dataclasses.replace(c, prefill_chunk=1)))
     # Budgets are compared by one model of speeds, so it is not what a budget has room for that decides.
     ways = configurations(plan_input, config, drafting_ways(plan_input, config, memory, speed))
     most = next((each for each in ways if each.weights != "packed"), None)
@@ -172,10 +172,10 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
                 own = dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
             elif best.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
-                own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
+                own = _scaled(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
             # Choosing a token takes the same in all variants, so one of them decides for all.
-            beside_ms = _beside_ms(plan_input, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
-            known[key] = dataclasses.replace(own, measured=near == key, prospects=best.prospects, beside_ms=beside_ms)
+            token_ms = _token_ms(plan_input, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
+            known[key] = dataclasses.replace(own, measured=near == key, prospects=best.prospects, token_ms=token_ms)
         return known[key]
 
     rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)
@@ -240,7 +240,7 @@ def _rereading(plan_input: PlanInput) -> Iterator[Configuration]:
             yield dataclasses.replace(c, kept_layers=way.kept_layers, draft_model=draft_model)
 
 
-def _beside(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
+def _scaled(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
     """A variant's pace as if it had been measured together with the usual one's.
 
     Two measurements on different days may differ by more than two variants do. So only what further rows cost is the
@@ -260,13 +260,13 @@ def process_before_loading(plan_input: PlanInput) -> ProcessMemory:
     return process_memory()
 
 
-def _beside_ms(plan_input: PlanInput, profiles: Sequence[DeviceProfile]) -> float:
+def _token_ms(plan_input: PlanInput, profiles: Sequence[DeviceProfile]) -> float:
     """Milliseconds of a token besides its round, by the first profile that has them, or a guess."""
     for profile in profiles:
         costs = profile.costs()
         if costs is not None and costs.drafts.token_ms is not None:
             return costs.drafts.token_ms
-    return token_beside_ms(plan_input.manifest.geometry.vocab_size)
+    return guessed_token_ms(plan_input.manifest.geometry.vocab_size)
 
 
 def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -> Pace:

@@ -74,14 +74,14 @@ class Pace:
         measured: whether they were timed here, or guessed from the size of the weights.
         round_ms: of a round that drafts, besides its pass.
         prospects: of the drafters that "auto" asks, in the order in which it asks them.
-        beside_ms: of a token besides its round.
+        token_ms: of a token besides its round.
     """
 
     passes: PassCosts
     measured: bool
     round_ms: float
     prospects: Sequence[Prospect]
-    beside_ms: float = 0.0
+    token_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class DiskReads:
         return 1e3 * self.pass_bytes(configuration, rows) / self.taken_rate
 
 
-def token_beside_ms(vocabulary: int) -> float:
+def guessed_token_ms(vocabulary: int) -> float:
     """Guess the milliseconds of a token besides its round."""
     return _TOKEN_MS + _CHOICE_MS * vocabulary
 
@@ -169,13 +169,13 @@ class SpeedModel:
     def speed(self, configuration: Configuration) -> Speed:
         pace = self._pace_of(configuration)
         round_ms, in_vain_ms = self._round_ms(pace, configuration)
-        token_ms = round_ms + pace.beside_ms
+        token_ms = round_ms + pace.token_ms
         chunk = min(configuration.prefill_chunk, TURN_TOKENS)
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
         turn_ms = prompt_ms + REPLY_TOKENS * token_ms
         # Asking in vain does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many
         # times.
-        plain = 1e3 / (pace.passes.ms(1) + pace.beside_ms)
+        plain = 1e3 / (pace.passes.ms(1) + pace.token_ms)
         return Speed(1e3 / (token_ms + in_vain_ms), turn_ms, pace.measured, plain)
 
     def disk(self, configuration: Configuration) -> DiskReads | None:

@@ -231,10 +231,10 @@ def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
     off = np.log([ms / costs.ms(rows) for rows, ms in ran])  # (N,)
     padded = [-(-rows // costs.step) * costs.step if rows > 1 else rows for rows, _ in ran]
     sizes, places = np.unique(padded, return_inverse=True)
-    beside = _differences(off, places, len(sizes))
-    common = float(np.median(off - beside[places])) * len(ran) / (len(ran) + _BELIEVED)
+    relative = _differences(off, places, len(sizes))
+    common = float(np.median(off - relative[places])) * len(ran) / (len(ran) + _BELIEVED)
     points = np.log([rows for rows, _ in costs.points])
-    factors = np.exp(np.interp(points, np.log(sizes), beside) + common).tolist()
+    factors = np.exp(np.interp(points, np.log(sizes), relative) + common).tolist()
     return PassCosts(tuple((rows, ms * factors[i]) for i, (rows, ms) in enumerate(costs.points)), costs.step)
 
 

@@ -90,7 +90,7 @@ class TunedSettings:
         """Names of the settings that differ from the usual ones."""
         return tuple(name for name, value in self.to_dict().items() if value not in (None, ""))
 
-    def beside(self, config: LoadConfig, proved_with: int) -> TunedSettings:
+    def left_open_by(self, config: LoadConfig, proved_with: int) -> TunedSettings:
         """Settings that the caller has not set himself.
 
         Args:
@@ -325,7 +325,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
         hint = _FILE_HINT if given else _KEPT_HINT
         _log.warning("%s The default settings are used. %s", error.message, hint)
         return UNTUNED
-    settings = profile.settings.beside(config, profile.threads)
+    settings = profile.settings.left_open_by(config, profile.threads)
     if settings is UNTUNED and profile.settings != UNTUNED:
         # Whoever gave both a file and threads wonders.
         level = logging.WARNING if given else logging.INFO

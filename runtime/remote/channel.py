@@ -72,7 +72,7 @@ class Channel:
     def __init__(self, most: int, prices: Prices | None = None) -> None:
         self._most, self._prices = most, prices or Prices()
         self._room = most  # tokens of a draft that the server looks at
-        self._told_ms: float | None = None  # of a streamed token, as the server says
+        self._advised_ms: float | None = None  # of a streamed token, as the server says
         self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
         self._draft_ms, self._link_ms, self._stream_ms = (deque[float](maxlen=_KEPT) for _ in range(3))
         self._pass_ms: dict[int, deque[float]] = {}  # of the server, by rows
@@ -119,7 +119,7 @@ class Channel:
         """Take a server's advice for replies that share passes; None if no others do."""
         self._room = self._most if advice is None else min(advice.draft_tokens, self._most)
         if advice is None or not self._streams:
-            self._told_ms = None if advice is None else advice.stream_ms
+            self._advised_ms = None if advice is None else advice.stream_ms
 
     def verified(self, verified: int, server_ms: float, total_ms: float) -> None:
         """Record a round, of whose draft the server verified some tokens."""
@@ -162,7 +162,7 @@ class Channel:
         # What was slow once is less and less a reason not to try again.
         self._excess = deque((1 + 0.9 * (excess - 1) for excess in self._excess), maxlen=_KEPT)
         self._window, self._window_ms, self._unmeasured = 0, 0.0, 0
-        self._told_ms = None  # as this was measured
+        self._advised_ms = None  # as this was measured
 
     def length(self) -> int | None:
         """Length of the next draft; None if streaming is faster."""
@@ -195,7 +195,7 @@ class Channel:
             return self._most
         draft = max(median(self._draft_ms), 1e-3)
         length, _ = self._best(_ROW)
-        # Of use where all of the draft is accepted, and the token behind it was foretold.
+        # Of use where all of the draft is accepted, and the token behind it was predicted.
         if self._prices.draft > self.acceptance ** (length + 1) * draft:
             return 0
         return min(length, int((min(self._link_ms) + self._server_ms(_ROW)[0]) / draft))
@@ -229,7 +229,7 @@ class Channel:
     def _tries_stream(self, gain: float) -> bool:
         """Whether to measure a stream's pace although rounds are expected to be faster."""
         known = bool(self._stream_ms) and self._unmeasured < _STALE
-        if known or self._told_ms is not None or len(self._rounds) < _JUDGED or gain >= _CLEARLY:
+        if known or self._advised_ms is not None or len(self._rounds) < _JUDGED or gain >= _CLEARLY:
             return False
         lost = TRIED * (self._stream_cost(_ROW) - self._pace) + min(self._link_ms)
         if (self._spare or 0.0) < lost:
@@ -245,7 +245,7 @@ class Channel:
     @property
     def _disappoints(self) -> bool:
         """Whether rounds turned out slower than streams."""
-        known = self._told_ms is not None or bool(self._stream_ms)
+        known = self._advised_ms is not None or bool(self._stream_ms)
         if not known or len(self._rounds) < _SOON:
             return False
         return self._pace > self._stream_cost(_ROW) * (1 if len(self._rounds) == _JUDGED else _BADLY)
@@ -299,7 +299,7 @@ class Channel:
 
     def _stream_cost(self, row: float) -> float:
         """Cost of a streamed token: as the server says, as the last windows had it, or a pass of one row."""
-        ms = self._told_ms
+        ms = self._advised_ms
         if ms is None:
             ms = median(list(self._stream_ms)[-4:]) if self._stream_ms else self._server_ms(row)[0]
         return ms + self._prices.of(0, _EVENT_BYTES)

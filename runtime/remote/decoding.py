@@ -147,7 +147,7 @@ class RemoteDecoding(DecodingStrategy):
             self._came = 0
             self._ask((), self._further - 1)
             return self._stream(room)
-        length, begun = max(0, min(length, most)), time.perf_counter()
+        length, drafting_since = max(0, min(length, most)), time.perf_counter()
         while len(self._drafts) < length:
             self._draft()
         draft = tuple(self._drafts[:length])
@@ -164,7 +164,7 @@ class RemoteDecoding(DecodingStrategy):
             self._channel.verified(verified, decided.server_ms, (ended - started) * 1e3)
         self._channel.judged(_agreeing(decided.tokens, draft), min(length, len(decided.tokens)))
         if not first:
-            self._channel.went(verified, len(decided.tokens), (ended - begun) * 1e3)
+            self._channel.went(verified, len(decided.tokens), (ended - drafting_since) * 1e3)
         self._rounds += 1
         self._drafted += verified
         self._accepted += _agreeing(decided.tokens, draft[:verified])

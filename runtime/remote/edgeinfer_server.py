@@ -67,13 +67,13 @@ class EdgeInferReply(RetriedReply):
                     raise
         yield from self._sent({**self._opening, "reply": list(reply), **wanted}, len(reply))
 
-    def _sent(self, body: Mapping[str, Any], begun: int) -> Iterator[Decided]:
-        reached = begun
+    def _sent(self, body: Mapping[str, Any], known: int) -> Iterator[Decided]:
+        reached = known
         events = self._connection.events(_PATH, body) if body["stream"] else [self._connection.post(_PATH, body)]
         for event in events:
             decided = self._decided(event)
             reached += len(decided.tokens)
-            if decided.last and decided.ending is None and reached == begun:
+            if decided.last and decided.ending is None and reached == known:
                 raise UnansweredError("the round was given up")
             # A stream that was left may still end on its thread.
             self._reached = max(self._reached, reached)

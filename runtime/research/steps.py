@@ -143,7 +143,7 @@ class StepRoutingDecoding(DecodingStrategy):
             gained += advantage(row, step[index], probabilities)
             if index == 0:
                 first = logits.copy()
-            if self._sampler.tells_logprobs:
+            if self._sampler.records_logprobs:
                 rows.append(logits.copy())
         if gained <= self._least * len(step):
             for place, token in enumerate(step):

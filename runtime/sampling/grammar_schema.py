@@ -144,7 +144,7 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
     LOWER,
     UPPER,
 )
-_BESIDE = "By this draft nothing else counts there: put what it means under definitions."
+_NEXT_TO_REF = "By this draft nothing else counts there: put what it means under definitions."
 _MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
 # Demands that the engine refuses, by its own words, where nothing above rewrites them.
 _LACKING: tuple[str, ...] = ("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired")
@@ -223,7 +223,7 @@ class _Document:
                 self._waiting.extend(_inner(schema))
                 self._mend_or_loosen(schema)
         if self._refers and self._moves_base:
-            refuse("$ref: references beside $id inside of the schema", "Leave the inner $id out.")
+            refuse("$ref: references together with $id inside of the schema", "Leave the inner $id out.")
         return self._root
 
     def _loosen(self, schema: dict[str, Any], keywords: Iterable[str]) -> None:
@@ -263,7 +263,7 @@ class _Document:
         if isinstance(schema.get("$ref"), str):
             self._follow(schema["$ref"])
         if "additionalItems" in schema and "prefixItems" in schema:
-            refuse("additionalItems: it stands beside prefixItems", "Write items for what follows those.")
+            refuse("additionalItems: it is used with prefixItems", "Write items for what follows those.")
         for keyword in ("const", "enum"):
             if keyword in schema:
                 _check_data(keyword, schema[keyword])
@@ -312,7 +312,7 @@ class _Document:
                 if name in (*_DATA, "patternProperties"):
                     refuse(f"$ref: {reference[:80]!r} leads through {name}", "Put what it means under $defs.")
                 if self._draft.overrides(value, name):
-                    refuse(f"$ref: {reference[:80]!r} leads through {name} beside another $ref", _BESIDE)
+                    refuse(f"$ref: {reference[:80]!r} leads through {name} next to another $ref", _NEXT_TO_REF)
             if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             elif isinstance(value, dict) and name in value:
@@ -386,7 +386,7 @@ def _check_properties(schema: dict[str, Any]) -> None:
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if is_number(least) and least - certain > 1 and not closed:
         hint = "Name the properties, require them, and set additionalProperties to false; or ask for an array."
-        refuse(f"minProperties: {least} of names that are open cannot be told apart", hint)
+        refuse(f"minProperties: {least} of names that are open cannot be distinguished", hint)
 
 
 def _mend_texts(schema: dict[str, Any], draft: SchemaDraft) -> None:

@@ -61,7 +61,7 @@ class Sampler:
         return None if self._constraint is None else self._constraint.places()
 
     @property
-    def tells_logprobs(self) -> bool:
+    def records_logprobs(self) -> bool:
         """Whether log-probabilities are recorded."""
         return self._alternatives is not None
 
@@ -155,17 +155,17 @@ class Sampler:
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
         """Add a token to the reply; `logits` are ignored where no log-probabilities are recorded."""
-        self.accept_told(token, self.logprobs_of(token, logits) if self.tells_logprobs else None)
+        self.accept_with(token, self.logprobs_of(token, logits) if self.records_logprobs else None)
 
     def logprobs_of(self, token: int, logits: Logits) -> TokenLogprobs:  # (V,)
         """Log-probabilities of a token by the model's own logits."""
         assert self._alternatives is not None, "log-probabilities were asked for"
         return token_logprobs(logits, token, self._alternatives)
 
-    def accept_told(self, token: int, told: TokenLogprobs | None) -> None:
+    def accept_with(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token to the reply, with its log-probabilities if they are recorded."""
-        if told is not None:
-            self.logprobs.append(told)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if self._counts is not None:
             self._counts.push(token)
         for stack in (self._constraint, self._check):

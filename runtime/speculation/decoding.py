@@ -247,7 +247,7 @@ class SpeculativeDecoding(DecodingStrategy):
         logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
         round = self._round_of(draft, verdict, committed, passed, logits)
         for token, told in zip(committed, logprobs, strict=True):
-            self._sampler.accept_told(token, told)
+            self._sampler.accept_with(token, told)
         self._root = verdict.token
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
@@ -258,7 +258,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
     def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], logits: LogitRows) -> list[TokenLogprobs | None]:
         """What is told of each token of a round, which followed these rows; the head may have to run for the last."""
-        if not self._sampler.tells_logprobs:
+        if not self._sampler.records_logprobs:
             return [None] * len(tokens)
         pairs = zip(rows, tokens, strict=False)  # behind a choice that was taken again nothing is committed
         return [
@@ -298,7 +298,7 @@ class SpeculativeDecoding(DecodingStrategy):
             return Evaluated(fed[:size], LogitRows(output.logits), hidden, started, resumption is not None, chain)
         assert hidden is not None, "its head reads the states"
         hidden = hidden.copy()  # the head's passes overwrite them
-        leaving = partial(self._note, draft) if self._sampler.tells_logprobs else None
+        leaving = partial(self._note, draft) if self._sampler.records_logprobs else None
         logits = LogitRows(output.logits, hidden, head, leaving)
         return Evaluated(fed, logits, hidden, started, resumption is not None, chain)
 

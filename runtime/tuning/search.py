@@ -212,11 +212,11 @@ def search_settings(
             def timed(way: TunedSettings, task: str = knob.task) -> Times:
                 return timer(way, task)
 
-            def told(done: int, total: int, stage: str = stage) -> None:
+            def progress(done: int, total: int, stage: str = stage) -> None:
                 report(stage, done, total)
 
             try:
-                trial = compare(timed, best, candidate, knob.aims, effort, clock, told)
+                trial = compare(timed, best, candidate, knob.aims, effort, clock, progress)
             except BudgetError:
                 attempts.append(Attempt(knob.name, value, "no memory"))
                 continue

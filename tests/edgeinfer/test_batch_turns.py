@@ -118,14 +118,14 @@ def test_what_prompts_take_grows_while_some_always_wait() -> None:
     share, parts = PromptShare(512), list[int]()
     for step in range(100):
         rows = 1 + step // 20  # of replies, one more every 20 passes
-        parts.append(share.beside(rows))
+        parts.append(share.prompt_rows(rows))
         share.observe(rows, parts[-1], 8.0 + 0.5 * (rows + parts[-1]))
     # A few passes go without, to tell what one takes then.
     assert parts[0] == 0 and 3 <= parts.count(0) <= 8
     # By the end a pass takes twice what it takes without.
     assert all(15 <= part <= 25 for part in parts[80:] if part)
     stated = PromptShare(512, inter_token_latency=20.0)
-    assert stated.beside(4) == 8
+    assert stated.prompt_rows(4) == 8
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from edgeinfer.runtime.planning.speed_model import (
     SpeedModel,
     cache_ms,
     guessed_passes,
-    token_beside_ms,
+    guessed_token_ms,
 )
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -208,7 +208,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
         return make_plan(plan_input, config, speed, process=PROCESS)
 
     whole = planned(10**9)
-    beside = whole.footprint.beside_weights
+    beside = whole.footprint.without_weights
     assert whole.disk is None and beside + weights < 10**9
     part, none = planned(beside + round(0.9 * weights) + 4_000_000), planned(0)
     assert part.disk is not None and none.disk is not None
@@ -236,7 +236,7 @@ def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
         config = LoadConfig(speculation="off", context=65_536, weights="mapped", **options)
         return make_plan(plan_input, config, speed, process=PROCESS)
 
-    modest = planned(10**9, kv="int8").footprint.beside_weights
+    modest = planned(10**9, kv="int8").footprint.without_weights
     budget = planned(10**9).planned_bytes - 1
     roomy, short = (
         planned(free, memory=budget) for free in (10**9, modest + plan_input.manifest.weight_bytes + 4_000_000)
@@ -246,13 +246,13 @@ def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
 
 
 def test_tokens_take_time_besides_their_rounds() -> None:
-    pace = dataclasses.replace(PACE, prospects=(), beside_ms=0.5)
+    pace = dataclasses.replace(PACE, prospects=(), token_ms=0.5)
     configuration = _configuration(draft_max=0, drafters=())
-    without = SpeedModel(lambda _: dataclasses.replace(pace, beside_ms=0.0)).speed(configuration)
+    without = SpeedModel(lambda _: dataclasses.replace(pace, token_ms=0.0)).speed(configuration)
     found = SpeedModel(lambda _: pace).speed(configuration)
     assert 1e3 / found.tokens_per_second == pytest.approx(1e3 / without.tokens_per_second + 0.5)
     assert found.turn_ms == pytest.approx(without.turn_ms + REPLY_TOKENS * 0.5)
-    assert token_beside_ms(150_000) > 2 * token_beside_ms(4_000)
+    assert guessed_token_ms(150_000) > 2 * guessed_token_ms(4_000)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_tokens_take_what_replies_told(
         return 1e3 / speed.speed(_configuration(kv=kv, draft_max=0, drafters=())).tokens_per_second
 
     passes = token_ms("int8", lambda _: Measured(1.0, 0.0))
-    guess = token_beside_ms(plan_input.manifest.geometry.vocab_size)
+    guess = guessed_token_ms(plan_input.manifest.geometry.vocab_size)
     found = token_ms("int8", functools.partial(Measured, 1.0)) - passes
     assert found == pytest.approx(guess if expected is None else expected)
 

@@ -72,15 +72,17 @@ def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
 def test_the_callers_own_are_never_overridden() -> None:
     cores = usable_cores()
     settings = dataclasses.replace(SETTINGS, threads=cores, affinity="")
-    assert settings.beside(LoadConfig(), cores) == settings
-    assert settings.beside(LoadConfig(prefill_chunk=16), cores) == dataclasses.replace(settings, prefill_chunk=None)
-    assert settings.beside(LoadConfig(weights="streamed"), cores) == dataclasses.replace(settings, weights=None)
-    assert settings.beside(LoadConfig(expert_memory=10**6), cores) == dataclasses.replace(settings, weights=None)
+    assert settings.left_open_by(LoadConfig(), cores) == settings
+    assert settings.left_open_by(LoadConfig(prefill_chunk=16), cores) == dataclasses.replace(
+        settings, prefill_chunk=None
+    )
+    assert settings.left_open_by(LoadConfig(weights="streamed"), cores) == dataclasses.replace(settings, weights=None)
+    assert settings.left_open_by(LoadConfig(expert_memory=10**6), cores) == dataclasses.replace(settings, weights=None)
     # The other settings were not measured with another number of threads.
-    assert settings.beside(LoadConfig(threads=cores + 1), cores) == UNTUNED
-    assert settings.beside(LoadConfig(threads=cores), cores) == dataclasses.replace(settings, threads=None)
+    assert settings.left_open_by(LoadConfig(threads=cores + 1), cores) == UNTUNED
+    assert settings.left_open_by(LoadConfig(threads=cores), cores) == dataclasses.replace(settings, threads=None)
     chunk = TunedSettings(prefill_chunk=128)
-    assert chunk.beside(LoadConfig(), cores) == chunk and chunk.beside(LoadConfig(), cores + 1) == UNTUNED
+    assert chunk.left_open_by(LoadConfig(), cores) == chunk and chunk.left_open_by(LoadConfig(), cores + 1) == UNTUNED
 
 
 # The file.

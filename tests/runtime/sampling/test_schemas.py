@@ -170,7 +170,7 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"$schema": DRAFT_7, "contentMediaType": "application/json"}, "contentMediaType: 'application/json' is not"),
     ({"$schema": DRAFT_7, "contentMediaType": "text/plain", "contentEncoding": "base64"}, "contentMediaType"),
     ({"$schema": DRAFT_7, "contentEncoding": "base32"}, "contentEncoding: 'base32' is not supported"),
-    ({"$schema": DRAFT_7, "$ref": "#/properties/a", "properties": {"a": {}}}, r"\$ref: .* through properties beside"),
+    ({"$schema": DRAFT_7, "$ref": "#/properties/a", "properties": {"a": {}}}, r"\$ref: .* through properties next to"),
     ({"properties": {"const": {"const": 1}, "a": {"$ref": "#/properties/const/const"}}}, r"\$ref: .* through const"),
     ({"properties": {"properties": {"const": 1}, "a": {"$ref": "#/properties/properties/const"}}}, "through const"),
     ({"patternProperties": {"\\d": {}, "[0-9]": {}}}, "patternProperties: two"),
