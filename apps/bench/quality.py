@@ -32,8 +32,7 @@ from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.options import format_size
 from edgeinfer.options.load import KV_TYPES
 
-# Tokens after an answer that show whether a reply says more.
-_BEYOND = 4
+_BEYOND = 4  # tokens after an answer that show whether a reply says more
 # Bits, and whether small layers are quantized like the others.
 WIDTHS = {
     "32": (32, False),
