@@ -44,7 +44,7 @@ class CacheSnapshot(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept for these rows, those of neighbours in the same page counted."""
+        """Bytes kept for these rows, including other rows in the same pages."""
 
     @property
     def in_place(self) -> bool:
@@ -159,7 +159,7 @@ class KVCache(Protocol):
         """
 
     def mark(self) -> None:
-        """Keeps what it takes to be trimmed to this length later, where that is not so anyway."""
+        """Keeps the state needed to trim the cache to this length later, if it could not be otherwise."""
 
     @property
     def marked(self) -> int:

@@ -184,7 +184,7 @@ class TogetherBackend(ForkingBackend[PagedCache], Protocol):
 
     @property
     def free_pages(self) -> int:
-        """Pages that sequences can still take within what was planned for them."""
+        """Planned pages that sequences can still take."""
 
     def new_sequence(self, capacity: int) -> PagedCache:
         """An empty sequence, for `forward_together`."""

@@ -69,7 +69,7 @@ class KVBuffers(TrimmedCache):
         return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def reserve(self, rows: int) -> bool:
-        """Makes room for `rows` rows, doubling what is there; True when there was not enough, and the buffers moved."""
+        """Makes room for `rows` rows by doubling the buffers; True if they were too small and moved."""
         if rows <= self.rows:
             return False
         if rows > self._most:

@@ -182,7 +182,7 @@ class PagedCache:
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.observe_clear: Callable[[], None] | None = None
-        self._shared = 0  # of the first pages, those that others may hold too
+        self._shared = 0  # number of first pages that others may hold too
 
     def __del__(self) -> None:
         if self._pages:
@@ -190,11 +190,11 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages in the table, those that others hold too included."""
+        """Bytes of the pages in the table, including shared ones."""
         return len(self._pages) * self.pool.layout.page_bytes
 
     def prepare(self, rows: int) -> None:
-        """Take or copy pages so that no other text holds those of the next rows, and release pages far behind them."""
+        """Take or copy pages so that no other text holds the next rows' pages, and release pages far behind them."""
         stop = self.length + rows
         if stop > self.capacity + self._spare:
             raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")
@@ -207,7 +207,7 @@ class PagedCache:
         self._own(self.length, stop)
 
     def pages_for(self, rows: int) -> int:
-        """Pages that `prepare` would take for so many rows: new ones, and copies of those that others hold too."""
+        """Pages that `prepare` would take for so many rows: new ones, and copies of shared ones."""
         stop = self.length + rows
         written = self._pages[self.length // PAGE : pages_for(stop)]
         copies = sum(self.pool.holders(page) > 1 for page in written)
@@ -235,7 +235,7 @@ class PagedCache:
 
     @property
     def weighed(self) -> bool:
-        """Whether rows have weights: what is added to their scores."""
+        """Whether rows have weights, which are added to their scores."""
         return self.pool.layout.weighed
 
     def weigh(self, layer: int, weights: Floats) -> None:  # (H, n)

@@ -40,7 +40,7 @@ def active_experts(ids: Ints, experts: int) -> NDArray[np.bool_]:  # (L, S, k) -
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Counts of used experts; those of different times can be added and subtracted.
+    """Counts of used experts; counts of different times can be added and subtracted.
 
     Attributes:
         layers: the layers that have experts, ascending.

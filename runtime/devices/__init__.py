@@ -1,1 +1,1 @@
-"""Devices that models run on: which there are, what they can do, whether they work."""
+"""Devices that models run on: a registry, their abilities, and a check that they work."""

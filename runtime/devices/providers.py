@@ -1,4 +1,4 @@
-"""Devices as execution providers of onnxruntime: what they can do, whether they are installed, how a session gets one.
+"""Devices as execution providers of onnxruntime: their abilities, installation, and options of sessions.
 
 onnxruntime is imported when it is needed, as models on other engines do without it. A provider that comes as a library
 of its own is loaded from its installed package alone: what a bundle brings is never loaded.
@@ -20,7 +20,7 @@ from edgeinfer.records import dataclass
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-# Graphs that a backend runs on onnxruntime: none, the ordinary ones, those of fixed shapes.
+# Graphs that a backend runs on onnxruntime: none, the ordinary ones, or static ones.
 Graphs = Literal["none", "ordinary", "static"]
 
 CPU_PROVIDER = "CPUExecutionProvider"

@@ -110,8 +110,8 @@ _OPENVINO = DeviceEntry(
 
 # The CPU through XNNPACK's kernels.
 # A few operators with static shapes (onnxruntime, docs/execution-providers/Xnnpack-ExecutionProvider.md); no package
-# for Python has it, so whoever wants it builds onnxruntime with --use_xnnpack. Never chosen by itself: nothing says
-# that it is faster than onnxruntime's own kernels on the same processor.
+# for Python has it: onnxruntime must be built with --use_xnnpack. Never chosen automatically: nothing shows that it is
+# faster than onnxruntime's own kernels on the same processor.
 _XNNPACK = DeviceEntry(
     (Device("xnnpack", "XnnpackExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY),),
     "onnxruntime built with --use_xnnpack",

@@ -92,7 +92,7 @@ class ContextRows(Protocol):
 
     @property
     def edits(self) -> int:
-        """Number of times that rows were made by editing those of an earlier version."""
+        """Number of times that rows were made by editing an earlier version's."""
 
     @property
     def there(self) -> bool:

@@ -31,7 +31,7 @@ def planned_bytes(cap: int, layers: int) -> int:
 
 
 class _Span:
-    """Tokens that follow those of the parent, and their rows; the root has none."""
+    """Tokens that follow the parent's, and their rows; the root has none."""
 
     def __init__(self, tokens: Ids, rows: CacheSnapshot | None, parent: _Span | None, used: int) -> None:
         self.tokens = tokens
@@ -139,7 +139,7 @@ class PrefixCache:
         return bisect.bisect_right(range(1, most + 1), room, key=self._bytes_for)
 
     def evict(self, keep_bytes: int = 0) -> None:
-        """Drops what was used longest ago until no more than this is kept."""
+        """Drops the least recently used rows until no more than this is kept."""
         self._evict(keep_bytes, ())
 
     def _root(self, adapter: str | None) -> _Span:

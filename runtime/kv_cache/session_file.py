@@ -329,7 +329,7 @@ def open_session(path: Path, known: Stamp | None = None) -> Iterator[SessionFile
 @contextmanager
 def _reading(path: Path) -> Iterator[BufferedReader]:
     try:
-        # Opening a pipe would wait for whoever writes into it.
+        # Opening a pipe would wait for its writer.
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{path} is not a file.", _ELSE)
         file = path.open("rb")

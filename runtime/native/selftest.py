@@ -1,4 +1,4 @@
-"""Whether the kernel computes what it should on this machine: tiny cases of every format of weights and of caches.
+"""Checks that the kernel computes correctly on this machine: tiny cases of every format of weights and of caches.
 
 The portable path is compared with numpy, an instruction set with the portable path, to the last bit: a compiler or a
 processor that rounds otherwise is found before anything is computed with it.
@@ -65,7 +65,7 @@ def agrees_with_portable(binding: Binding, isa: str) -> bool:
 
 
 def portable_is_right(binding: Binding) -> bool:
-    """Whether the portable path gives what numpy does, up to the rounding of sums."""
+    """Whether the portable path agrees with numpy, up to the rounding of sums."""
     if not all(_close(binding, case) for case in _cases()):
         return False
     if not all(_attends(binding, given, pool, loss) for given, pool, loss in _attention_cases()):

@@ -51,7 +51,7 @@ def turn(rows: Floats) -> Floats:  # (..., h) -> (..., h)
 
 
 def _channels(rows: NDArray[Any]) -> NDArray[Any]:  # (..., h) -> (h, n)
-    """All rows channel by channel: what is done to each channel is done to long runs of memory then."""
+    """All rows channel by channel, so that operations on a channel touch long runs of memory."""
     return np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]).T)
 
 
@@ -263,7 +263,7 @@ def _sixteen_levels(group: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint16
 
 
 class _Step:
-    """A size of levels that is tried for a group: that of its width, made narrower by so many steps."""
+    """A size of levels that is tried for a group: its range, narrowed by so many steps."""
 
     def __init__(self, group: Floats, width: Floats, narrower: int) -> None:  # (16, n), (n,)
         step = np.minimum(width * np.float32((1 - _RANGE_STEP * narrower) / 15), _LARGEST_STEP)

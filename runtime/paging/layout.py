@@ -41,7 +41,7 @@ def pages_for(rows: int) -> int:
 
 
 def pages_of(capacity: int) -> int:
-    """Pages of a sequence of so many tokens: those of its rows, and one for a copy of a last page that is shared."""
+    """Pages of a sequence of so many tokens: one for each 64 rows, and one for a copy of a shared last page."""
     return pages_for(capacity + SPARE_ROWS) + 1
 
 
@@ -178,7 +178,7 @@ class PageLayout:
 
     @property
     def stored(self) -> tuple[StoredRows, ...]:
-        """The rows of keys of each layer as snapshots carry them, and then those of values."""
+        """The key rows of each layer as snapshots carry them, and then the value rows."""
         keys = [_stored(each, each.key_size, self.keys) for each in self.layers]
         return (*keys, *(_stored(each, each.value_size, self.values) for each in self.layers))
 
@@ -286,13 +286,13 @@ class PageRows:
         return self._keys[group].read(place, places)
 
     def write_keys(self, layer: int, places: Ints, keys: Floats) -> None:  # (n,), (H, n, h)
-        """Stores keys in place of those of rows of one layer; nothing where it keeps none."""
+        """Replaces the keys of one layer's rows; does nothing where it keeps none."""
         if layer in self._found:
             group, place = self._found[layer]
             self._keys[group].write(place, places, keys)
 
     def weigh(self, layer: int, places: Ints, weights: Floats) -> None:  # (n,), (H, n)
-        """Says what is added to the scores of rows of one layer, in a pool whose positions are weighed."""
+        """Sets the weights of one layer's rows, in a pool whose positions are weighed."""
         group, place = self._found[layer]
         self._weights[group][places // PAGE, place, :, places % PAGE] = weights.T
 

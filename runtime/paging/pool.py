@@ -1,4 +1,4 @@
-"""Blocks of memory that many share, such as the pages of a model: who holds which, and what they take."""
+"""Shared blocks of memory, such as the pages of a model: their holders and their size."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that somebody holds, and of those that stay in memory for the next one."""
+        """Bytes of pages in use, and of free pages that stay in memory for the next use."""
         return (self.pages - len(self._untouched)) * self._page_bytes
 
     def take(self, count: int) -> list[int]:
@@ -88,7 +88,7 @@ class BlockPool:
                 self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes a holder from pages; those that have none left go back to the system, but for a few."""
+        """Takes a holder from pages; pages without any go back to the system, but for a few."""
         with self._lock:
             for page in pages:
                 assert self._holders[page] > 0, "a free page cannot be released"

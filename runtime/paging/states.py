@@ -20,7 +20,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.pool import BlockPool
 
-# Rows of a ring: those of the longest draft, what a convolution reaches back over, and those of TAIL.
+# Rows of a ring: the longest draft, the reach of a convolution, and TAIL.
 RING = 32
 # Last rows of a long pass that can be cut off again: ends of prompts that the next turn writes in another way.
 TAIL = 8
@@ -155,7 +155,7 @@ class SequenceState:
         self._mark: StateSnapshot | None = None
         self._beyond = False  # a pass began that takes the state beyond the rows before it, and has not ended
         self._before: StateSnapshot | None = None  # that pass, where there was a state
-        self._windows: bool | None = None  # whether those of a divided pass run all layers as they are; None outside
+        self._windows: bool | None = None  # whether a divided pass runs all layers as they are; None outside
         self._prepared: int | None = None  # rows that are there when that pass is done
 
     def __del__(self) -> None:

@@ -71,7 +71,7 @@ def kept_rate(path: Path) -> float | None:
 
 
 def keep_rate(path: Path, rate: float) -> None:
-    """Keeps what the disk of a file gave, in bytes a second, in the place of what was measured before."""
+    """Keeps the rate of a file's disk, in bytes a second, in place of an earlier one."""
     try:
         place = _place(path)
         make_private(place.parent)

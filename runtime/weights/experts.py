@@ -116,8 +116,7 @@ class ExpertCache:
         return self._hits / self._uses if self._uses else None
 
     def need(self, layer: int, most: int) -> int:
-        """The most bytes that a layer's experts take while it runs where up to `most` of them are used, those that are
-        in memory left out unless it may be all of them."""
+        """The most bytes that a layer's experts take while it runs with up to `most` different ones."""
         largest = np.sort(self._sizes[layer])[::-1][:most]
         return int(largest.sum()) + AROUND_BYTES * int(np.count_nonzero(largest))
 
@@ -163,7 +162,7 @@ class ExpertCache:
         self.cached |= came
         self.cached_bytes += int(self._sizes[came].sum())
         for layer, expert in np.argwhere(came).tolist():
-            # The system maps pages around those that are touched.
+            # The system maps pages around the touched ones.
             for neighbour in self._beside[layer, expert]:
                 if not self.cached[neighbour]:
                     self._parts[neighbour].release()

@@ -151,7 +151,7 @@ def weights_place(bundle: Bundle, layout: Layout) -> Path:
 
 
 def _is_sound(bundle: Bundle, layout: Layout, weights: Path) -> bool:
-    """Whether converted weights are there and still what they were when they were made."""
+    """Whether converted weights exist and have not changed since they were made."""
     if not is_converted(bundle, layout, weights):
         return False
     try:

@@ -33,7 +33,7 @@ _FORMAT = 1
 _MOST_NOTES = 512
 # The longest path takes 4,096 bytes, six characters each where they are no letters.
 _MOST_BYTES = 32_768
-# Writing again within this time may leave the times of a file as they are: those of some file systems are so coarse.
+# Writing again within this time may leave the times of a file as they are: some file systems' clocks are so coarse.
 _COARSE_NS = 2_000_000_000
 
 
@@ -139,7 +139,7 @@ Outcome = Literal["now", "before", "first"]
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file and what it should be.
+    """A file and its expected content.
 
     Attributes:
         sha256: None where it is not known.
@@ -189,7 +189,7 @@ def check_file(
     stopped: Callable[[], bool] = lambda: False,
     again: bool = False,
 ) -> Outcome:
-    """Compares a file with its digest, or with what it was when it was last found whole.
+    """Compares a file with its digest, or with its identity when it was last found whole.
 
     Args:
         identity: the file's identity when loading began; None takes the present one.

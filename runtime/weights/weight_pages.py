@@ -50,13 +50,13 @@ class WeightPart:
         self._pages.large_pages()
 
     def forget(self) -> None:
-        """Ask the system to drop released pages from its file cache; those that another process maps stay."""
+        """Ask the system to drop released pages from its file cache; pages that another process maps stay."""
         if self._handle >= 0:
             for offset, length in self.runs:
                 os.posix_fadvise(self._handle, offset, length, os.POSIX_FADV_DONTNEED)
 
     def prefetch(self) -> None:
-        """Asks the system to read what it does not have of these bytes; returns at once."""
+        """Asks the system to read the missing ones of these bytes; returns at once."""
         if self._handle >= 0:
             for offset, length in self.runs:
                 os.posix_fadvise(self._handle, offset, length, os.POSIX_FADV_WILLNEED)
@@ -87,7 +87,7 @@ class WeightPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that every pass reads, those of all experts included."""
+        """Bytes that every pass reads, all experts included."""
         return sum(length for name, runs in self._runs.items() if not is_looked_up(name) for _, length in runs)
 
     def embedding(self) -> WeightPart:
@@ -124,7 +124,7 @@ class WeightPages:
         self._part("layers", "final_norm", "head").large_pages()
 
     def small_pages(self) -> None:
-        """Ask the system to map pages one by one instead of pieces of 2 MB, which are more than what is touched."""
+        """Ask the system to map pages one by one instead of pieces of 2 MB, which hold more than is touched."""
         self._file.small_pages()
 
     def release(self) -> None:

@@ -377,7 +377,7 @@ class RecurrentCache(LlamaCache):
         return tuple(each for each in (self._mark, self._base) if each is not None)
 
     def _cut_now(self) -> None:
-        """Makes a cut that was put off, so that what is copied is where the text ends."""
+        """Makes a delayed cut, so that a copied state is the one at the end of the text."""
         if self._cut:
             self._context.cut(TEXT, self.length)
             self._cut, self._lowest = False, self.length

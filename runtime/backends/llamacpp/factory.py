@@ -124,7 +124,7 @@ class GgufMemory:
         return Footprint({"tokenizer": vocabulary_bytes(self.bundle.gguf)}, {})
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """While the file is read: what stays of it, and what was read of it and is not let go of yet."""
+        """Memory while the file is read: what stays, and parts that are read and not yet released."""
         gguf = self.bundle.gguf
         parts = {name: running.anonymous[name] for name in ("session", "tokenizer", "weights_packed")}
         raw = loading_bytes(gguf, configuration.weights)

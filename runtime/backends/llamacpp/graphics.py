@@ -148,7 +148,7 @@ _log = logging.getLogger("edgeinfer")
 
 
 def rpc_processor(servers: tuple[str, ...]) -> GraphicsProcessor:
-    """The devices of these servers, as one that has the memory of all; llama.cpp divides layers by what is free."""
+    """The devices of these servers as one with the memory of all; llama.cpp divides layers by free memory."""
     ggml = functions(llama_library()._lib._name)
     pointers = tuple(pointer for server in servers for pointer in _devices(server))
     if not pointers:

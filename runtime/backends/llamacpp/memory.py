@@ -380,7 +380,7 @@ def _largest(gguf: GgufFile, name: str) -> int:
 def _inner(gguf: GgufFile) -> int:
     """Numbers that the widest MLP computes for each token, without its input and output."""
     hidden, used = geometry_of(gguf).hidden_size, _largest(gguf, "expert_used_count")
-    # An MLP's matrix is (inner, D), those of experts are (E, inner, D).
+    # An MLP's matrix is (inner, D), one of experts is (E, inner, D).
     dense = [
         t.shape[0] for t in gguf.tensors if t.name.startswith("blk.") and ".ffn_up" in t.name and len(t.shape) == 2
     ]

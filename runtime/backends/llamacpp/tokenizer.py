@@ -86,7 +86,7 @@ class ExactWords:
 
     @cached_property
     def _lost(self) -> frozenset[str]:
-        """Characters of ASCII that the vocabulary lacks. They become no token, and what is around them merges."""
+        """Characters of ASCII that the vocabulary lacks. They become no token, and their neighbours merge."""
         return frozenset(chr(byte) for byte in range(128) if byte_token(byte) not in self._bytes)
 
     @cached_property
@@ -314,7 +314,7 @@ class LlamaTokenizer:
 
     @cached_property
     def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Special tokens that take the white space before them, and those that take what is behind."""
+        """Special tokens that take the white space before them, and special tokens that take the white space behind."""
         marks = self._special_tokens.ids
         before, behind = (frozenset(text for text, id_ in marks.items() if id_ in ids) for ids in self._strip_ids)
         return before, frozenset(marks.keys() - _PHI3_KEEPS) if self._is_phi3 and not behind else behind

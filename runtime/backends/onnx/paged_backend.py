@@ -277,7 +277,7 @@ class PagedBackend(GraphBackend):
 
 
 def _whole(batch: ForwardInput) -> bool:
-    """Whether the rows of a pass are those of the text, from all layers; others are cut off again."""
+    """Whether a pass adds rows of the text in all layers; other rows are cut off again."""
     return batch.layer_mask is None and batch.planes == 2
 
 

@@ -161,7 +161,7 @@ class AttentionBias:
             step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
 
     def _hiding(self, size: int, total: int, real: int, tree: Ints | None, window: int = 0) -> Floats:  # (1, 1, S, T)
-        """Hides from each row what it does not see."""
+        """Hides from each row the slots it does not see."""
         bias, start = np.zeros((1, 1, size, total), np.float32), total - size
         seen = visible_rows(start, real, tree, window)
         bias[0, 0, :real, : start + real][~seen] = _HIDDEN

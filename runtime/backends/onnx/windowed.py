@@ -83,7 +83,7 @@ class ReadAhead:
         self._thread.submit(self._read_asked, asked)
 
     def used(self, runs: Iterable[Run]) -> None:
-        """Gives up what is not read yet of a window that has run, as it would only come back to be dropped again."""
+        """Gives up reading the rest of a window that has run, as it would only come back to be dropped again."""
         done = tuple(runs)
         self._wanted = tuple(each for each in self._wanted if each != done)
 
@@ -218,7 +218,7 @@ class _Part:
 
     @property
     def large(self) -> list[tuple[int, int]]:
-        """Addresses and lengths of what is worth dropping while it is read."""
+        """Addresses and lengths of weights that are worth dropping while they are read."""
         return [each for each in self.weights.places if each[1] >= WORTH_DROPPING]
 
     def within(self) -> AbstractContextManager[None]:
@@ -275,7 +275,7 @@ class StreamedBackend(WindowedBackend):
                 raise
 
     def _cut(self, windows: Sequence[LayerWindow], room: int | None) -> list[_Part]:
-        """The layers of each window, and what is streamed of them."""
+        """The layers of each window, and their streamed weights."""
         pieces = self._pages.streamed(windows)
         weights = pieces if self._keeps_head else [self._pages.layers(each.first, each.stop) for each in windows]
         chosen = () if room is None else dropped_windows([each.nbytes for each in pieces], self._pages.nbytes, room)

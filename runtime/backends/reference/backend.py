@@ -358,7 +358,7 @@ class ReferenceBackend:
 
     @cached_property
     def _halved(self) -> dict[str, Floats]:
-        """The weights, those of 8 bits in the layers read by their high plane alone."""
+        """The weights; the layers' 8-bit matrices are read by their high plane alone."""
         return self._whole | {t.name: high_plane(self._bundle, t) for t in two_plane_weights(self._bundle)}
 
     def _norm(self, name: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
@@ -443,7 +443,7 @@ class ReferenceBackend:
         positions: Ints,  # (S,)
         visible: NDArray[np.bool_],  # (S, T)
     ) -> Floats:  # (S, D)
-        """Keys and values of all heads are made of what is kept, and attended to like others."""
+        """Attention over keys and values of all heads, which are made of the cached latent rows."""
         spec, prefix, weights = self._spec, f"layers.{layer}.attn.", self._weights
         size, total = visible.shape
         if latent.query_rank:

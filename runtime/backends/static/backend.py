@@ -39,7 +39,7 @@ _HIDDEN = np.float32(-3e4)
 
 
 class StaticSession:
-    """Runs one graph; what it computes stays in its arrays until the next run.
+    """Runs one graph; its results stay in its arrays until the next run.
 
     Attributes:
         logits: (R, V).
@@ -112,7 +112,7 @@ _TYPES = {"float32": "tensor(float)", "int32": "tensor(int32)", "int64": "tensor
 
 
 def _check_graph(session: OrtSession, path: Path, graph: StaticGraph, spec: DecoderSpec) -> None:
-    """Refuse a graph whose inputs or outputs are not those that the runtime drives."""
+    """Refuse a graph whose inputs or outputs are not the runtime's."""
     for wanted, declared in zip((graph.inputs(spec), graph.outputs(spec)), session.declared, strict=True):
         expected = {value.name: (_TYPES[value.dtype], value.shape) for value in wanted}
         wrong = sorted(name for name in {*expected, *declared} if expected.get(name) != declared.get(name))

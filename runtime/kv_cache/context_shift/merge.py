@@ -1,4 +1,4 @@
-"""Evicts what is attended to least, head by head, and merges it into what is like it.
+"""Evicts the rows with the least attention, head by head, and merges them into similar ones.
 
 EMS (Evict then Merge Similar): a row's score is the attention it got at every context shift so far, older ones counting
 less, and from the latest tokens. The lowest rows leave; each is merged into the most similar row that stays if the two
@@ -225,7 +225,7 @@ class MergePolicy:
         return np.delete(np.arange(rows), leaving)
 
     def _merge(self, rows: Floats, counts: Floats, kept: Indices) -> int:  # (n, 2 h), (n,), (n',)
-        """Merges a head's rows that leave into those that stay, in place, and says how many were."""
+        """Merges a head's evicted rows into the remaining ones, in place, and returns how many were merged."""
         leaving = np.delete(np.arange(len(rows)), kept)
         into = kept[self._options.sinks :]
         size = rows.shape[1] // 2

@@ -100,7 +100,7 @@ class Rotation:
 
     @staticmethod
     def planned_bytes(spec: RopeSpec, capacity: int) -> int:
-        """Bytes of the tables, and of what is picked from them for one layer's rows."""
+        """Bytes of the tables, and of the values picked from them for one layer's rows."""
         return 5 * capacity * spec.dim * 4
 
     def moved(self, keys: Floats, old: Positions, new: Positions) -> Floats:  # (H, n, h) -> (H, n, h)
