@@ -114,7 +114,7 @@ class TokenStream:
         self._prompt, self._config, self._contexts = request.prompt, request.config, request.contexts
         self._turns = turns
         self._step_ms: list[float] = []
-        self._beside_ms: list[float] = []  # of tokens between two plain steps, besides the pass and their reader
+        self._overhead_ms: list[float] = []  # of tokens between two plain steps, besides the pass and their reader
         self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
         self._thread = threading.current_thread()
@@ -320,7 +320,7 @@ class TokenStream:
                 self._step_ms.append(step.ms if self._step_ms else step.ms + started + self._waited_ms)
                 # After a step of several tokens there is more to do than one token's share.
                 if plain and step.pass_ms:
-                    self._beside_ms.append(step.ms - step.pass_ms - read_ms)
+                    self._overhead_ms.append(step.ms - step.pass_ms - read_ms)
                 plain = step.pass_ms > 0
                 self._parts.ledger.check()
                 text = self._text.push(step.token)
@@ -332,9 +332,9 @@ class TokenStream:
                 if self._logprobs is not None:
                     self._logprobs.push(step.token, self._text.decoded)
                     logprobs = self._logprobs.show(text)
-                chunk, told = Chunk(text, (step.token,), logprobs=logprobs), time.perf_counter()
+                chunk, given = Chunk(text, (step.token,), logprobs=logprobs), time.perf_counter()
                 yield chunk
-                read_ms = (time.perf_counter() - told) * 1e3
+                read_ms = (time.perf_counter() - given) * 1e3
                 if self._text.ended:
                     break
             else:
@@ -450,7 +450,7 @@ class TokenStream:
             logprobs=() if self._logprobs is None else tuple(self._logprobs.given),
             schema_class=getattr(self._config.json_schema, "schema_class", None),
         )
-        parts.speculator.finished(strategy, self._beside_ms)
+        parts.speculator.finished(strategy, self._overhead_ms)
         self._turns.leave(self)
         if self._request.on_finish is not None:
             self._request.on_finish(self._result)

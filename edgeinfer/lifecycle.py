@@ -164,7 +164,7 @@ class Facts:
     adapters: tuple[str, ...]
     sampling: Mapping[str, Any]
     digest: str
-    tokenizes_beside: bool
+    tokenizes_concurrently: bool
 
 
 class ModelLifecycle:

@@ -207,9 +207,9 @@ class LoadedModel:
             return resume(parts, session)
 
     @property
-    def tokenizes_beside(self) -> bool:
+    def tokenizes_concurrently(self) -> bool:
         """Whether other threads may tokenize texts while a reply is made."""
-        return self._lifecycle.facts.tokenizes_beside
+        return self._lifecycle.facts.tokenizes_concurrently
 
     @property
     def chat_template_text(self) -> str | None:

@@ -360,7 +360,7 @@ class ConversationReplies:
             raise NoModelError("No model is loaded.", "Choose one.")
         tokenized_by, fitted = self._host.model, None
         apart = files_apart(tokenized_by, whole, running.message.parent, kept)
-        if tokenized_by is not None and tokenized_by.tokenizes_beside and not apart:
+        if tokenized_by is not None and tokenized_by.tokenizes_concurrently and not apart:
             # Not on the model's thread, where it would delay other replies.
             fitted = await asyncio.to_thread(fit, tokenized_by)
         async with self._host.submit(start, whole.id) as reply:

@@ -121,7 +121,7 @@ async def _read(
         async with service.compiling if compiles(body) else contextlib.nullcontext():
             completion = await asyncio.to_thread(_made, kind, body, model)
         del body
-        if not model.tokenizes_beside:
+        if not model.tokenizes_concurrently:
             await service.host.ask(completion.prepare)
     return completion
 
@@ -129,7 +129,7 @@ async def _read(
 def _made(kind: CompletionKind, body: dict[str, Any], model: Model) -> Completion:
     completion = kind.make(body, model)
     completion.check(model)
-    if model.tokenizes_beside:
+    if model.tokenizes_concurrently:
         completion.prepare(model)
     return completion
 

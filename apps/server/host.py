@@ -285,7 +285,7 @@ class ModelHost:
 
     async def tokenize(self, model: Model, question: Callable[[Model], T]) -> T:
         """Run a function that only tokenizes, on another thread if the model allows, so that it waits for no reply."""
-        return await asyncio.to_thread(question, model) if model.tokenizes_beside else await self.ask(question)
+        return await asyncio.to_thread(question, model) if model.tokenizes_concurrently else await self.ask(question)
 
     async def bring_back(self) -> None:
         """Load the model again on its thread if it was unloaded for being idle."""

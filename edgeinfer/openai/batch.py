@@ -81,8 +81,8 @@ def answer_line(custom_id: str, answer: Event | EdgeInferError) -> dict[str, Any
 
 def damaged_line(number: int, custom_id: str | None, error: RequestError) -> dict[str, Any]:
     """The line that replaces one without a valid request."""
-    told = {"code": error.code, "message": f"Line {number}: {error}", "param": error.param, "line": number}
-    return {"id": f"batch_req_line_{number}", "custom_id": custom_id, "response": None, "error": told}
+    body = {"code": error.code, "message": f"Line {number}: {error}", "param": error.param, "line": number}
+    return {"id": f"batch_req_line_{number}", "custom_id": custom_id, "response": None, "error": body}
 
 
 def _enclosed(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

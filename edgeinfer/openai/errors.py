@@ -90,10 +90,10 @@ def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = getattr(error, "param", None)
     param = _cut(param) if isinstance(param, str) else param
-    told = {"message": message, "type": kind, "param": param, "code": code}
+    body = {"message": message, "type": kind, "param": param, "code": code}
     if sizes := getattr(error, "sizes", None):  # as llama.cpp's server names them
-        told |= {"n_prompt_tokens": sizes[0], "n_ctx": sizes[1]}
-    return status, {"error": told}
+        body |= {"n_prompt_tokens": sizes[0], "n_ctx": sizes[1]}
+    return status, {"error": body}
 
 
 def status_and_code(error: EdgeInferError, kinds: Kinds) -> tuple[int, str | None]:

@@ -204,8 +204,8 @@ class CallItem(Item):
         return [{"type": "response.function_call_arguments.delta", **self._place, "delta": text}]
 
     def closing(self, status: str) -> list[Event]:
-        told = {"name": self._call["name"], "arguments": self._arguments}
-        done = {"type": "response.function_call_arguments.done", **self._place, **told}
+        call = {"name": self._call["name"], "arguments": self._arguments}
+        done = {"type": "response.function_call_arguments.done", **self._place, **call}
         return [done, *super().closing(status)]
 
     def whole(self, status: str) -> Event:

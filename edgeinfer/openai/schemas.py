@@ -43,8 +43,8 @@ def _combines(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
     several = isinstance(value.get("allOf"), list) and len(value["allOf"]) > 1
-    beside = _says(value, "properties") and any(_says(value, word) for word in ("allOf", "anyOf", "oneOf", "$ref"))
-    return several or beside or any(map(_combines, value.values()))
+    combined = _says(value, "properties") and any(_says(value, word) for word in ("allOf", "anyOf", "oneOf", "$ref"))
+    return several or combined or any(map(_combines, value.values()))
 
 
 def _says(schema: Mapping[str, Any], keyword: str) -> bool:
