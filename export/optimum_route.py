@@ -69,12 +69,13 @@ def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int)
         if key not in stored:
             values: Floats = numpy_helper.to_array(constants[name])
             matrix = quantize(values if by_rows else np.ascontiguousarray(values.T), scheme)
-            parts = {"data": matrix.data, "scales": matrix.scales, "zero_points": matrix.zero_points}
+            parts: dict[str, NDArray[Any] | None] = {"data": matrix.data, "scales": matrix.scales}
+            parts["zero_points"] = matrix.zero_points
             stored[key] = {f"{key}.{part}": array for part, array in parts.items() if array is not None}
         bias = [each for each in node.input[2:] if each]
         product = f"{node.output[0]}.product" if bias else node.output[0]
-        attributes = {"K": k, "N": n, "bits": scheme.bits, "block_size": scheme.block_size}
-        attributes |= {"accuracy_level": _ACCURACY_LEVEL}
+        attributes: dict[str, Any] = {"K": k, "N": n, "bits": scheme.bits, "block_size": scheme.block_size}
+        attributes["accuracy_level"] = _ACCURACY_LEVEL
         inputs = [node.input[0], *stored[key]]
         nodes.append(helper.make_node("MatMulNBits", inputs, [product], name=node.name, domain=_CONTRIB, **attributes))
         if bias:
@@ -142,12 +143,8 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
             config = config.with_defaults(parameters, geometry.vocab_size * geometry.hidden_size)
             model = onnx.load(raw)
             quantize_graph(model, config.policy, geometry.vocab_size)
-            outside = {
-                "save_as_external_data": True,
-                "location": concat_graph.WEIGHTS,
-                "size_threshold": _EXTERNAL_BYTES,
-            }
-            onnx.save_model(model, work / MODEL, **outside)
+            where, least = concat_graph.WEIGHTS, _EXTERNAL_BYTES
+            onnx.save_model(model, work / MODEL, save_as_external_data=True, location=where, size_threshold=least)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import onnx
 
@@ -293,6 +292,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
         weights = plan_weights(config, sidecar, described, planned, described.parameters, progress)
         weights = dataclasses.replace(weights, quant=_storable(described, weights.quant))
         tensors = _table(described, weights.quant)
+        by_name = {tensor.name: tensor for tensor in tensors}
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
@@ -312,8 +312,15 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
             sidecar.write(work)
             with (work / WEIGHTS).open("wb") as file:
                 write_weights(file, spec, planned, tensors[: len(plans)], weights, progress)
-                _write_tied_head(file, work / WEIGHTS, {t.name: t for t in tensors}, spec)
-            _write_graphs(work, spec, tensors, graphs)
+                embedding, head, path = by_name["embed"], by_name["head"], work / WEIGHTS
+                if spec.tied and embedding.bits < 32:
+                    file.flush()
+                    CODECS[STATIC].write(
+                        file, head, lambda first, last: CODECS[PORTABLE].read(path, embedding, first, last)
+                    )
+            for shape in graphs.all:
+                model = build_static_graph(spec, by_name, shape)
+                (work / shape.file).write_bytes(model.SerializeToString(deterministic=True))
             seal(work, manifest)
     return out
 
@@ -361,17 +368,3 @@ def _table(described: Described, quant: QuantPlan) -> tuple[TensorEntry, ...]:
         shares = "" if embedding.quantized else "embed"
         outlines.append(Outline("head", embedding.shape, embedding.quantized, shares=shares))
     return lay_out(outlines, STATIC)
-
-
-def _write_tied_head(file: BinaryIO, path: Path, tensors: Mapping[str, TensorEntry], spec: DecoderSpec) -> None:
-    embedding, head = tensors["embed"], tensors["head"]
-    if spec.tied and embedding.bits < 32:
-        file.flush()
-        CODECS[STATIC].write(file, head, lambda start, stop: CODECS[PORTABLE].read(path, embedding, start, stop))
-
-
-def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], graphs: StaticGraphs) -> None:
-    by_name = {t.name: t for t in tensors}
-    for shape in graphs.all:
-        model = build_static_graph(spec, by_name, shape)
-        (work / shape.file).write_bytes(model.SerializeToString(deterministic=True))

@@ -138,7 +138,9 @@ def calibrate(
     quantized = STREAMS[options.streams]
     walk = LayerWalk(spec, reader.tensor, lengths, visitor.matrix, quantized, hessian=options.hessian)
     walk.weigh_experts = options.weigh_experts
-    states = _embed(reader, visitor, tokens, quantized)
+    distinct, places = np.unique(tokens, return_inverse=True)
+    rows = reader.rows("embed", distinct)
+    states = tuple((visitor.embedding(rows) if replaced else rows)[places] for replaced in quantized)
     for layer in range(spec.num_layers):
         if options.preview:
             seen: dict[str, InputStatistics] = {}
@@ -158,12 +160,6 @@ def _check(spec: DecoderSpec, texts: Sequence[Ints]) -> None:
     if low < 0 or high >= spec.vocab_size:
         message = f"Token {low if low < 0 else high} is outside the model's vocabulary of {spec.vocab_size}."
         raise UsageError(message, "Use the tokenizer that belongs to the model.")
-
-
-def _embed(reader: ModelReader, visitor: Visitor, tokens: Ints, quantized: tuple[bool, ...]) -> tuple[Floats, ...]:
-    distinct, places = np.unique(tokens, return_inverse=True)
-    rows = reader.rows("embed", distinct)
-    return tuple((visitor.embedding(rows) if q else rows)[places] for q in quantized)
 
 
 def _recorder(seen: dict[str, InputStatistics]) -> Visit:

@@ -188,7 +188,8 @@ def _divergences(
         terms = probabilities * (reference - log_softmax(logits, np.float32))
         return max(float(terms.sum(axis=1, dtype=np.float64).mean()), 0.0)
 
-    coarse_logits = _rounded_product(final["embed" if spec.tied else ""], head)
+    runs = (head[start : start + _HEAD_ROWS] for start in range(0, len(head), _HEAD_ROWS))
+    coarse_logits = np.concatenate([final["embed" if spec.tied else ""] @ rounded(run).T for run in runs], axis=1)
     probes = {}
     for name, state in final.items():
         if name:
@@ -199,8 +200,3 @@ def _divergences(
         error = coarse_logits - final[""] @ head.T
         probes["head"] = Probe(divergence(coarse_logits), {"head": _mean_square(error)})
     return probes
-
-
-def _rounded_product(x: Floats, head: Floats) -> Floats:  # (T, D), (V, D) -> (T, V)
-    runs = [head[start : start + _HEAD_ROWS] for start in range(0, len(head), _HEAD_ROWS)]
-    return np.concatenate([x @ rounded(run).T for run in runs], axis=1)

@@ -223,7 +223,9 @@ def _costs(
             rows = weight[piece.part.start : piece.part.stop]
             taken = spread_rows(rows, sample)
             scale = len(rows) / len(taken)
-            columns = _slice(importance.get(piece.tensor.name), piece.index, weight.shape[1])
+            columns, width = importance.get(piece.tensor.name), weight.shape[1]
+            if columns is not None:
+                columns = columns[piece.index * width : (piece.index + 1) * width]
             whole[name] = whole.get(name, 0.0) + scale * _energy(rounded(taken) - taken, x)
             errors.setdefault(name, {})[piece.tensor.name] = [
                 scale * _energy(quantizer.approximate(taken, kind, columns) - taken, x)
@@ -237,10 +239,6 @@ def _costs(
         for name, found in by_tensor.items():
             costs[name] += share * np.array(found)
     return {name: [float(cost) for cost in found] for name, found in costs.items()}
-
-
-def _slice(importance: Floats | None, index: int, width: int) -> Floats | None:  # (E * K,) -> (K,)
-    return None if importance is None else importance[index * width : (index + 1) * width]
 
 
 def _energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)

@@ -118,7 +118,7 @@ def _final_states(
     reader: ModelReader,
     texts: Sequence[Ints],
     pruned: Sequence[int],
-    told: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None] | None,
 ) -> dict[int, Floats]:  # (T, D) each
     """Normed hidden states of the model without some layers, as -1, and without one more, by its number.
 
@@ -129,15 +129,16 @@ def _final_states(
     streams = {-1: reader.rows("embed", distinct)[places]}
     for layer in range(spec.num_layers):
         if layer not in pruned:
-            before = streams[-1].copy() if told is not None else None
+            before = streams[-1].copy() if progress is not None else None
             names = list(streams)
             # A walk holds statistics for as many streams as it has.
-            walk = _Walk(spec, reader.tensor, [len(t) for t in texts], _unchanged, (False,) * len(names), hessian=False)
+            lengths, floats = [len(text) for text in texts], (False,) * len(names)
+            walk = _Walk(spec, reader.tensor, lengths, lambda name, weight, _: weight, floats, hessian=False)
             streams = dict(zip(names, walk.run(layer, tuple(streams.values())), strict=True))
             if before is not None:
                 streams[layer] = before
-        if told is not None:
-            told(layer, spec.num_layers)
+        if progress is not None:
+            progress(layer, spec.num_layers)
     norm = reader.tensor("final_norm")
     return {name: rms_norm(states, norm, spec.norm_eps) for name, states in streams.items()}
 
@@ -147,10 +148,6 @@ class _Walk(LayerWalk):
 
     def statistics(self, inputs: Signal) -> None:
         """None are needed."""
-
-
-def _unchanged(name: str, weight: Floats, statistics: object) -> Floats:
-    return weight
 
 
 def _divergence(reference: Floats, states: Floats, head: Floats) -> float:  # (T, D), (T, D), (V, D)

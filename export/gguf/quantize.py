@@ -71,7 +71,8 @@ def quantize_gguf(
     _check(file, file_type, types, importance, requantize=requantize)
     lib = llama_library()
     request = _Request(lib, file, file_type, types, importance or {}, layers)
-    request.params.nthread = threads if threads is not None else _processors()
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    request.params.nthread = threads if threads is not None else processors
     request.params.allow_requantize = requantize
     with storage_errors(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         scratch = Path(folder) / target.name
@@ -264,7 +265,3 @@ def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _is_pruned(name: str, layers: tuple[int, ...]) -> bool:
     found = _LAYER.fullmatch(name)
     return found is not None and int(found[1]) in layers
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -347,7 +347,7 @@ RARE = (
     "'s 't 're 've 'm 'll 'd 'S 'RE \u2019s \u2019ll",
     "a" * 60 + "!" * 30 + " " * 40 + "\n" * 9,
 )
-# Of special tokens that are tried; some vocabularies have thousands.
+# Special tokens to try; some vocabularies have thousands.
 _MOST_SPECIAL = 16
 
 
@@ -365,7 +365,8 @@ def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> To
 
     expected = Tokenizer.from_buffer(tokenizer)
     normalize = GgufNormalizer(vocabulary.steps, vocabulary.special)
-    texts = [*ORDINARY, *RARE, *_with_special(vocabulary.special)]
+    special = (f"{t}a dog{t}{t} a cat {t} \n{t}\nthe end{t}" for t in vocabulary.special[:_MOST_SPECIAL])
+    texts = [*ORDINARY, *RARE, *special]
     with llama_encoder(model) as encode:
         different = [text for text in texts if encode(normalize(text)) != expected.encode(text).ids]
     wrong = next((text for text in different if text in ORDINARY), None)
@@ -373,11 +374,6 @@ def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> To
         message = f"llama.cpp tokenizes text such as {wrong!r} differently from tokenizer.json."
         raise CheckpointError(message, ONNX_HINT)
     return TokenizerCheck(len(texts), tuple(different))
-
-
-def _with_special(special: Iterable[str]) -> Iterator[str]:
-    for token in list(special)[:_MOST_SPECIAL]:
-        yield f"{token}a dog{token}{token} a cat {token} \n{token}\nthe end{token}"
 
 
 @contextmanager

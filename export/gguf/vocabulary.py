@@ -26,7 +26,8 @@ _UNDERLINE = "\u2581"  # what stands for a space in SentencePiece's tokens
 # Lower than any merge.
 _NO_MERGE = -1e9
 _FORMS = {"NFC": "nfc", "NFD": "nfd", "NFKC": "nfkc", "NFKD": "nfkd"}
-_SPACES = {r"\A +| +\z": "trim_spaces", r" {2,}": "join_spaces"}
+# By pattern and replacement.
+_SPACES = {(r"\A +| +\z", ""): "trim_spaces", (r" {2,}", " "): "join_spaces"}
 _ENDS = ("eos", "eot", "eom")
 
 
@@ -177,8 +178,8 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
             steps.append(_FORMS[kind])
         elif kind == "Prepend" and step.get("prepend") == _UNDERLINE:
             prefix = True
-        elif kind == "Replace" and pattern.get("Regex") in _SPACES and _is_space(pattern, step):
-            steps.append(_SPACES[pattern["Regex"]])
+        elif kind == "Replace" and (pattern.get("Regex"), step.get("content")) in _SPACES:
+            steps.append(_SPACES[pattern["Regex"], step["content"]])
         elif kind == "Replace" and pattern.get("String") == " " and step.get("content") == _UNDERLINE:
             escapes = True
         else:
@@ -193,11 +194,6 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
     if not escapes:
         raise _unsupported("a tokenizer.json that leaves spaces as they are")
     return prefix, tuple(steps)
-
-
-def _is_space(pattern: dict[str, Any], step: dict[str, Any]) -> bool:
-    """Whether trimming leaves nothing, and joining one space."""
-    return bool(step.get("content") == ("" if _SPACES[pattern["Regex"]] == "trim_spaces" else " "))
 
 
 def _tokens(tokenizer: dict[str, Any], rows: int) -> tuple[tuple[str, ...], list[int]]:

@@ -176,11 +176,6 @@ def add_activation(graph: GraphBuilder, name: str, value: str, result: str, cons
     return _FUNCTIONS[name](graph, value, result)
 
 
-def _silu(graph: GraphBuilder, value: str, result: str) -> str:
-    # QuickGelu is x * sigmoid(alpha * x): SiLU in one pass over the data.
-    return graph.op("QuickGelu", [value], result, domain=MICROSOFT, alpha=1.0)
-
-
 def _relu2(graph: GraphBuilder, value: str, result: str) -> str:
     positive = graph.op("Relu", [value], f"{result}.positive")
     return graph.op("Mul", [positive, positive], result)
@@ -203,7 +198,8 @@ def _xielu(graph: GraphBuilder, value: str, result: str, constants: str) -> str:
 
 
 _FUNCTIONS: Mapping[str, Callable[[GraphBuilder, str, str], str]] = {
-    "silu": _silu,
+    # QuickGelu is x * sigmoid(alpha * x): SiLU in one pass over the data.
+    "silu": lambda graph, value, result: graph.op("QuickGelu", [value], result, domain=MICROSOFT, alpha=1.0),
     "gelu": lambda graph, value, result: graph.op("Gelu", [value], result, approximate="none"),
     "gelu_tanh": lambda graph, value, result: graph.op("Gelu", [value], result, approximate="tanh"),
     "relu2": _relu2,

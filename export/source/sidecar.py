@@ -85,8 +85,8 @@ def _completed(data: bytes, tokenizer: dict[str, Any], tokenizer_config: dict[st
     if not isinstance(given, list) or not all(map(_is_added_token, given)):
         return data
     added = {each["content"]: each for each in given}
-    told, ids = tokenizer_config.get("added_tokens_decoder"), {each["id"] for each in given}
-    for id_, each in (told if isinstance(told, dict) else {}).items():
+    decoder, ids = tokenizer_config.get("added_tokens_decoder"), {each["id"] for each in given}
+    for id_, each in (decoder if isinstance(decoder, dict) else {}).items():
         if not (id_.isdecimal() and isinstance(each, dict) and isinstance(content := each.get("content"), str)):
             continue
         if content in added or int(id_) not in ids:

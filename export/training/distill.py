@@ -200,7 +200,10 @@ def distill(
         assert options.minutes is not None, "there are steps otherwise"
         seconds, samples = 60 * options.minutes, options.samples
         if samples is None:
-            samples = int(_SAMPLING * seconds / _token_seconds(drawer, material.asked[:_FEW]))
+            began, prompts = time.perf_counter(), material.asked[:_FEW]
+            replies = drawer.replies(prompts, [0.0] * len(prompts), SampleOptions(1).length, 0)
+            token_seconds = (time.perf_counter() - began) / max(1, sum(map(len, replies)))
+            samples = int(_SAMPLING * seconds / token_seconds)
         step = step_seconds(options.task(target, (material.tokens,)), time.perf_counter)
         return {"steps": max(1, int((1 - _SAMPLING) * seconds / step)), "samples": samples}
 
@@ -220,13 +223,6 @@ def distill(
     before = task.figures(validation)
     trained = Trainer(task, options.training(schedule["steps"]), work / options.kind).run(progress)
     return Distilled(task, before, task.figures(validation), trained, time.monotonic() - started, material.kept)
-
-
-def _token_seconds(replier: Replier, prompts: Sequence[NDArray[np.int64]]) -> float:
-    """Seconds per token of a reply."""
-    started = time.perf_counter()
-    replies = replier.replies(prompts, [0.0] * len(prompts), SampleOptions(1).length, 0)
-    return (time.perf_counter() - started) / max(1, sum(map(len, replies)))
 
 
 def step_seconds(task: Task, clock: Callable[[], float]) -> float:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
 from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
-from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import Outline
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures.described import Described
@@ -55,14 +54,6 @@ def with_defaults(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportCo
     return config.with_defaults(sum(sizes.values()), sizes["embed"])
 
 
-def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
-    if config.calibration is None:
-        return None
-    assert config.calibration_tokens is not None, "resolve first"
-    tokenizer = sidecar.files["tokenizer.json"]
-    return read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, spec.max_positions)
-
-
 def plan_weights(
     config: ExportConfig,
     sidecar: Sidecar,
@@ -72,7 +63,11 @@ def plan_weights(
     progress: Progress | None = None,
 ) -> WeightPlan:
     """Plans the weights of a complete configuration; with a budget, the model is probed for the smallest loss."""
-    text = _read_text(config, sidecar, described.spec)
+    text = None
+    if config.calibration is not None:
+        assert config.calibration_tokens is not None, "call with_defaults first"
+        tokenizer, context = sidecar.files["tokenizer.json"], described.spec.max_positions
+        text = read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, context)
     return WeightPlan(_plan(config, described, tensors, parameters, text, progress), text)
 
 
