@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 import typing
@@ -195,7 +196,7 @@ def documented(configuration: type[C]) -> type[C]:
     """Add the help of each option to a configuration's docstring."""
     declared = (field for field in dataclasses.fields(configuration) if field.metadata)  # type: ignore[arg-type]
     lines = [f"    {each.name}: {_off(each)}{each.metadata['help']}." for each in declared]
-    configuration.__doc__ = "\n".join([(configuration.__doc__ or "").rstrip(), "", "Attributes:", *lines])
+    configuration.__doc__ = "\n".join([inspect.cleandoc(configuration.__doc__ or ""), "", "Attributes:", *lines])
     return configuration
 
 
