@@ -1,4 +1,4 @@
-"""Options of configurations as commands offer them, and their way into keyword arguments and a loaded model."""
+"""The declared options as flags of commands, and the keyword arguments that they become."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REMOTE = (
     *("remote", "remote_api", "remote_model", "remote_digest", "remote_loss"),
     *("remote_draft_price", "remote_kilobyte_price", "rpc", "rpc_public"),
 )
-# An argument would be seen by other users of the machine.
+# Other users of the machine can see arguments.
 _REMOTE_KEY = "EDGEINFER_REMOTE_KEY"
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 _DEFAULT = re.compile(r"\(default: [^)]*\)")
@@ -46,7 +46,7 @@ GENERATION = tuple(name for name, option in options_of(GenerationConfig).items()
 
 
 def add_model_option(parser: Parser) -> None:
-    """Adds -m."""
+    """Add -m."""
     text = (
         "catalog name (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
         "directory, or .gguf file (default: the small built-in story model)"
@@ -56,11 +56,11 @@ def add_model_option(parser: Parser) -> None:
 
 
 def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = False) -> None:
-    """Adds -m and the options of LoadConfig.
+    """Add -m and the options of LoadConfig.
 
     Args:
-        converts: --bits is for a checkpoint that is converted, and not something of the command's own.
-        remote: a server may decide the replies.
+        converts: include --bits, for checkpoints that are converted first.
+        remote: include the options of remote servers.
     """
     add_model_option(parser)
     add_options(parser, LoadConfig, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
@@ -69,10 +69,11 @@ def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = Fa
 def add_generation_options(
     parser: Parser, limit: str = "until the context is full", usual: Mapping[str, str] | None = None
 ) -> None:
-    """Adds the options of GenerationConfig but for those that loading has too, such as --speculation.
+    """Add the options of GenerationConfig except those that loading has too, such as --speculation.
 
     Args:
-        limit: of a reply where -n is not given, in words.
+        limit: the default length of a reply, in words.
+        usual: defaults of the command that differ from the declared ones, in words.
     """
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
@@ -108,9 +109,9 @@ def add_options(
     help: Mapping[str, str] | None = None,
     usual: Mapping[str, str] | None = None,
 ) -> None:
-    """Adds options of a configuration as they are declared there, under their headings.
+    """Add options of a configuration under their headings.
 
-    Each is None when it is absent, so that defaults stay with the configuration.
+    Absent options are None, so that defaults stay with the configuration.
 
     Args:
         names: of the options; None is all that have a flag.
@@ -137,7 +138,7 @@ def add_options(
 
 
 def _action(option: ConfigOption) -> dict[str, Any]:
-    """Returns argparse's keyword arguments for an option."""
+    """The keyword arguments of argparse for an option."""
     if option.type is bool:
         if option.optional:
             return {"action": argparse.BooleanOptionalAction}
@@ -182,12 +183,12 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Returns those of the options that the user gave."""
+    """The options that the user gave, of these names."""
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str, Any]:
-    """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded."""
+    """The keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded."""
     options = given_options(args, (*LOADING, *(CONVERTING if converts else ()), *REMOTE))
     if "adapters" in options:
         options["adapters"] = dict(options["adapters"])
@@ -198,7 +199,7 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the generation options that the user gave, checked before anything is loaded."""
+    """The generation options that the user gave, checked before anything is loaded."""
     options = given_options(args, GENERATION)
     if "logit_bias" in options:
         options["logit_bias"] = dict(options["logit_bias"])
@@ -226,17 +227,17 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reads_stdin(args: argparse.Namespace) -> bool:
-    """Whether an option that says what the reply must be takes stdin."""
+    """Whether an option reads stdin."""
     return "-" in (args.json_schema, args.grammar, args.choices_file, args.passage)
 
 
 def _schema(text: str) -> str:
-    """A schema that is given as it is, or in a file."""
+    """A schema given as text or in a file."""
     return utf8(text, "--json-schema") if text.lstrip().startswith("{") else _contents(text)
 
 
 def _function(file: Path, name: str, does: str) -> Callable[[str, bool], Any]:
-    """A function of a Python file of the user's, which is run."""
+    """A function of the user's Python file, which is executed."""
     if not file.is_file():
         raise UsageError(f"There is no file {file}.", f"Give a Python file with a function {name}(text, ended).")
     found: Callable[[str, bool], Any] | None = runpy.run_path(str(file)).get(name)
@@ -250,7 +251,7 @@ def _contents(file: str) -> str:
 
 
 def as_flag(setting: Setting) -> str:
-    """An option that a message names, as a user of the command line gives it."""
+    """A setting in a message, in the form of the command line."""
     option = _DECLARED.get(setting.name)
     if option is None or not option.flags:
         return str(setting)
@@ -266,7 +267,7 @@ def as_flag(setting: Setting) -> str:
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:
-    """Loads a model; a bar shows when it has to be fetched or converted first. Errors as `edgeinfer.load`."""
+    """Load a model, with a progress bar if it must be fetched or converted first. Errors as `edgeinfer.load`."""
     model, options = prepared(model, options)
     with progress_bar() as progress:
         shown: dict[str, Any] = {} if progress is None else {"progress": progress}
