@@ -35,7 +35,7 @@ from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, open_se
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling.constraint import ChoiceLists
-from edgeinfer.runtime.speculation.company import SequenceDrafting
+from edgeinfer.runtime.speculation.batch import SequenceDrafting
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.forks import finalize_here, keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import release_freed

@@ -41,9 +41,14 @@ from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
 from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, find_settings, model_digest
-from edgeinfer.runtime.speculation.assembly import bundled_drafter, make_draft_backend, make_speculator, require_models
+from edgeinfer.runtime.speculation.assembly import (
+    OPTION_BYTES,
+    bundled_drafter,
+    make_draft_backend,
+    make_speculator,
+    require_models,
+)
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
-from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.memory import allocating, process_memory, release_code, release_freed, return_large_frees
 from edgeinfer.runtime.text.contract import TokenizerLike

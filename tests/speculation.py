@@ -19,8 +19,8 @@ from edgeinfer.methods import product_methods
 from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation import device
-from edgeinfer.runtime.speculation.device import SessionCosts
+from edgeinfer.runtime.speculation import costs as device_costs
+from edgeinfer.runtime.speculation.costs import SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -54,9 +54,9 @@ def known_costs(*, kept: bool = False) -> Iterator[None]:
         kept: where the cache is a test's own. What is made up must not be kept for other loads.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1e-4), (4096, 2e-4))))
-        patch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
-        patch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
+        patch.setattr(device_costs, "measure_passes", lambda backend, **_: PassCosts(((1, 1e-4), (4096, 2e-4))))
+        patch.setattr(device_costs, "measure_guesses", lambda drafter, context: 1e-6)
+        patch.setattr(device_costs, "measure_reading", lambda drafter, context: (0, 0.0))
         if not kept:
             patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         yield

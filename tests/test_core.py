@@ -18,7 +18,7 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts
+from edgeinfer.runtime.speculation.costs import DeviceCosts, SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.tools.random_models import SHAPES, write_random_checkpoint
 

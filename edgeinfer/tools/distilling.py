@@ -54,7 +54,7 @@ class DraftFigures:
     Attributes:
         acceptance_rate: accepted tokens by drafted ones, of the drafter alone.
         mean_accepted_length: tokens committed per pass of the target, of the drafter alone.
-        tokens_per_second: of replies that it alone drafted, as the governor lets it.
+        tokens_per_second: of replies that it alone drafted, as the controller lets it.
         plain_tokens_per_second: without drafting.
         speedup: median over prompts of how many times faster it was.
     """

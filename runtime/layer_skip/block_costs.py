@@ -31,7 +31,7 @@ class BlockCosts:
     """Milliseconds, or any other unit, of the parts of a pass.
 
     Attributes:
-        fixed: what every pass over one row does beside its blocks: the call, the embedding, the head.
+        fixed: what every pass over one row does besides its blocks: the call, the embedding, the head.
         blocks: each attention and MLP block in a pass over one row, in the order of a layer mask. (2 L,)
         whole: c(1), c(2), ...: whole passes over that many rows; at least two, the first is all parts together.
     """

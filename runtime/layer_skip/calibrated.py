@@ -296,7 +296,7 @@ class CalibratedPolicy:
     levels: SkipLevels
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """The same blocks for every prompt."""
+        """Skips these blocks for every prompt."""
         return self.levels.choose(wanted)
 
 

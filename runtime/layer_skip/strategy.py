@@ -257,7 +257,7 @@ class StrategyArguments:
     stop_ids: frozenset[int] = frozenset()
 
     def timed(self, costs: BlockCosts) -> StrategyArguments:
-        """The same, with a plain pass as block costs have it where nothing else tells."""
+        """Costs with a plain pass as block costs have it where nothing else tells."""
         return self if self.plain_ms is not None else dataclasses.replace(self, plain_ms=costs.whole[0])
 
 

@@ -20,7 +20,7 @@ ROUND_MS = 0.3
 # Of a token besides its round, before it was measured: choosing it, its text and its figures; and of each token of the
 # vocabulary it is chosen from (docs/log/2026-11-26.md).
 _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
-# Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step,
+# Of a token where drafters are asked in vain: looking up what they would guess, the controller's part of a plain step,
 # and what is learnt at a reply's end (docs/log/2026-11-26.md, sixth).
 _IN_VAIN_MS = 0.05
 # Of a pass: rounds that take no less than this share give a token each.

@@ -1,4 +1,4 @@
-"""The governor of drafts for a verifier elsewhere: draft or stream, and how many tokens, by what both take as measured.
+"""Controls drafts for a verifier elsewhere: draft or stream, and how many tokens, by what both take as measured.
 
 It reads no clock, so tests run it in simulated time (`tests/runtime/remote/simulated.py`)."""
 

@@ -21,7 +21,7 @@ class Matrix:
     """Multiplies a float32 matrix by vectors on one thread.
 
     numpy's BLAS shares out larger products among threads of its own, which then fight with those of the execution
-    engine for the same processors: where another program runs beside, a product of 0.07 ms took 16 ms on two cores, the
+    engine for the same processors: while another program runs, a product of 0.07 ms took 16 ms on two cores, the
     time slice of a thread that it waited for. Products of few elements it leaves alone, so the matrix is kept as a
     stack of such.
 
@@ -73,7 +73,7 @@ class OutputRows:
         self.places = {token: place for place, token in enumerate(self._tokens.tolist())}
 
     def logits(self, state: Floats) -> Floats:  # (D,) -> (V,)
-        """Of a state that is normed already; a view that the next call overwrites."""
+        """Logits of a state that is normed already; a view that the next call overwrites."""
         self._all[self._tokens] = self._rows @ state
         return self._all
 

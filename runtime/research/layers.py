@@ -23,7 +23,7 @@ class UnifiedPolicy:
     reads_states: ClassVar[bool] = False
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """The same layers for every prompt."""
+        """Skips these layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
 

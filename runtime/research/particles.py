@@ -167,7 +167,7 @@ class Particles(SearchStrategy):
 
     @staticmethod
     def _leave_over(particles: Sequence[_Particle], most: int, branches: Branches) -> None:
-        """Those that are over make room."""
+        """Drop the particles that are over."""
         for particle in particles:
             if particle.branch is not None and particle.over(most):
                 branches.drop(particle.branch)

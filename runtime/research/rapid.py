@@ -83,7 +83,7 @@ class RapidDrafter(ModelDrafter):
         return super()._logits(self._shortened(context), drafted)
 
     def _shortened(self, context: DraftContext) -> DraftContext:
-        """The same with the short text, retrieved if there is none yet."""
+        """Give a context with the short text, retrieved if there is none yet."""
         if self._short is None:
             self._short = retrieved(context.tokens)
         else:

@@ -110,7 +110,7 @@ class SortedDrafter(ModelDrafter):
 
 
 def _chance(logits: Floats) -> float:  # (V,)
-    """Of the likeliest token."""
+    """Probability of the likeliest token."""
     return 1 / float(np.exp(logits - logits.max()).sum())
 
 

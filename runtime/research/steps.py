@@ -87,7 +87,7 @@ class StepRoutingDecoding(DecodingStrategy):
         self._statistics = ReducedStatistics()
         self._text: list[int] = []  # prompt and reply; the last is the root
         self._writes = False  # the large model, to the end of a step
-        self._row: Floats | None = None  # behind the root, where the pass over a step has told it
+        self._row: Floats | None = None  # behind the root, as the pass over a step gave it
         self._switches = 0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)

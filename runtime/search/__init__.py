@@ -1,1 +1,1 @@
-"""Searches: strategies that look at several continuations in one cache, or weigh one otherwise than the model."""
+"""Searches: strategies that follow several continuations in one cache, or choose tokens by more than the model."""

@@ -105,7 +105,7 @@ class Beam(SearchStrategy):
         group.live = [] if self._over(group, live, size) else self._placed(live)
 
     def _placed(self, live: list[_Beginning]) -> list[_Beginning]:
-        """The same beginnings at the places behind their last tokens."""
+        """Give these beginnings at the places behind their last tokens."""
         if self._places is None or not live:
             return live
         places = self._places.after([each.place for each in live], [each.tokens[-1] for each in live])

@@ -34,7 +34,7 @@ class Branch:
 class Branches:
     """The branches that begin where the cache ends now, the trunk's end.
 
-    Where the backend evaluates sequences together, a pass has rows of all of them, beside those of other replies.
+    Where the backend evaluates sequences together, a pass has rows of all of them and of other replies.
 
     Args:
         passes: of the search.

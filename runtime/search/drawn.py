@@ -109,7 +109,7 @@ class ParallelSamples(SearchStrategy):
             reply.branch = None
 
     def search_use(self) -> SearchUse:
-        """What was done so far; replies that were cut off are told as far as they came."""
+        """What was done so far; of replies that were cut off, as far as they came."""
         self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in self._replies)
         return super().search_use()
 
@@ -144,7 +144,7 @@ class DrawnSearch(SearchStrategy):
         """The whole reply."""
         count, parts = self._config.samples, self._parts
         limit, first_logits = self._share(count, room), logits.copy()
-        # The reply's own sampler is told only of the one that is chosen.
+        # The reply's own sampler follows only the one that is chosen.
         samplers = (parts.another_sampler(prompt, index) for index in range(count))
         replies = [Drawn(sampler, parts.reply_text(prompt), limit) for sampler in samplers]
         self._reply_rows = self._backend.cache.length
@@ -187,7 +187,7 @@ class FirstFinish(DrawnSearch):
 
 
 class BestOf(DrawnSearch):
-    """That of the likeliest tokens: of the highest mean log-probability."""
+    """The reply of the likeliest tokens: of the highest mean log-probability."""
 
     def _choose(self, replies: Sequence[Drawn]) -> int:
         return max(range(len(replies)), key=lambda index: replies[index].mean)

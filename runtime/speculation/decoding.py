@@ -16,6 +16,7 @@ from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
     DraftContext,
@@ -27,7 +28,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     main_branch_first,
 )
 from edgeinfer.runtime.speculation.evaluated import Evaluated, LogitRows, head_of
-from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.selfcheck import near_edge
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
@@ -108,13 +108,13 @@ class RoundView:
 
 
 class SpeculativeDecoding(DecodingStrategy):
-    """Decodes one reply in rounds, with plain steps between them while the governor expects nothing of drafts.
+    """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts.
 
     Args:
         backend: the target.
         sampler: of the reply.
-        drafters: whose guesses the governor weighs.
-        governor: decides what is drafted.
+        drafters: whose guesses the controller weighs.
+        controller: decides what is drafted.
         verification: decides what is accepted.
         noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
         on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
@@ -130,7 +130,7 @@ class SpeculativeDecoding(DecodingStrategy):
         backend: Backend,
         sampler: Sampler,
         drafters: Sequence[Drafter],
-        governor: Governor,
+        controller: DraftController,
         verification: VerificationRule,
         *,
         noise: float = 0.0,
@@ -141,7 +141,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self.statistics = statistics or SpeculationStatistics()
         self.texts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        self._governor, self._verification, self._noise = governor, verification, noise
+        self._controller, self._verification, self._noise = controller, verification, noise
         # Where rounding may have decided, choices are taken again with the other rows at hand.
         head = head_of(backend)
         self._head = None if noise else head
@@ -150,7 +150,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._on_plain_ms = on_plain_ms
         self._plain_left = 0  # plain steps still to take before drafters are asked
         self._started = False  # drafters know the text
-        self._unobserved = 0  # plain steps since then that drafters have not been told of
+        self._unobserved = 0  # plain steps since then that drafters have not seen
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = self._lost = self._begin = 0
         # Of tokens drafted behind rows of this round whose logits are no longer in memory, by row and token.
@@ -165,7 +165,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._plain_hidden = None
         self._context.tokens[:] = [*prompt, *tokens]
         self._started, self._begin = False, len(prompt)
-        if self._governor.asks:
+        if self._controller.asks:
             self._start()
         return tokens
 
@@ -183,7 +183,7 @@ class SpeculativeDecoding(DecodingStrategy):
         assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
         if self._plain_left == 0:
             self._count_plain_steps()
-            self._plain_left = self._governor.rest if self._drafters else _UNASKED
+            self._plain_left = self._controller.rest if self._drafters else _UNASKED
         if not self._drafters or (self._plain_left and not self._sampler.forced(())):
             return self._plain(lost)
         try:
@@ -195,10 +195,10 @@ class SpeculativeDecoding(DecodingStrategy):
 
     def _plain(self, lost: int) -> Sequence[int]:
         """One plain step, by which tables are judged where that may pay."""
-        started, watches = time.perf_counter_ns(), bool(self._drafters) and self._governor.watches
+        started, watches = time.perf_counter_ns(), bool(self._drafters) and self._controller.watches
         if watches:
             self._catch_up()
-            self._governor.watch(self._context)
+            self._controller.watch(self._context)
             self.statistics.draft_ms += (time.perf_counter_ns() - started) / 1e6
             started = time.perf_counter_ns()
         self._backend.cache.hold(None)
@@ -207,7 +207,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._context.tokens.extend(tokens)
         self._plain_left = 0 if watches else self._plain_left - 1
         if watches:
-            self._governor.watched(tokens[0])
+            self._controller.watched(tokens[0])
         self._other_ns += time.perf_counter_ns() - started - self.pass_ns
         return tokens
 
@@ -220,7 +220,7 @@ class SpeculativeDecoding(DecodingStrategy):
         # Propose: a tree of tokens that may follow the root. The root has a row of the cache as well, and the
         # token after the draft a place in the reply.
         free = min(self._backend.cache.capacity - base - 1, self._most)
-        draft = main_branch_first(self._governor.draft(self._context, free, depth=room - 1))
+        draft = main_branch_first(self._controller.draft(self._context, free, depth=room - 1))
         drafted = time.perf_counter_ns()
 
         # Verify: one pass of the target gives the logits after the root and after every token of the draft. The rule
@@ -241,7 +241,7 @@ class SpeculativeDecoding(DecodingStrategy):
             self._backend.cache.keep(base, rows)
         verdict, logits = self._recheck(verdict, target, passed, base)
 
-        # Commit: accepted tokens and the verdict's join the reply, and everything that learns is told.
+        # Commit: accepted tokens and the verdict's join the reply, and everything that learns sees them.
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
         committed = (*accepted, verdict.token)
         logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
@@ -252,12 +252,12 @@ class SpeculativeDecoding(DecodingStrategy):
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
             drafter.observe(round)
-        self._governor.observe(round)
+        self._controller.observe(round)
         self._count_round(round, passed, (started, drafted, verified))
         return round.committed
 
     def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], logits: LogitRows) -> list[TokenLogprobs | None]:
-        """What is told of each token of a round, which followed these rows; the head may have to run for the last."""
+        """Log-probabilities of a round's tokens, which followed these rows; the head may have to run for the last."""
         if not self._sampler.records_logprobs:
             return [None] * len(tokens)
         pairs = zip(rows, tokens, strict=False)  # behind a choice that was taken again nothing is committed
@@ -267,7 +267,7 @@ class SpeculativeDecoding(DecodingStrategy):
         ]
 
     def _note(self, draft: Draft, row: int, logits: Floats) -> None:  # (V,)
-        """Notes what would be told of the tokens drafted behind a row that leaves memory."""
+        """Notes what would be reported of the tokens drafted behind a row that leaves memory."""
         for guess, parent in zip(draft.guesses, draft.parents, strict=True):
             if parent + 1 == row:
                 self._drafted_logprobs[row, guess.token] = self._sampler.logprobs_of(guess.token, logits)
@@ -339,7 +339,7 @@ class SpeculativeDecoding(DecodingStrategy):
     ) -> Round:
         # Another pass has overwritten the states that the output shows.
         hidden = passed.hidden if logits is passed.logits else None
-        branches = self._governor.width > 1
+        branches = self._controller.width > 1
         return Round(
             draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
         )
@@ -364,7 +364,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._plain_left = 0
         if steps := len(self._pass_ns):
             other = self._other_ns / steps
-            self._governor.rested(steps)
+            self._controller.rested(steps)
             self.statistics.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
             if self.statistics.alone:
                 self._on_plain_ms((median(self._pass_ns) + other) / 1e6)
@@ -384,11 +384,11 @@ class SpeculativeDecoding(DecodingStrategy):
             len(round.committed),
             bonus=verdict.bonus,
             times=spent,
-            guessed_ms=self._governor.guessed_ms,
+            guessed_ms=self._controller.guessed_ms,
         )
         if not self.statistics.alone:
             return
-        self.statistics.add_guesses(self._governor.timed_guesses, self._governor.timed_reading)
+        self.statistics.add_guesses(self._controller.timed_guesses, self._controller.timed_reading)
         # One whose last rows of logits were not needed would make passes of all sizes look cheaper than they are.
         if not passed.resumed and passed.logits.complete:
             self.statistics.timed_passes.append((rows, (verified - passed.started) / 1e6 + head_ms))
@@ -396,7 +396,7 @@ class SpeculativeDecoding(DecodingStrategy):
             self._on_plain_ms((ended - passed.started) / 1e6)
 
     def limit(self, most: int) -> None:
-        """Drafts at most so many tokens from the next round on; with 0 no drafter is asked or told anything again."""
+        """Drafts at most so many tokens from the next round on; with 0 no drafter is asked again or follows."""
         self._most = min(self._most, most)
         if not most:
             self._drafters.clear()

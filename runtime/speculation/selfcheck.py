@@ -19,7 +19,6 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 # Passes begin amid a vector of eight or sixteen numbers, and the text reaches into the next one.
 _PROMPT = 11
@@ -35,6 +34,16 @@ _LEAST_NOISE = 0.02
 # Half of five standard deviations of the difference between two likely tokens: of 4 to 8 thousand rows of 4-bit models
 # none moved further than 4.6 (docs/log).
 _NOISE_SIGMAS = 2.5
+
+
+def filler_tokens(backend: Backend, count: int, skip: int = 0) -> Ints:  # (count,)
+    """Token ids that look different; the same for the same `skip`.
+
+    Their values change what a pass costs where they choose experts, which may be in memory or not, so passes that are
+    timed are given others each time.
+    """
+    tokens: Ints = ((np.arange(count) + skip) * 7919 + 11) % backend.geometry.vocab_size
+    return tokens
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.company import CompanyGovernor, SequenceDrafting
+from edgeinfer.runtime.speculation.batch import BatchController, SequenceDrafting
+from edgeinfer.runtime.speculation.controller import DraftController, RoundCosts
+from edgeinfer.runtime.speculation.costs import DeviceCosts
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
-from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, asked_by_auto, drafter_method
-from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
-from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from edgeinfer.runtime.speculation.verification.rule import VerificationRule, find_verification
 
 _log = logging.getLogger("edgeinfer")
@@ -127,13 +127,13 @@ class Speculator:
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if not self._may_pay(config, drafters, costs):
             return DecodingStrategy(self._parts.target, sampler)
-        kind = StochasticGovernor if verification.stochastic else Governor
-        governor = kind(drafters, costs, self._acceptance, most, width)
+        kind = StochasticController if verification.stochastic else DraftController
+        controller = kind(drafters, costs, self._acceptance, most, width)
         strategy = SpeculativeDecoding(
             self._parts.target,
             sampler,
             drafters,
-            governor,
+            controller,
             verification,
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             on_plain_ms=self._plain_ms.append,
@@ -170,7 +170,7 @@ class Speculator:
             drafting.backend,
             sampler,
             drafters,
-            CompanyGovernor(drafters, costs, self._acceptance, most, width, drafting.texts),
+            BatchController(drafters, costs, self._acceptance, most, width, drafting.texts),
             verification,
             noise=0.0 if self._costs.exact is None else self._costs.exact.noise,
             on_plain_ms=self._plain_ms.append,
@@ -347,10 +347,10 @@ class Speculator:
             self._drafters[name] = self._made(name)
             self._drafters[name].restore(state.get(name, {}))
 
-    def finished(self, strategy: DecodingStrategy, beside_ms: Sequence[float] = ()) -> None:
+    def finished(self, strategy: DecodingStrategy, overhead_ms: Sequence[float] = ()) -> None:
         """A reply is over: costs follow its passes, and what plain tokens took besides theirs in milliseconds; what was
         learnt is kept, not more often than once a minute."""
-        self._costs.learn_beside(beside_ms)
+        self._costs.learn_overhead(overhead_ms)
         if isinstance(strategy, SpeculativeDecoding):
             self._live.discard(strategy)
             self._costs.learn(strategy.statistics)

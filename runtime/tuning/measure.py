@@ -22,7 +22,7 @@ from edgeinfer.runtime.layer_skip.strategy import divergence
 from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.evaluated import head_of
-from edgeinfer.runtime.speculation.measuring import filler_tokens
+from edgeinfer.runtime.speculation.selfcheck import filler_tokens
 
 # Rows of a pass whose logits are all asked for: 16 of a 152k vocabulary are 10 MB. Where the head runs apart, plans
 # count fewer rows of logits, and it is asked for those.

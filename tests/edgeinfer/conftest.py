@@ -13,7 +13,7 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
-from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.speculation import costs as device_costs
 from edgeinfer.runtime.tuning.search import Effort
 from edgeinfer.runtime.tuning.stopwatch import LOADED, PROMPTS, Times
 from tests.cache import made
@@ -73,9 +73,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of which nothing is timed: drafting pays there."""
-    monkeypatch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1.0), (32, 1.05))))
-    monkeypatch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
-    monkeypatch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
+    monkeypatch.setattr(device_costs, "measure_passes", lambda backend, **_: PassCosts(((1, 1.0), (32, 1.05))))
+    monkeypatch.setattr(device_costs, "measure_guesses", lambda drafter, context: 1e-6)
+    monkeypatch.setattr(device_costs, "measure_reading", lambda drafter, context: (0, 0.0))
 
 
 @pytest.fixture

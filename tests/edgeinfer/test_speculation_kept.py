@@ -18,7 +18,7 @@ from edgeinfer.errors import CapabilityError, StorageError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile import device_profile
-from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.speculation import costs as device_costs
 from edgeinfer.runtime.tuning import drafting_search
 from tests.cli import contents
 from tests.speculation import PROMPT, check_figures, known_costs, load_eager, make_eager, plain, random_bundle, same
@@ -64,7 +64,7 @@ def count_measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return measure
 
     for name in ("measure_passes", "measure_guesses", "check_exact"):
-        monkeypatch.setattr(device, name, counted(name, getattr(device, name)))
+        monkeypatch.setattr(device_costs, name, counted(name, getattr(device_costs, name)))
     return calls
 
 

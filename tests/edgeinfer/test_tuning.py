@@ -16,7 +16,7 @@ import edgeinfer
 from edgeinfer import tools
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.profile.settings import TunedSettings
-from edgeinfer.runtime.speculation import device as device_costs
+from edgeinfer.runtime.speculation import costs as device_costs
 from edgeinfer.runtime.system.machine import usable_processors
 from edgeinfer.runtime.tuning.search import Effort
 from edgeinfer.runtime.tuning.stopwatch import LOADED, PROMPTS, Stopwatch, Times

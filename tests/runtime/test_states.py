@@ -29,7 +29,7 @@ from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower
 from edgeinfer.runtime.system.memory import releases_pages
 from tests.factories import make_checkpoint
 

@@ -29,7 +29,7 @@ from edgeinfer.runtime.loading.registry import plan_input_of
 from edgeinfer.runtime.planning import planner
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
+from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights import disk_rate
 from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms, streamed_bytes

@@ -23,9 +23,9 @@ from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.apps.bench.texts import STORIES, TokenizedPrompt, load_prompts, tokenize_prompts
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts
+from edgeinfer.runtime.speculation.controller import DraftController
+from edgeinfer.runtime.speculation.costs import DeviceCosts, SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, Round
-from edgeinfer.runtime.speculation.governor import Governor
 
 CURVE = PassCosts(
     (
@@ -69,14 +69,14 @@ class Pricing:
     def learn(self, costs: DeviceCosts, statistics: SpeculationStatistics) -> None:
         """Given costs do not follow the clock."""
 
-    def observe(self, governor: Governor, round: Round) -> None:
+    def observe(self, controller: DraftController, round: Round) -> None:
         rows = 1 + len(round.draft)
-        self._count(len(round.committed), 1, self.passes.ms(rows) + governor.guessed_ms + self.round_ms)
-        _OBSERVE(governor, round)
+        self._count(len(round.committed), 1, self.passes.ms(rows) + controller.guessed_ms + self.round_ms)
+        _OBSERVE(controller, round)
 
-    def rested(self, governor: Governor, steps: int) -> None:
-        _RESTED(governor, steps)
-        self._count(steps, steps, steps * self.passes.ms(1) + governor.watched_ms)
+    def rested(self, controller: DraftController, steps: int) -> None:
+        _RESTED(controller, steps)
+        self._count(steps, steps, steps * self.passes.ms(1) + controller.watched_ms)
 
     def _count(self, tokens: int, passes: int, ms: float) -> None:
         self.now.tokens, self.now.passes, self.now.ms = (
@@ -86,7 +86,7 @@ class Pricing:
         )
 
 
-_OBSERVE, _RESTED = Governor.observe, Governor.rested
+_OBSERVE, _RESTED = DraftController.observe, DraftController.rested
 
 
 def _replies(
@@ -137,7 +137,7 @@ def main() -> None:
     passes = PassCosts(tuple(args.passes)) if args.passes else CURVE
     pricing = Pricing(passes, args.round_ms, Reckoned(plain_ms=passes.ms(1)))
     replaced = {(DeviceCosts, "of"): pricing.of, (DeviceCosts, "learn"): pricing.learn}
-    replaced |= {(Governor, "observe"): pricing.observe, (Governor, "rested"): pricing.rested}  # type: ignore[dict-item]
+    replaced |= {(DraftController, "observe"): pricing.observe, (DraftController, "rested"): pricing.rested}  # type: ignore[dict-item]
     for (owner, name), method in replaced.items():
         patch.object(owner, name, lambda self, *given, method=method: method(self, *given)).start()
     with edgeinfer.load(args.bundle, threads=1, remember=False) as model:

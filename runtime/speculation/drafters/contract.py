@@ -145,7 +145,7 @@ class Draft:
         return tuple(nodes[::-1])
 
     def first(self, length: int) -> Draft:
-        """The same draft without the nodes behind so many."""
+        """Cut the draft to its first nodes."""
         if length == len(self):
             return self
         return Draft(self.guesses[:length], self.parents[:length], self.sources[:length], self.likely[:length])
@@ -172,7 +172,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of the target decided, told to every drafter, whoever drafted; or several plain ones, without rows.
+    """What one pass of the target decided, whichever drafter drafted; or several plain ones, without rows.
 
     Attributes:
         draft: what was verified; may be empty.
@@ -310,7 +310,7 @@ class Drafter:
 
 
 def main_branch_first(draft: Draft) -> Draft:
-    """The same tree with its main branch, the chain of first children, in front; other nodes keep their order.
+    """Put the main branch of a tree, the chain of first children, in front; other nodes keep their order.
 
     Where attention reads no pages, a row sums over the keys it sees in the order of
     their places in the cache: fed right behind the root, the main branch has the places that a chain has, so its rows

@@ -9,10 +9,9 @@ from itertools import product
 from typing import NamedTuple
 
 from edgeinfer.runtime.planning.economics import Prior
-from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod
-from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
+from edgeinfer.runtime.speculation.drafters.text_index import NONE, Aligner, Cursor, Evidence, SuffixIndex
 
 
 class ForcedDrafter(Drafter):

@@ -1,7 +1,7 @@
 """Drafting with a module that fills a block of masks at once (Chen et al. 2026, DFlash, arXiv 2602.06036).
 
 One pass gives the logits of all places behind the root, each without knowing what stands at the others. Chains take the
-best of each; trees, grown by the governor over the best few of each place, are those of DDTree (arXiv 2604.12989).
+best of each; trees, grown by the controller over the best few of each place, are those of DDTree (arXiv 2604.12989).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
-from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule
-from edgeinfer.runtime.speculation.drafters.target_states import Unread
+from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule, Unread
 
 _NO_ROWS = np.zeros(0, np.int64)
 

@@ -1,7 +1,7 @@
 """Drafting with heads over a prefix layer (Hydra++, Ankner et al. 2024, arXiv 2402.05109).
 
 The layer reads the target's last states of the whole text, each row once. What it gives in the row before the root is
-what every head of a round reads, beside the root and the tokens drafted behind it; a guess runs one head and no layer,
+what every head of a round reads, next to the root and the tokens drafted behind it; a guess runs one head and no layer,
 so trees cost one such guess a node and no rows of a cache.
 """
 

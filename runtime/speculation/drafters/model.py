@@ -14,8 +14,7 @@ from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
-from edgeinfer.runtime.speculation.drafters.following import Follower
-from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, bytes_read
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 

@@ -3,18 +3,195 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.spec import DraftModule
+from edgeinfer.bundle.spec import WAITING_ROWS, DraftModule
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unread:
+    """Rows of the text that a module has not read.
+
+    Attributes:
+        tokens: that follow each of them.
+        positions: of the rows.
+        states: of the target in them, views.
+        last: whether the root is behind the last of them.
+    """
+
+    tokens: Ints  # (S,)
+    positions: Ints  # (S,)
+    states: Floats  # (S, W)
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Interrupted:
+    """What waited before a tree of which one row was passed again, and the tree.
+
+    Attributes:
+        first: the first row that waited.
+        waiting: tokens of the rows that waited.
+        states: of these. (N, W)
+        tree: tokens of the tree.
+        branches: states of these. (S, W)
+    """
+
+    first: int
+    waiting: list[int]
+    states: Floats
+    tree: list[int]
+    branches: Floats
+
+
+class TargetStates:
+    """Follows the rows of the target's cache by its passes; `observe` is called after each.
+
+    A module's row for a token reads the state before it, so a row can be read once the token behind it is known. Rows
+    that no pass showed, as those of a prefix that was kept elsewhere, are left out.
+
+    Args:
+        width: W, of what is read of a row.
+        state: which output of a pass that is.
+        read: is called with rows that wait no longer.
+        trim: is called with how many of the rows that were read are still of the text.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        state: Callable[[ForwardOutput], Floats | None],
+        read: Callable[[Unread], None],
+        trim: Callable[[int], None],
+    ) -> None:
+        self._state, self._read, self._trim = state, read, trim
+        self._done: list[tuple[int, int]] = []  # rows that were read, ascending, each with the token behind it
+        self._first = 0  # the first row that waits
+        self._tokens: list[int] = []  # of the rows that wait
+        self._states = np.empty((WAITING_ROWS, width), np.float32)
+        self._branches: tuple[list[int], Floats] | None = None  # of a tree, of which verification keeps a path
+        self._interrupted: _Interrupted | None = None
+
+    @property
+    def done(self) -> int:
+        """Rows that were read."""
+        return len(self._done)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that were not read."""
+        return len(self._tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that wait."""
+        return self._states.nbytes
+
+    def observe(self, start: int, batch: ForwardInput, output: ForwardOutput) -> None:
+        """A pass of the target over new tokens, from row `start` on."""
+        self.cut(start)
+        tree, self._branches, self._interrupted = self._branches, None, None
+        states = self._state(output)
+        whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None
+        if states is None or not whole:
+            return
+        tokens = batch.tokens.tolist()
+        if self._done and self._done[-1][0] == start - 1 and self._done[-1][1] != tokens[0]:
+            self._forget(self.done - 1)
+        if self._first + len(self._tokens) != start:
+            if tree is not None:
+                # It may be the last row of the path that is kept, which is only said afterwards.
+                before = self._states[: len(self._tokens)].copy()
+                self._interrupted = _Interrupted(self._first, self._tokens.copy(), before, *tree)
+            self._tokens.clear()
+            self._first = start
+        if batch.tree is None:
+            self._append(tokens, states)
+        else:
+            self._branches = tokens, states.copy()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last pass, if it was over a tree, in this order; so they do if the last of them was
+        passed again since, alone."""
+        if self._branches is not None:
+            tokens, states = self._branches
+            self._branches = None
+            self._append([tokens[row] for row in rows], states[list(rows)])
+        elif (was := self._interrupted) is not None:
+            self._interrupted = None
+            begun, again = was.first + len(was.waiting), self._tokens.copy()
+            if begun + len(rows) - 1 == self._first and again == [was.tree[rows[-1]]]:
+                state, path = self._states[:1].copy(), list(rows[:-1])
+                self._first, self._tokens = was.first, was.waiting
+                self._states[: len(was.waiting)] = was.states
+                self._append([was.tree[row] for row in path], was.branches[path])
+                self._append(again, state)
+
+    def cut(self, row: int) -> None:
+        """The text's rows from this one on are dropped."""
+        del self._tokens[max(0, row - self._first) :]
+        kept = self.done
+        while kept and self._done[kept - 1][0] >= row:
+            kept -= 1
+        self._forget(kept)
+
+    def compare(self, tokens: Sequence[int]) -> None:
+        """Follow a text that may be another: rows are dropped from the first on behind which these tokens differ."""
+        for place, (row, behind) in enumerate(self._done):
+            if row + 1 >= len(tokens) or tokens[row + 1] != behind:
+                self._forget(place)
+                return
+
+    def catch_up(self, base: int, root: int) -> bool:
+        """Reads all rows up to the one before the root, whose row `base` will be; false where that one is not known."""
+        self.cut(base)
+        if self._first + len(self._tokens) != base or not self._tokens:
+            return False
+        self._hand_over([*self._tokens[1:], root], last=True)
+        return True
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._tokens.clear()
+        self._branches = self._interrupted = None
+        self._forget(0)
+
+    def _append(self, tokens: Sequence[int], states: Floats) -> None:  # (S, W)
+        at = 0
+        while at < len(tokens):
+            if len(self._tokens) == WAITING_ROWS:
+                # The last one waits for the token behind it.
+                self._hand_over(self._tokens[1:], last=False)
+            size = min(len(tokens) - at, WAITING_ROWS - len(self._tokens))
+            waiting = len(self._tokens)
+            self._states[waiting : waiting + size] = states[at : at + size]
+            self._tokens.extend(tokens[at : at + size])
+            at += size
+
+    def _hand_over(self, behind: Sequence[int], *, last: bool) -> None:
+        """Has the first rows read, behind which these tokens are."""
+        size = len(behind)
+        positions = np.arange(self._first, self._first + size)
+        self._read(Unread(np.array(behind, np.int64), positions, self._states[:size], last))
+        self._done.extend(zip(positions.tolist(), behind, strict=True))
+        left = len(self._tokens) - size
+        self._states[:left] = self._states[size : size + left]
+        del self._tokens[:size]
+        self._first += size
+
+    def _forget(self, kept: int) -> None:
+        if kept < self.done:
+            del self._done[kept:]
+            self._trim(kept)
+
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -60,7 +237,7 @@ class ModuleDrafter(LogitDrafter):
         self._target.observe_pass = self._states.observe
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Another text may have begun, or the same has been fed further."""
+        """Follow a text that may be another, or the same that has been fed further."""
         super().begin(tokens)
         self._leave_draft()
         self._states.compare(tokens)

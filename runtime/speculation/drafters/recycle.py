@@ -7,7 +7,7 @@ far to trust it. Where drafts do not branch no one reads further candidates, so 
 front and the other seven are not looked for. What is kept is token ids and counts.
 
 A text has far fewer different tokens than a large vocabulary, so the matrix has rows for those that were met; where it
-is full, the row that was begun first is given to the next token.
+is full, the oldest row is given to the next token.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Rows:
 
     @classmethod
     def empty(cls, vocabulary: int) -> _Rows:
-        """Of no token."""
+        """A matrix of no token."""
         size = 1 + min(vocabulary, _ROOM)
         token = np.full(size, _NONE, np.int32)
         token[_NOWHERE] = 1
@@ -70,7 +70,7 @@ class _Rows:
     def of_tokens(
         cls, vocabulary: int, tokens: NDArray[np.int32], best: NDArray[np.int32], came: NDArray[np.uint8]
     ) -> _Rows:
-        """Of these tokens, no more than there is room for."""
+        """A matrix of these tokens, no more than there is room for."""
         rows, end = cls.empty(vocabulary), 1 + len(tokens)
         rows.of[tokens] = np.arange(1, end)
         rows.best[1:end], rows.came[1:end], rows.token[1:end] = best, came, tokens

@@ -18,8 +18,7 @@ from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardIn
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
-from edgeinfer.runtime.speculation.drafters.following import Follower
-from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, DrafterParts, pass_prior
 
 

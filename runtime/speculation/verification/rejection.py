@@ -12,7 +12,7 @@ and that it repeats no elder sibling,
 
 That holds for siblings drawn from a distribution one after the other, with replacement (repetitions kept or dropped) or
 without (Gumbel top-k, in order of the perturbed values), for siblings of several drafters, and for drawn siblings
-beside certain ones. It does not hold where a guess's presence or place depends on what was drawn: siblings sorted by
+next to certain ones. It does not hold where a guess's presence or place depends on what was drawn: siblings sorted by
 probability, guesses dropped because an unlikely token came out or because of what followed it, or a repetition that
 moves to an elder place. A drafter or policy that wants that must leave the distribution out; certain guesses are
 always safe.

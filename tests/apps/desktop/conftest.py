@@ -9,7 +9,7 @@ import pytest
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.speculation import costs as device_costs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,9 +20,9 @@ def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return PassCosts(((1, 1.0), (32, 1.05)), step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "measure_passes", measured)
-        patch.setattr(device, "measure_guesses", lambda drafter, context: 0.1)
-        patch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
+        patch.setattr(device_costs, "measure_passes", measured)
+        patch.setattr(device_costs, "measure_guesses", lambda drafter, context: 0.1)
+        patch.setattr(device_costs, "measure_reading", lambda drafter, context: (0, 0.0))
         patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         # Not where other tests would find them.
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "desktop"))

@@ -216,7 +216,7 @@ def test_states_are_those_between_the_layers(engine: Engine) -> None:
 
 
 def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same states, rows and reply as by reading the prompt once more, without a row that a block sees twice."""
+    """Equal states, rows and reply as by reading the prompt once more, without a row that a block sees twice."""
     sampler, policy, backend = Greedy(), ImportancePolicy(), engine.backend
     blocks = [0]
 

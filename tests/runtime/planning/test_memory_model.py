@@ -35,7 +35,7 @@ from edgeinfer.runtime.planning.speed_model import (
 )
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
+from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 from tests.runtime.planning.conftest import PACE, PROCESS, Measured, pace_of

@@ -1,4 +1,4 @@
-"""The governor of drafts for a server, alone and where replies share passes, in simulated time."""
+"""The controller of drafts for a server, alone and where replies share passes, in simulated time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runtime.remote.simulated import SimulatedReplies, SimulatedServer, Si
 
 # Round trips in milliseconds, and millions of bits in a second.
 LINKS = (*((rtt, 100.0) for rtt in (0.0, 1.0, 5.0, 20.0, 50.0, 200.0)), (5.0, 1.0), (5.0, 10.0), (50.0, 1.0))
-# Tokens in which a governor that knows nothing learns.
+# Tokens in which a controller that knows nothing learns.
 LEARNING, TOKENS = 64, 500
 
 

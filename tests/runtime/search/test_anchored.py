@@ -72,7 +72,7 @@ def test_what_one_of_them_rules_out_is_never_drawn() -> None:
     whole = fuse(own, anchor, 5.0)
     assert whole.probabilities.tolist() == [0, 1, 0, 0]
     assert whole.divergence == pytest.approx(-math.log(0.4))
-    # Too dear, and nothing in common: the anchor alone.
+    # Too costly, and nothing in common: the anchor alone.
     assert fuse(own, anchor, 0.5).probabilities.tolist() == anchor.tolist()
     assert fuse(np.array([1.0, 0.0]), np.array([0.0, 1.0]), 99).probabilities.tolist() == [0, 1]
     assert fuse(own, anchor, 0.0).weight == 0
@@ -134,7 +134,7 @@ def test_without_a_limit_it_is_the_model_and_without_a_budget_the_anchor() -> No
 
 
 def test_drawn_tokens_have_the_law_of_the_mean() -> None:
-    """First tokens of 4,000 seeds beside the distribution that is within the budget."""
+    """First tokens of 4,000 seeds against the distribution that is within the budget."""
     anchor, config = LettersAnchor(), GenerationConfig(temperature=1.0)
     law = fuse(softmax(letters_logits(PROMPT)), softmax(anchor.logits(PROMPT)), 0.2).probabilities
     drawn = [Sampler(LogitsProcessor(config, V, seed), PROMPT).sample_keyed(law, 3) for seed in range(4000)]

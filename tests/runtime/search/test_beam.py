@@ -22,7 +22,7 @@ def total(reply: tuple[int, ...]) -> float:
 
 
 def every_reply(most: int) -> list[tuple[int, ...]]:
-    """Those that end, and those of `most` tokens."""
+    """Texts that end, and texts of `most` tokens."""
     going = [t for t in range(V) if t != END]
     found = [(*start, END) for length in range(most) for start in product(going, repeat=length)]
     return found + list(product(going, repeat=most))
@@ -31,7 +31,7 @@ def every_reply(most: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("prompt", [PROMPT, [4], [0, 6, 6, 1]])
 def test_enough_beams_find_the_best_of_all_replies(penalty: float, prompt: list[int]) -> None:
-    """Of two tokens: nine beginnings are all that do not end."""
+    """In replies of two tokens nine beginnings are all that do not end."""
     trial = Trial(LettersBackend(), search="beam", beams=10, max_tokens=2, length_penalty=penalty, prompt=prompt)
 
     def score(reply: tuple[int, ...]) -> float:

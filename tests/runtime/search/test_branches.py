@@ -1,4 +1,4 @@
-"""Branches of a text: each is a text of its own, whatever was forked, dropped or fed beside it, on every backend."""
+"""Branches of a text: each is a text of its own, whatever was forked, dropped or fed next to it, on every backend."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_ties_go_to_the_likelier_answer() -> None:
 
 
 def test_the_longest_reasoning_votes() -> None:
-    """Of three short answers and two of more lines, the latter decide; as many as all are plain votes."""
+    """With three short answers and two of more lines, the latter decide; as many as all are plain votes."""
     texts = ["so 3", "so 3", "so 3", "first\n\nthen\n4", "first\nthen\n4"]
     assert most_steps(texts, 2) == [3, 4] and most_steps(texts, 3) == [0, 3, 4] and most_steps(texts, 5) == [*range(5)]
     for seed in range(5):

@@ -30,7 +30,7 @@ def extracted(passage: str, prompt: list[int], **options: Any) -> Trial:
 
 @pytest.mark.slow
 def test_the_best_of_all_spans_is_found_in_200_passages() -> None:
-    """Those of a few letters, which stand in several places, and longer ones; with and without a bound of tokens."""
+    """Texts of a few letters, which stand in several places, and longer ones; with and without a bound of tokens."""
     chance = np.random.default_rng(7)
     passes = spans = 0
     for size in chance.integers(1, 25, 200).tolist():

@@ -89,7 +89,7 @@ def trial_of(case: str, **options: Any) -> Trial:
     [("plain", 2.0), ("plain", 0.5), ("scorer", 1.0), ("scorer", 2.0), ("checker", 1.5), ("choices", 1.0)],
 )
 def test_estimates_are_unbiased(case: str, power: float) -> None:
-    """Of the sum of the target over all replies, and of the part of it that begins with each token.
+    """Estimates of the sum of the target over all replies, and of the part of it that begins with each token.
 
     The mean over seeds lies within four of its own standard errors of what enumeration gives.
     """
@@ -135,7 +135,7 @@ def test_without_power_and_scorer_all_weigh_the_same() -> None:
 
 
 def test_particles_of_no_weight_are_replaced() -> None:
-    """Those whose text leads nowhere go on as others did, whose rows they share."""
+    """Particles whose text leads nowhere go on as others did, whose rows they share."""
     trial = trial_of("plain", scorer=lambda text, ended: 0.0 if text.startswith(".") else -math.inf, samples=16)
     assert trial.tokens()[0] == 8
     assert all(text.token_ids[0] == 8 for text in trial.strategy.search_use().texts)

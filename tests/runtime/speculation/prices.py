@@ -13,7 +13,7 @@ STAIRS = {rows: 10.0 + 4.0 * max(0, (rows + 1) // 2 - 1) for rows in range(1, 65
 
 @dataclass(frozen=True)
 class Prices:
-    """Implements `governor.RoundCosts`."""
+    """Implements `controller.RoundCosts`."""
 
     passes: Mapping[int, float]
     guesses: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Drafters whose quality is known, and texts decoded with them by priced costs, for tests of the governor."""
+"""Drafters whose quality is known, and texts decoded with them by priced costs, for tests of the controller."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.controller import DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
     DraftContext,
@@ -19,7 +20,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     State,
     Verdict,
 )
-from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.prices import Prices
 
@@ -110,7 +110,7 @@ class Reader(Prophet):
     """Reads a prompt before its first guess.
 
     Attributes:
-        told: lengths of the texts at which it was asked how much it has to read.
+        lengths: lengths of the texts at which it was asked how much it has to read.
     """
 
     draws = True
@@ -118,10 +118,10 @@ class Reader(Prophet):
 
     def __init__(self, name: str, text: Sequence[int], right: float, *, seed: int = 0) -> None:
         super().__init__(name, text, right, seed=seed)
-        self.told: list[int] = []
+        self.lengths: list[int] = []
 
     def unread(self, context: DraftContext) -> int:
-        self.told.append(len(context.tokens))
+        self.lengths.append(len(context.tokens))
         return self.behind
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
@@ -145,7 +145,7 @@ class Truth:
 class Run:
     """What decoding a text came to."""
 
-    governor: Governor
+    controller: DraftController
     sizes: list[int]
     ms: float
     drafts: list[Draft]
@@ -170,30 +170,30 @@ def decode(
     most: int = 15,
     width: int = 1,
     rests: bool = False,
-    kind: type[Governor] = Governor,
+    kind: type[DraftController] = DraftController,
     believed: RoundCosts | None = None,
 ) -> Run:
-    """Decodes a text with perfect verification; times by the prices, which the governor knows if it believes no others.
+    """Decode a text with perfect verification, by the prices; the controller knows them if it believes no others.
     Plain steps are taken where it rests, if `rests`."""
-    governor = kind(drafters, believed or prices, learning(drafters), most, width)
+    controller = kind(drafters, believed or prices, learning(drafters), most, width)
     context = DraftContext(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
-    run = Run(governor, [], 0.0, [], [])
+    run = Run(controller, [], 0.0, [], [])
     while len(context.tokens) < len(text):
-        steps = min(governor.rest, len(text) - len(context.tokens)) if rests else 0
-        if steps and governor.watches:
+        steps = min(controller.rest, len(text) - len(context.tokens)) if rests else 0
+        if steps and controller.watches:
             steps = 1
-            governor.watch(context)
-            governor.watched(text[len(context.tokens)])
+            controller.watch(context)
+            controller.watched(text[len(context.tokens)])
         if steps:
-            governor.rested(steps)
-            run.ms += steps * prices.pass_ms(1) + governor.watched_ms
+            controller.rested(steps)
+            run.ms += steps * prices.pass_ms(1) + controller.watched_ms
             context.tokens.extend(text[len(context.tokens) : len(context.tokens) + steps])
             run.sizes += [1] * steps
             run.passes += [(1, prices.pass_ms(1))] * steps
             continue
         room = len(text) - len(context.tokens) - 1
         before = [(d.asked, d.behind) for d in drafters]
-        draft = governor.draft(context, room, room)
+        draft = controller.draft(context, room, room)
         asked = 0.0
         for drafter, (times, behind) in zip(drafters, before, strict=True):
             asked += (drafter.asked - times) * prices.guess_ms(drafter.name)
@@ -204,7 +204,7 @@ def decode(
         committed = (*(draft.guesses[n].token for n in verdict.accepted), verdict.token)
         fed = np.array([context.tokens[-1], *draft.tokens])
         context.tokens.extend(committed)
-        governor.observe(Round(draft, verdict, committed, fed, np.zeros((len(fed), 1), np.float32)))
+        controller.observe(Round(draft, verdict, committed, fed, np.zeros((len(fed), 1), np.float32)))
         run.sizes.append(len(committed))
         run.drafts.append(draft)
     return run

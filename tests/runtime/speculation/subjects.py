@@ -30,10 +30,10 @@ from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
-from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -138,15 +138,15 @@ class Subject:
         acceptance = Acceptance()
         for drafter in made:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-        kind = StochasticGovernor if verification.stochastic else Governor
+        kind = StochasticController if verification.stochastic else DraftController
         if isinstance(self.backend, GraphBackend) and not self.backend.capabilities.paged:
             width = 1
-        governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
+        controller = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         return SpeculativeDecoding(
             self.backend,
             sampler,
             made,
-            governor,
+            controller,
             verification,
             noise=noise,
             on_plain_ms=lambda ms: None,

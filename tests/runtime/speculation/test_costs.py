@@ -24,9 +24,9 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedC
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
-from edgeinfer.runtime.speculation import measuring as module
+from edgeinfer.runtime.speculation import costs as module
+from edgeinfer.runtime.speculation.costs import measure_guesses, measure_passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess
-from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes
 
 CURVES = st.builds(
     lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),
@@ -183,7 +183,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 class TimedBackend(TrimmedCache):
-    """A backend whose passes take the time they are told to, and more the first time."""
+    """A backend whose passes take a given time, and more the first time."""
 
     geometry = Geometry(1000, 4, 2, 1, 2, 4096)
 

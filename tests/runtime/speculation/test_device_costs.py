@@ -1,4 +1,4 @@
-"""What a session learns of the costs that the governor goes by, from its replies and from measuring."""
+"""What a session learns of the costs that the controller goes by, from its replies and from measuring."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from edgeinfer import load
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.speculation import device, measuring
-from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation import costs as device_costs
+from edgeinfer.runtime.speculation.costs import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Guess
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.prices import FLAT, Prices
@@ -40,7 +40,7 @@ def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
     costs.prepare()
     text = text_of(60)
     run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
-    assert {name for name, _ in run.governor.timed_guesses} == {"model"}
+    assert {name for name, _ in run.controller.timed_guesses} == {"model"}
     statistics = SpeculationStatistics()
     for ms in (0.4, 0.5, 30.0, 0.6, 0.5) * 8:
         statistics.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)])
@@ -56,13 +56,13 @@ def test_what_tokens_take_besides_their_passes_follows_replies() -> None:
     kept.save_costs = saved.append  # type: ignore[attr-defined]
     costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
     costs.prepare()
-    costs.learn_beside([0.1] * 4)
+    costs.learn_overhead([0.1] * 4)
     costs.save()
     assert not saved, "so few tokens tell nothing"
-    costs.learn_beside([0.1, 0.1, 30.0, 0.1, 0.1])
+    costs.learn_overhead([0.1, 0.1, 30.0, 0.1, 0.1])
     costs.save()
     assert saved[-1].drafts.token_ms == 0.1
-    costs.learn_beside([0.2] * 9)
+    costs.learn_overhead([0.2] * 9)
     costs.save()
     assert 0.1 < (saved[-1].drafts.token_ms or 0.0) < 0.2
     kept.kept = saved[-1]
@@ -129,8 +129,7 @@ def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pyte
         assert parts.speculator is not None
         costs = parts.speculator._costs
         monkeypatch.setattr(ModelDrafter, "guesses", timed)
-        for module in (device, measuring):
-            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        monkeypatch.setattr(device_costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         costs.forget("model")
         known = costs.of([parts.speculator._drafter("model")])
         assert known.guess_ms("model") == pytest.approx(1.0)

@@ -126,7 +126,7 @@ class LongDrafts:
     def told(
         self, config: GenerationConfig = REPEATING, drafters: tuple[str, ...] = ("copy",), noise: float = 0.0
     ) -> list[Told]:
-        """Tokens and what was told of them, until a pass is cancelled, which ends the reply."""
+        """Tokens and what was reported of them, until a pass is cancelled, which ends the reply."""
         self._subject.engine, self.heads = Engine(self.backend, 8), 0
         self.backend.cache.trim(0)
         sampler = Witness(config, self.backend.geometry.vocab_size)
@@ -161,7 +161,7 @@ def test_log_probabilities_take_no_further_pass_of_the_head(drafts: LongDrafts) 
 
 
 def test_nothing_is_told_of_tokens_whose_round_failed(drafts: LongDrafts) -> None:
-    # `told` compares how many tokens there are with how many were told of.
+    # `told` compares how many tokens there are with how many were reported.
     whole = drafts.told()
     for drafts.fails in range(1, 5):
         part = drafts.told()

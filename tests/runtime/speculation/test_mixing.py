@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import StorageError
+from edgeinfer.runtime.speculation.acceptance import Answer, Mixer, MixingWeights
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, Guess
-from edgeinfer.runtime.speculation.mixing import Answer, Mixer, MixingWeights
 
 
 class Table(Drafter):
@@ -21,7 +21,7 @@ MODELS = [Table(name) for name in ("copy", "ngram", "recycle", "model")]
 
 
 def answers(**said: tuple[int, float]) -> list[Answer]:
-    """Of each drafter its token and its estimate."""
+    """Each drafter with its token and its estimate."""
     return [Answer(name, 0, Guess(token, 0), estimate) for name, (token, estimate) in said.items()]
 
 
@@ -85,11 +85,11 @@ def test_tables_give_way_to_asking_where_models_win_the_differences() -> None:
     tables = answers(copy=(1, 0.8))
     for copied, lower in ((False, True), (True, False)):
         mixer = decide(MixingWeights(), copied=copied)
-        asked = mixer.beside_tables(mixer.mix(tables), 0.8)
+        asked = mixer.against_tables(mixer.mix(tables), 0.8)
         assert (asked < 0.7) if lower else (asked == pytest.approx(0.8))
         # Where a model has spoken, it is in the probability already.
         both = mixer.mix(answers(copy=(1, 0.8), model=(1, 0.8)))
-        assert mixer.beside_tables(both, 0.8) == 0.8
+        assert mixer.against_tables(both, 0.8) == 0.8
 
 
 def test_what_was_learnt_survives_storage_and_damage_is_refused() -> None:

@@ -88,7 +88,7 @@ def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None
     plain = reference.plain(GREEDY)
     drafted = reference.decode(GREEDY, ("model",), noise=1e9)
     assert drafted.rounds is not None
-    # Steps for which nobody was asked are plain already.
+    # Steps for which no drafter was asked are plain already.
     assert drafted.rounds.statistics.rechecked == drafted.rounds.statistics.recovered > 5
     assert drafted.tokens == plain.tokens
 

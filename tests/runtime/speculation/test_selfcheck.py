@@ -168,7 +168,7 @@ def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle) -> N
 
 
 def test_rows_are_measured_until_the_budget_is_spent(small: Bundle, clock: Clock) -> None:
-    """Beside the 16 rows that tell that there is noise, for four fifths of its seconds."""
+    """Next to the 16 rows that tell that there is noise, for four fifths of its seconds."""
     rows = []
     for budget_s in (0.0, 1.25, 1e3):
         clock.step = 0.125

@@ -29,9 +29,9 @@ from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
-from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -95,9 +95,9 @@ class Writer:
         acceptance = Acceptance()
         for drafter in made:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-        governor = Governor(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
+        controller = DraftController(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
         verification = find_verification(config.verification)
-        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, on_plain_ms=lambda ms: None)
+        return SpeculativeDecoding(self.backend, sampler, made, controller, verification, on_plain_ms=lambda ms: None)
 
 
 @pytest.fixture(

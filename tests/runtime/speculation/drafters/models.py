@@ -154,7 +154,7 @@ def committed(drafted: Sequence[int], right: int, token: int) -> Round:
 
 
 def assert_same_cache(kind: str, actual: CacheSnapshot, expected: CacheSnapshot) -> None:
-    """The same bits; of the reference, whose sums depend on how many rows a pass has, a part in ten thousand."""
+    """Equal bits; of the reference, whose sums depend on how many rows a pass has, a part in ten thousand."""
     assert actual.length == expected.length
     pairs = zip((*actual.keys, *actual.values), (*expected.keys, *expected.values), strict=True)
     tolerance = 1e-4 if kind == "reference" else 0.0

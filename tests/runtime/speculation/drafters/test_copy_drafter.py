@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
-from edgeinfer.runtime.speculation.drafters.suffixes import SuffixIndex
+from edgeinfer.runtime.speculation.drafters.text_index import SuffixIndex
 from tests.runtime.speculation.drafters.rounds import ask, chain, searched, settled
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower
 from tests.runtime.speculation.drafters.models import export, make_backend, take_in
 
 CHUNK = 4

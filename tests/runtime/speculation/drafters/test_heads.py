@@ -20,9 +20,9 @@ from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Round
-from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.heads import random_heads
 from tests.runtime.speculation.drafters.models import export
@@ -62,7 +62,7 @@ class Listener(MedusaDrafter):
         self.told.append((round.committed[-1], self._state.copy()))
 
 
-class Resting(Governor):
+class Resting(DraftController):
     """Takes three plain steps before every round."""
 
     pause = 3
@@ -80,16 +80,16 @@ class Resting(Governor):
         return super().draft(context, rows, depth)
 
 
-@each_row("kind", [Governor, Resting])
-def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[Governor]) -> None:
+@each_row("kind", [DraftController, Resting])
+def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[DraftController]) -> None:
     backend = ReferenceBackend(bundle, 64)
     drafter = Listener(backend, random_heads(bundle, "medusa"))
     acceptance = Acceptance()
     acceptance.add(drafter.name, [0.9] * len(drafter.priors))
     sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
-    governor = kind([drafter], Prices(FLAT), acceptance, 3, 1)
+    controller = kind([drafter], Prices(FLAT), acceptance, 3, 1)
     rounds = SpeculativeDecoding(
-        backend, sampler, [drafter], governor, find_verification("keyed"), on_plain_ms=lambda ms: None
+        backend, sampler, [drafter], controller, find_verification("keyed"), on_plain_ms=lambda ms: None
     )
     steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]

@@ -33,7 +33,7 @@ def drafter(*chances: float) -> Given:
 
 
 def test_the_sign_of_a_drawn_token_is_its_probability() -> None:
-    """Of the token drawn, which need not be the most likely one."""
+    """The confidence of the token drawn, which need not be the most likely one."""
     signs = {0.05: 0, 0.2: 1, 0.3: 2, 0.5: 3, 0.6: 4, 0.8: 5, 0.9: 6, 0.96: 7, 1.0: 7}
     for uniform, sign in signs.items():
         rest = (1 - uniform) / 2

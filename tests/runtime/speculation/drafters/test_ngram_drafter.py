@@ -21,7 +21,7 @@ FEW = st.lists(st.integers(0, 3), max_size=60)
 
 
 def taught(*texts: list[int], bits: int = 12) -> NgramDrafter:
-    """A drafter that has seen these texts, each as a prompt of its own, and begins anew."""
+    """A drafter that has seen these texts, each as a prompt of its own, and begins again."""
     drafter = NgramDrafter(V, bits)
     for text in texts:
         drafter.begin(text)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
+from edgeinfer.runtime.speculation.drafters.text_index import NONE, SuffixIndex
 from tests.runtime.speculation.drafters.rounds import searched
 
 TEXT = st.lists(st.integers(0, 2), max_size=30)

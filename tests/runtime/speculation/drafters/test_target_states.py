@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
-from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
+from edgeinfer.runtime.speculation.drafters.module_drafter import TargetStates, Unread
 from tests.tables import each_row
 
 # Behind the root 5 come 6 and 7, in rows 2 and 3 of the tree.

@@ -41,7 +41,7 @@ CONFIG = GenerationConfig(
 
 
 def logits(text: tuple[int, ...]) -> NDArray[np.float32]:  # (V,)
-    """Of a model that looks at the last two tokens."""
+    """Logits of a model that looks at the last two tokens."""
     return np.random.default_rng([5, *text[-2:]]).normal(0, 2, SIZE).astype(np.float32)
 
 

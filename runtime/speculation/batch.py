@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.controller import DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
-from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 
 # Plain steps after which it is looked again how many texts share the passes.
 _LOOK = 16
@@ -17,8 +17,8 @@ _LOOK = 16
 _LIKELIEST = 0.95
 
 
-class CompanyCosts:
-    """Implements `governor.RoundCosts` for one of several texts that share each pass.
+class BatchCosts:
+    """Implements `controller.RoundCosts` for one of several texts that share each pass.
 
     A plain step costs a text its share of the common pass. Its drafts come on top: the others wait for all that their
     rows and their making take. So a draft pays by these costs where it raises the tokens per millisecond of all.
@@ -57,11 +57,11 @@ class CompanyCosts:
         return max(1, self._costs.confirmed - self._others)
 
 
-class CompanyGovernor(Governor):
-    """Governs as its base does, by what drafts cost beside as many texts as there are.
+class BatchController(DraftController):
+    """Decides as its base does, by what drafts cost when so many texts share passes.
 
     Args:
-        drafters, acceptance, most, width: as `Governor` takes them.
+        drafters, acceptance, most, width: as `DraftController` takes them.
         costs: of one text alone.
         texts: tells how many share passes now.
     """
@@ -76,14 +76,14 @@ class CompanyGovernor(Governor):
         texts: Callable[[], int],
     ) -> None:
         self._alone, self._count, self._texts = costs, texts, max(1, texts())
-        super().__init__(drafters, CompanyCosts(costs, self._texts), acceptance, most, width)
+        super().__init__(drafters, BatchCosts(costs, self._texts), acceptance, most, width)
 
     @property
     def rest(self) -> int:
         """Counts plain steps before a drafter is asked, or before it is looked again how many texts there are."""
         if (texts := max(1, self._count())) != self._texts:
             self._texts = texts
-            self._reprice(CompanyCosts(self._alone, texts))
+            self._reprice(BatchCosts(self._alone, texts))
         return min(super().rest, _LOOK) if self.asks else _LOOK
 
     @property
@@ -97,7 +97,7 @@ class CompanyGovernor(Governor):
 
 
 class SequenceDrafting:
-    """What drafts for the texts of one sequence beside others.
+    """Drafters for the texts of one of several sequences.
 
     Args:
         backend: of the sequence.
@@ -110,7 +110,7 @@ class SequenceDrafting:
         self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {}
 
     def of_sequence(self, drafters: Sequence[Drafter]) -> list[Drafter]:
-        """The sequence's own of these drafters, without those of which a text beside others can have none."""
+        """The sequence's own of these drafters, without those that cannot serve several sequences."""
         for drafter in drafters:
             if self._drafters.get(drafter.name, (None,))[0] is not drafter:
                 self._drafters[drafter.name] = drafter, drafter.for_sequence()

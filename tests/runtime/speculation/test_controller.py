@@ -1,4 +1,4 @@
-"""What the governor drafts, given costs and drafters whose quality is known."""
+"""What the controller drafts, given costs and drafters whose quality is known."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.company import CompanyGovernor
+from edgeinfer.runtime.speculation.batch import BatchController
+from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
-from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from tests.recorded import check_recorded
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
 from tests.runtime.speculation.prophets import Coin, Follower, Prophet, decode, learning, text_of
@@ -36,15 +36,15 @@ def test_beside_many_texts_no_drafter_is_asked_before_some_of_them_have_ended() 
     text, sharing = text_of(100), 8
     drafter = Prophet("copy", text, 1.0)
     steep = Prices({rows: 10.0 + 4.0 * max(0, rows - 4) for rows in range(1, 65)})  # a row costs more than an eighth
-    governor = CompanyGovernor([drafter], steep, learning([drafter]), 15, 1, lambda: sharing)
+    controller = BatchController([drafter], steep, learning([drafter]), 15, 1, lambda: sharing)
     for _ in range(50):
-        assert not governor.asks
-        steps = governor.rest
+        assert not controller.asks
+        steps = controller.rest
         assert steps > 0
-        governor.rested(steps)
+        controller.rested(steps)
     sharing = 2
-    governor.rested(governor.rest)
-    assert governor.asks and governor.rest == 0
+    controller.rested(controller.rest)
+    assert controller.asks and controller.rest == 0
 
 
 def test_a_row_that_padding_pays_for_is_drafted_whatever_its_chance() -> None:
@@ -56,12 +56,12 @@ def test_a_row_that_padding_pays_for_is_drafted_whatever_its_chance() -> None:
 
 def test_takes_the_better_drafter_and_pays_for_it_only_where_it_must() -> None:
     text = text_of(600)
-    cheap, dear = Prophet("copy", text, 0.1), Prophet("model", text, 0.95, seed=1)
-    run = decode([cheap, dear], text, Prices(STAIRS, {"model": 1.0}))
+    cheap, costly = Prophet("copy", text, 0.1), Prophet("model", text, 0.95, seed=1)
+    run = decode([cheap, costly], text, Prices(STAIRS, {"model": 1.0}))
     assert run.plain_ms / run.ms > 2
-    sure, dear = Prophet("copy", text, 0.99), Prophet("model", text, 0.95, seed=1)
-    decode([sure, dear], text, Prices(STAIRS, {"model": 1.0}))
-    assert dear.asked < 60
+    sure, costly = Prophet("copy", text, 0.99), Prophet("model", text, 0.95, seed=1)
+    decode([sure, costly], text, Prices(STAIRS, {"model": 1.0}))
+    assert costly.asked < 60
 
 
 def test_a_costly_drafter_that_is_always_wrong_is_given_up_and_tried_again_now_and_then() -> None:
@@ -77,10 +77,10 @@ def test_drafts_keep_to_the_room_there_is() -> None:
     text = text_of(100)
     context = DraftContext(text[:10], lambda logits, drafted: (0, None), lambda drafted: ())
     drafter = Prophet("copy", text, 1.0)
-    governor = Governor([drafter], Prices(FLAT), learning([drafter]), 15)
-    assert [len(governor.draft(context, rows, 50)) for rows in (0, 1, 5)] == [0, 1, 5]
-    assert [len(governor.draft(context, 50, depth)) for depth in (0, 1, 5)] == [0, 1, 5]
-    assert 5 < len(governor.draft(context, 50, 50)) <= 15
+    controller = DraftController([drafter], Prices(FLAT), learning([drafter]), 15)
+    assert [len(controller.draft(context, rows, 50)) for rows in (0, 1, 5)] == [0, 1, 5]
+    assert [len(controller.draft(context, 50, depth)) for depth in (0, 1, 5)] == [0, 1, 5]
+    assert 5 < len(controller.draft(context, 50, 50)) <= 15
 
 
 def test_trees_hedge_where_rows_are_free() -> None:
@@ -102,7 +102,7 @@ def test_trees_hedge_where_rows_are_free() -> None:
 
 def test_wide_drafts_are_as_fast_as_chains_where_no_second_guess_is_right() -> None:
     text = text_of(500)
-    for kind, passes, guess_ms in product((Governor, StochasticGovernor), (FLAT, STAIRS), (0.0, 1.0)):
+    for kind, passes, guess_ms in product((DraftController, StochasticController), (FLAT, STAIRS), (0.0, 1.0)):
         prices = Prices(passes, {"model": guess_ms})
         chain, *wide = (
             decode([Prophet("model", text, 0.8)], text, prices, width=width, kind=kind).ms for width in (1, 2, 3)

@@ -15,9 +15,8 @@ from itertools import count
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.draft_tree import Asked
+from edgeinfer.runtime.speculation.controller import Asked, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
-from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 
 # How fast the estimate of siblings that are no longer drawn recovers: some seventy rounds to half.
 _RECOVERY = 0.01
@@ -58,7 +57,7 @@ class _Slot:
     left: float = field(compare=False)
 
 
-class StochasticGovernor(Governor):
+class StochasticController(DraftController):
     """Builds a chain, or with a width above 1 a tree of up to so many siblings at every node, and learns as its base.
 
     The next draw is made where it is likeliest to be accepted, as long as it and what may follow are worth their time.
@@ -77,7 +76,7 @@ class StochasticGovernor(Governor):
         return False
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
-        """What to verify next; see `Governor.draft`."""
+        """What to verify next; see `DraftController.draft`."""
         self._begin(context, depth)
         most, order = min(rows, self._most), count()
         guesses: list[Guess] = []
@@ -137,7 +136,7 @@ class StochasticGovernor(Governor):
         ms = self._price(place.drafter.name)
         if self._ahead(-slot.unlikely / place.estimate, place.estimate, size, ms) <= 0:
             return False
-        return self._account.affords(self._prices[size + 1] + self._spent + (0.0 if slot.rank else ms))
+        return self._budget.covers(self._prices[size + 1] + self._spent + (0.0 if slot.rank else ms))
 
     def _most_promising(
         self, context: DraftContext, path: Sequence[int], likely: float, size: int
@@ -154,7 +153,7 @@ class StochasticGovernor(Governor):
             ms = self._price(name)
             worth = self._worth_asking(drafter, likely, estimate, size)
             barred = drafter.uses_target and self._at_work not in (None, drafter)
-            affordable = self._account.affords(self._prices[size + 1] + self._spent + ms + self._due(drafter))
+            affordable = self._budget.covers(self._prices[size + 1] + self._spent + ms + self._due(drafter))
             if worth > most and not barred and affordable:
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate

@@ -1,7 +1,7 @@
 """What drafting may risk in a reply, so that no reply ends up slower than plain decoding.
 
-Savings pay for drafts. Where tables were right about the latest plain steps, a draft of theirs is lent what it may
-lose, so that replies which repeat something draft after a few tokens; what is lost has to be saved again.
+Savings pay for drafts. Where tables were right about the latest plain steps, a draft of theirs is trusted with what it
+may lose, so that replies which repeat something draft after a few tokens; what is lost has to be saved again.
 What a drafter reads before its first guess, as a whole prompt, comes out of a budget of its own and of savings.
 """
 
@@ -18,11 +18,12 @@ _FIRST_LOSS_BUDGET = 0.015
 # What a reply may lose besides to what drafters read before their first guess, as a share of the same: savings alone
 # would not grow where asking takes all of them, and a drafter that would be right would never read the prompt.
 _READING_BUDGET = 0.005
-# Guesses in a row that have to be right at plain steps before a draft of the same drafters is lent what it may lose,
-# and how many wrong ones of the reply ask for one more. In stories two are enough; where most are wrong two are chance.
+# Guesses in a row that have to be right at plain steps before a draft of the same drafters is trusted, and how many
+# wrong ones of the reply require one more. In stories two are enough; where most are wrong two are chance.
 _RIGHT, _WRONG_FOR_ONE = 2, 3
-# What is lent, as a share of a pass: the risk of a draft of three tokens, by the c(m) of a small model on two cores.
-_LOAN = 0.235
+# What it is trusted with, as a share of a pass: the risk of a draft of three tokens, by the c(m) of a small model on
+# two cores.
+_TRUST = 0.235
 # Wrong guesses of a reply before no more are looked at, which costs a quarter of a percent.
 _MOST_WRONG = 8
 # Plain steps at most that are saved up before drafters are asked: where a row costs most of a pass, only drafts that
@@ -38,7 +39,7 @@ _TRIAL = 24
 _FIRST_REST, _LONGEST_REST = 16, 1024
 
 
-class LossAccount:
+class LossBudget:
     """Keeps what a reply has saved against plain decoding, and tells what that pays for.
 
     Args:
@@ -58,18 +59,18 @@ class LossAccount:
         self._right = self._wrong = 0  # guesses for plain steps that proved so: in a row since the last round; in all
 
     @property
-    def lends(self) -> bool:
+    def trusts_tables(self) -> bool:
         """Whether a draft may lose more than what is saved, as guesses for the latest plain steps were right."""
         return self._right >= _RIGHT + self._wrong // _WRONG_FOR_ONE
 
     @property
     def free(self) -> float:
         """Milliseconds that may be lost now."""
-        return max(self._saved + (_LOAN * self._plain_ms if self.lends else 0.0), 0.0)
+        return max(self._saved + (_TRUST * self._plain_ms if self.trusts_tables else 0.0), 0.0)
 
-    def may_lend(self, asking_ms: float) -> bool:
+    def may_trust_tables(self, asking_ms: float) -> bool:
         """Whether a loan would pay for asking drafters and the shortest draft, so that it is worth judging them."""
-        return self._wrong < _MOST_WRONG and self._saved + _LOAN * self._plain_ms >= asking_ms + self._reserve
+        return self._wrong < _MOST_WRONG and self._saved + _TRUST * self._plain_ms >= asking_ms + self._reserve
 
     def judge(self, right: bool) -> None:
         """Learns whether the surest guess for a plain step was the token that came."""
@@ -80,7 +81,7 @@ class LossAccount:
         """What a reply would lose by a round that takes so long and gives no more than these tokens."""
         return ms - sure * self._plain_ms * (1 + _LOSS_BUDGET)
 
-    def affords(self, ms: float, sure: int = 1) -> bool:
+    def covers(self, ms: float, sure: int = 1) -> bool:
         """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
         return self.risk(ms, sure) <= self.free
 
@@ -88,7 +89,7 @@ class LossAccount:
         """What savings would have to pay of reading that takes so long: the budget for it pays first."""
         return max(0.0, ms - self._for_reading)
 
-    def book_reading(self, ms: float) -> None:
+    def add_reading(self, ms: float) -> None:
         """Enters what a drafter read."""
         due = self.reading_due(ms)
         self._for_reading -= ms - due
@@ -110,12 +111,12 @@ class LossAccount:
         if self._unpaid and self.said >= self._unpaid[0]:
             del self._unpaid[0]
 
-    def book_round(self, tokens: int, ms: float) -> None:
-        """Enters what a round gave and took; nothing is lent for another before further guesses proved right."""
+    def add_round(self, tokens: int, ms: float) -> None:
+        """Enters what a round gave and took; no other is trusted before further guesses proved right."""
         self._right = 0
-        self.book(tokens, ms)
+        self.add_steps(tokens, ms)
 
-    def book(self, tokens: int, ms: float) -> None:
+    def add_steps(self, tokens: int, ms: float) -> None:
         """Enters what plain steps gave and took."""
         self._saved += tokens * self._plain_ms * (1 + _LOSS_BUDGET) - ms
         self._for_reading += tokens * self._plain_ms * _READING_BUDGET
@@ -133,7 +134,7 @@ class Trials:
         self._rounds, self._lost = 0, 0.0  # since the last rest
         self._next_rest, self.rest = _FIRST_REST, 0
 
-    def book_round(self, lost_ms: float) -> None:
+    def add_round(self, lost_ms: float) -> None:
         """Enters how much longer a round took than plain steps would have for its tokens."""
         self._rounds, self._lost = self._rounds + 1, self._lost + lost_ms
         if self._rounds < _TRIAL:

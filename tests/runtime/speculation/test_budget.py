@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.controller import DraftController
+from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
 from tests.runtime.speculation.prophets import Boaster, Late, Prophet, Reader, decode, text_of
 
@@ -27,7 +27,7 @@ def test_is_never_slower_than_plain_decoding(right: float, passes: Mapping[int, 
 
 
 def test_guesses_leave_enough_for_the_draft_that_they_are_for() -> None:
-    # What is saved by then pays for a guess or two beside a pass over two rows, and longer drafts are out of reach.
+    # What is saved by then pays for a guess or two with a pass over two rows, and longer drafts are out of reach.
     passes = {1: 10.0} | {rows: 10.7 + 0.3 * (rows - 1) for rows in range(2, 65)}
     text = text_of(60)
     model = Boaster("model", text, 0.0)
@@ -65,7 +65,7 @@ def test_tables_that_were_right_about_plain_steps_draft_early_and_lose_little() 
         run = decode([table, model], text, prices, rests=True)
         assert (max(run.sizes[:4]) > 2) == early
         assert run.ms <= 1.0151 * run.plain_ms
-    # A reply that goes on otherwise than two right guesses promised has saved what they were lent by its end.
+    # A reply that turns out other than two right guesses promised has saved by its end what they were trusted with.
     turning = Prophet("copy", [*text[:4], *text_of(36, 1)], 1.0)
     turning.priors = (0.9, 0.9)
     run = decode([turning], text, prices, rests=True)
@@ -94,7 +94,7 @@ def test_no_reply_however_short_ends_up_slower() -> None:
 def test_a_prompt_that_a_drafter_has_to_read_first_makes_no_short_reply_slower() -> None:
     """Rows are free, so a draft risks no more than its guess; reading the prompt takes a fifth of a pass."""
     prices = Prices(FLAT, {"model": 0.4}, 0.1, reading={"model": 0.01})
-    for kind, length in product((Governor, StochasticGovernor), (4, 6, 12)):
+    for kind, length in product((DraftController, StochasticController), (4, 6, 12)):
         model = Reader("model", text_of(length), 0.0)
         model.priors = (0.9, 0.9)
         run = decode([model], text_of(length), prices, rests=True, kind=kind)
@@ -104,7 +104,7 @@ def test_a_prompt_that_a_drafter_has_to_read_first_makes_no_short_reply_slower()
 def test_a_prompt_is_read_once_that_is_paid_for_or_so_short_that_little_is_lost() -> None:
     text = text_of(160)
     prices = Prices(FLAT, {"model": 0.4}, 0.1, reading={"model": 0.01})
-    for kind in (Governor, StochasticGovernor):
+    for kind in (DraftController, StochasticController):
         long, short = Reader("model", text, 0.9), Reader("model", text, 0.9)
         short.behind = 16
         gained = decode([long], text, prices, rests=True, kind=kind)
@@ -120,4 +120,4 @@ def test_nothing_is_read_for_the_last_tokens_of_a_reply() -> None:
     model.behind = 2000
     decode([table, model], text, Prices(FLAT, {"copy": 0.01, "model": 0.4}, 0.1, reading={"model": 0.01}), rests=True)
     assert model.behind == 2000
-    assert len(model.told) == len(set(model.told))  # a text may have to be copied to tell
+    assert len(model.lengths) == len(set(model.lengths))  # a text may have to be copied to tell

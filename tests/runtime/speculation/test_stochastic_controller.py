@@ -18,11 +18,11 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
+from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.test_engine import TableBackend
@@ -80,9 +80,9 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     drafter, verification = Drafter(V), find_verification(config.verification)
     acceptance = Acceptance()
     acceptance.add("model", [0.9] * len(drafter.priors))
-    kind = StochasticGovernor if verification.stochastic else Governor
-    governor = kind([drafter], Prices(FLAT), acceptance, 9, width)
-    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
+    kind = StochasticController if verification.stochastic else DraftController
+    controller = kind([drafter], Prices(FLAT), acceptance, 9, width)
+    rounds = SpeculativeDecoding(backend, sampler, [drafter], controller, verification, on_plain_ms=lambda ms: None)
     steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
     assert rounds.statistics.drafted > 0

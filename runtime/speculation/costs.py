@@ -1,8 +1,4 @@
-"""What rounds cost on this device, taken from its profile or measured when first needed.
-
-The costs of passes are measured once per device, bundle and kernel, under a second; those of a drafter when it first
-drafts. Whether passes of different sizes agree bit for bit is checked with them.
-"""
+"""What passes and guesses cost on this device: measured once, kept, and corrected by every reply."""
 
 from __future__ import annotations
 
@@ -19,24 +15,149 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.cache import CopiedRows
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts, RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict
-from edgeinfer.runtime.speculation.measuring import (
-    filler_tokens,
-    measure_guesses,
-    measure_passes,
-    measure_reading,
-    sizes_to_measure,
-)
-from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
+from edgeinfer.runtime.speculation.evaluated import head_of
+from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact, filler_tokens
 from edgeinfer.runtime.system.memory import release_code
+
+# Every size that short drafts have, then steps that show where the cost turns steep.
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+# Sizes that tell anything at all; they are measured even where that takes longer than the budget.
+_FEWEST = 2
+# Visits to a size at most: on the smallest model the budget would allow hundreds.
+_MOST_VISITS = 12
+# Chains asked of a drafter at most, and guesses in each.
+_CHAINS = 8
+_CHAIN = 4
+
+
+def sizes_to_measure(step: int, most: int) -> tuple[int, ...]:
+    """Rows of the passes that `measure_passes` times where cache and time suffice; arguments as it takes them."""
+    return tuple(m for m in _SIZES if (m == 1 or m % step == 0) and m <= max(most, step))
+
+
+def measure_passes(
+    backend: Backend, budget_s: float = 0.6, past: int = 64, step: int = 1, most: int = _SIZES[-1]
+) -> PassCosts:
+    """Times passes of 1 to 32 rows with all their logits; leaves the cache empty.
+
+    The best of a few visits counts, as what else runs on the machine only ever adds, and the few visits that fit the
+    budget are too few for a median. All sizes take turns, ascending; later turns leave out those that have had their
+    share of the budget, so large passes run once where they are slow. What does not fit the budget is not measured.
+
+    Args:
+        budget_s: seconds; two sizes are measured even where that takes longer.
+        past: rows in the cache before each pass, fewer where it is small.
+    """
+    capacity = backend.cache.capacity
+    past = min(past, max(0, capacity - _SIZES[-1]))
+    sizes = [m for m in sizes_to_measure(step, most) if past + m <= capacity] or [1]
+    backend.cache.trim(0)
+    _fill(backend, past)
+    # Recurrent layers go back to it, whatever a pass leaves.
+    backend.cache.mark()
+    deadline = time.perf_counter() + budget_s
+    _timed_pass(backend, past, 1, 0)  # reads the weights' pages in, and is no measure
+    skip = 1
+    best: dict[int, float] = {}
+    spent = dict.fromkeys(sizes, 0.0)
+    for visit in range(_MOST_VISITS):
+        for size in sizes:
+            expected = best.get(size) or max(best.values(), default=0.0)
+            late = time.perf_counter() + expected > deadline
+            if late and len(best) >= _FEWEST:
+                break
+            if visit and spent[size] >= budget_s / len(sizes):
+                continue
+            seconds = _timed_pass(backend, past, size, skip)
+            skip += size
+            spent[size] += seconds
+            best[size] = min(seconds, best.get(size, seconds))
+    backend.cache.trim(0)
+    return PassCosts(tuple((size, best[size] * 1e3) for size in sizes if size in best), step)
+
+
+def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
+    tokens, rows, head = filler_tokens(backend, size, skip), np.arange(size), head_of(backend)
+    started = time.perf_counter()
+    output = backend.forward(ForwardInput(tokens, rows + past, rows if head is None else rows[:HEAD_ROWS]))
+    if head is not None and output.hidden is not None and size > HEAD_ROWS:
+        # As for a draft of which nothing is refused.
+        hidden = output.hidden.copy()
+        for first in range(HEAD_ROWS, size, HEAD_ROWS):
+            head.head(hidden[first : first + HEAD_ROWS])
+    seconds = time.perf_counter() - started
+    backend.cache.trim(past)
+    return seconds
+
+
+def _fill(backend: Backend, length: int) -> None:
+    """Puts rows into an empty cache, for passes to attend to."""
+    if backend.cache.copyable and backend.capabilities.copies and not backend.geometry.states:
+        backend.cache.restore(_blank(backend, length))
+    elif length:
+        backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
+
+
+def _blank(backend: Backend, length: int) -> CopiedRows:
+    """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
+    empty = backend.cache.snapshot(0, 0)
+    # Layers that keep the same share their zeros.
+    kinds = {(len(a), a.shape[2], a.dtype) for a in (*empty.keys, *empty.values)}  # of (H, 0, width)
+    zeros = {kind: np.zeros((kind[0], length, kind[1]), kind[2]) for kind in kinds}
+    keys, values = ([zeros[len(a), a.shape[2], a.dtype] for a in rows] for rows in (empty.keys, empty.values))
+    return CopiedRows(length, keys, values, empty.kv, empty.scales)
+
+
+def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0.05) -> float:
+    """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
+    one, of drafters that guess `at_once`.
+
+    The first chain is not counted: it evaluates the context. If the drafter works on the target's cache, its rows are
+    left there.
+
+    Args:
+        budget_s: seconds, beyond which no further chain is started.
+    """
+    deadline = time.perf_counter() + budget_s
+    # Different tokens, so that no chain finds what the one before it left in a cache.
+    starts = list(dict.fromkeys(reversed(context.tokens)))
+    _chain_ms(drafter, context, [starts[0]])
+    each: list[float] = []
+    while not each or (len(each) < _CHAINS and time.perf_counter() < deadline):
+        number = len(each) + 1
+        start = starts[number % len(starts)]
+        each.append(_chain_ms(drafter, context, [start] * (1 + number // len(starts))))
+    return median(each)
+
+
+def measure_reading(drafter: Drafter, context: DraftContext) -> tuple[int, float]:
+    """Tokens that a drafter has to read before its first guess here, and milliseconds of that guess with them."""
+    unread, started = drafter.unread(context), time.perf_counter()
+    drafter.guesses(context, (), 1)
+    return unread, (time.perf_counter() - started) * 1e3
+
+
+def _chain_ms(drafter: Drafter, context: DraftContext, drafted: Sequence[int]) -> float:
+    """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
+    path, given = list(drafted), 0
+    drafter.repeat()
+    started = time.perf_counter()
+    while given < _CHAIN and (guesses := drafter.guesses(context, path, 1)):
+        given += 1
+        path.append(guesses[0].token)
+    # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
+    return (time.perf_counter() - started) * 1e3 / (1 if drafter.at_once else max(1, given))
+
 
 _log = logging.getLogger("edgeinfer")
 
-# Plain steps timed beside passes.
+# Plain steps timed next to passes.
 _PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
@@ -62,7 +183,7 @@ _EXACT = "exact"
 
 @dataclass(frozen=True)
 class SessionCosts:
-    """Implements `governor.RoundCosts` by what is known when a reply begins.
+    """Implements `controller.RoundCosts` by what is known when a reply begins.
 
     Attributes:
         passes: c(m).
@@ -128,7 +249,7 @@ class DeviceCosts:
     def prepare(self) -> None:
         """Finds out what passes cost; empties the cache if they have to be measured.
 
-        What was kept is not compared with the pace of this moment: a governor weighs costs against each other, replies
+        What was kept is not compared with the pace of this moment: controllers weigh costs against each other, replies
         move them to the pace they find (`learn`), and passes to find out would keep the first token waiting.
         """
         kept = self._profile.costs()
@@ -212,7 +333,7 @@ class DeviceCosts:
             extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in statistics.asking)
             self._round_ms += _PULL * (extra - self._round_ms)
 
-    def learn_beside(self, times: Sequence[float]) -> None:
+    def learn_overhead(self, times: Sequence[float]) -> None:
         """Follows what tokens of a reply took besides their passes; kept with the next `save`."""
         if len(times) < _ENOUGH:
             return

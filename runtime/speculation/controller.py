@@ -14,14 +14,80 @@ import heapq
 import time
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
-from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance
-from edgeinfer.runtime.speculation.account import LossAccount, Trials
-from edgeinfer.runtime.speculation.draft_tree import Asked, NodeCandidate, Tree
+from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance, Answer, Mixer, Mixture
+from edgeinfer.runtime.speculation.budget import LossBudget, Trials
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
-from edgeinfer.runtime.speculation.mixing import Answer, Mixer, Mixture
+
+# A guess that counts as certain.
+_SURE = 0.995
+
+
+class Asked(NamedTuple):
+    """A guess with what it was estimated at, before and after what is known of guesses that were taken.
+
+    Attributes:
+        rank: guesses of the same drafter for the same place before it.
+    """
+
+    drafter: str
+    guess: Guess
+    rank: int
+    raw: float
+    estimate: float
+
+
+class NodeCandidate(NamedTuple):
+    """A node that may be added: the likeliest path comes first, of equals the one that was found first."""
+
+    unlikely: float
+    order: int  # unlike any other's, so that nothing behind it is compared
+    parent: int
+    asked: Asked
+    main_branch: bool
+
+
+class Tree:
+    """A draft as it grows, with the probability of every path."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Asked] = []
+        self.parents: list[int] = []
+        self.likely: list[float] = []
+        self.paths: list[list[int]] = []
+        self.main_branch: list[bool] = []
+        self.expected = 1.0
+        self.sure = 0  # nodes of a chain from the root that are as good as certain
+        self.found = 0
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def add(self, candidate: NodeCandidate) -> None:
+        self.nodes.append(candidate.asked)
+        self.parents.append(candidate.parent)
+        self.likely.append(-candidate.unlikely)
+        self.paths.append([*self.path(candidate.parent), candidate.asked.guess.token])
+        self.main_branch.append(candidate.main_branch)
+        self.expected -= candidate.unlikely
+        # What a grammar forces, and what was right so often that it may count as such.
+        if candidate.asked.estimate >= _SURE and self.sure == candidate.parent + 1 == len(self.nodes) - 1:
+            self.sure += 1
+
+    def path(self, node: int) -> list[int]:
+        return [] if node < 0 else self.paths[node]
+
+    def cut(self, length: int) -> Draft:
+        nodes = self.nodes[:length]
+        return Draft(
+            tuple(asked.guess for asked in nodes),
+            tuple(self.parents[:length]),
+            tuple(asked.drafter for asked in nodes),
+            tuple(self.likely[:length]),
+        )
+
 
 # A draft must beat the empty one by this factor: a measured c(m) is good to a few percent.
 _MARGIN = 1.02
@@ -65,7 +131,7 @@ class RoundCosts(Protocol):
         """Rows of the largest pass that this session has run often; costs of larger ones may be outdated."""
 
 
-class Governor:
+class DraftController:
     """Builds drafts and learns from what becomes of them.
 
     Args:
@@ -93,8 +159,8 @@ class Governor:
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._round_ms = costs.round_ms
         self._reprice(costs)
-        dear = [0.0 if ms <= self._cheap_ms else ms for ms in self._guess_ms.values()]
-        self._account = LossAccount(self._pass_ms[0], self._pass_ms[min(1, most)] + min(dear, default=0.0))
+        costly = [0.0 if ms <= self._cheap_ms else ms for ms in self._guess_ms.values()]
+        self._budget = LossBudget(self._pass_ms[0], self._pass_ms[min(1, most)] + min(costly, default=0.0))
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
         self._first_estimates = dict(self._estimates)
@@ -131,7 +197,7 @@ class Governor:
     @property
     def rest(self) -> int:
         """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet."""
-        return max(self._trials.rest, self._account.steps_to_save(self._asking_ms))
+        return max(self._trials.rest, self._budget.steps_to_save(self._asking_ms))
 
     @property
     def asks(self) -> bool:
@@ -146,7 +212,12 @@ class Governor:
     @property
     def watches(self) -> bool:
         """Whether tables are to be judged by the next plain step: a few right guesses pay for an early draft."""
-        return bool(self._tables) and not self._trials.rest and self._account.may_lend(self._asking_ms) and self.asks
+        return (
+            bool(self._tables)
+            and not self._trials.rest
+            and self._budget.may_trust_tables(self._asking_ms)
+            and self.asks
+        )
 
     def watch(self, context: DraftContext) -> None:
         """Has tables guess the token of a plain step, which is not drafted."""
@@ -157,7 +228,7 @@ class Governor:
 
     def watched(self, token: int) -> None:
         """Learns the token of that step."""
-        self._account.judge(token == self._watched)
+        self._budget.judge(token == self._watched)
         self._watching_ms += self._spent
 
     def rested(self, steps: int) -> None:
@@ -165,7 +236,7 @@ class Governor:
         self.watched_ms, self._watching_ms = self._watching_ms, 0.0
         ms, kept = self._pass_ms[0] * steps + self.watched_ms, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
-        self._account.book(steps, ms)
+        self._budget.add_steps(steps, ms)
         self._trials.rested(steps)
 
     @property
@@ -185,14 +256,14 @@ class Governor:
             tree.add(candidate)
             worth = self._worth(tree)
             ms = self._prices[len(tree)] + self._spent
-            if worth > best and self._beats_plain(tree) and self._account.affords(ms, 1 + tree.sure):
+            if worth > best and self._beats_plain(tree) and self._budget.covers(ms, 1 + tree.sure):
                 best, length, self._least_ms = worth, len(tree), self._prices[len(tree)]
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._price(asked.drafter)
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
             # Guesses that come to nothing must be paid for too.
             goes_on = len(tree) < most and len(tree.path(node)) < depth
-            if goes_on and pays and self._account.affords(self._least_ms + self._spent, 1 + tree.sure):
+            if goes_on and pays and self._budget.covers(self._least_ms + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         self._hope_for(length)
@@ -225,19 +296,19 @@ class Governor:
         kept = 1 - 1 / _ROUNDS
         ms = self._pass_ms[len(round.draft)] + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
-        self._account.book_round(len(committed), ms)
-        self._trials.book_round(ms - len(committed) * self._pass_ms[0])
+        self._budget.add_round(len(committed), ms)
+        self._trials.add_round(ms - len(committed) * self._pass_ms[0])
 
     def _begin(self, context: DraftContext, depth: int) -> None:
-        self._account.begin_round()
+        self._budget.begin_round()
         self._forget_draft()
         self._context = context
         # Nothing tells how long a reply will be: it is taken to go on for as long as it has until now.
-        self._rounds_left = max(1.0, min(self._account.said, depth) / max(1.0, self.rate * self._pass_ms[0]))
+        self._rounds_left = max(1.0, min(self._budget.said, depth) / max(1.0, self.rate * self._pass_ms[0]))
         # Of the pass to come: guesses leave enough for what they are for, the best draft so far or the shortest.
         self._least_ms = self._pass_ms[min(1, self._most)]
         # The loan is for drafters that were right, so no others are asked.
-        self._asked_drafters = self._tables if self._account.lends else self._drafters
+        self._asked_drafters = self._tables if self._budget.trusts_tables else self._drafters
 
     def _forget_draft(self) -> None:
         self._asked, self._mixtures, self._at_work, self._spent, self._reading_ms = {}, {}, None, 0.0, 0.0
@@ -265,7 +336,7 @@ class Governor:
 
     def _due(self, drafter: Drafter) -> float:
         """What savings have to pay of that."""
-        return self._account.reading_due(self._to_read(drafter))
+        return self._budget.reading_due(self._to_read(drafter))
 
     def _paid_guesses(
         self, drafter: Drafter, context: DraftContext, path: Sequence[int], width: int
@@ -275,7 +346,7 @@ class Governor:
         unread = self._unread.pop(name, 0)
         self._spent += price
         self._reading_ms += reading  # which is no part of what this draft is worth
-        self._account.book_reading(reading)
+        self._budget.add_reading(reading)
         if drafter.at_once:
             self._paid.add(name)
         if drafter.uses_target:
@@ -295,7 +366,7 @@ class Governor:
         return look_ahead(self._prices, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
 
     def _worth_asking(self, drafter: Drafter, likely: float, acceptance: float, size: int) -> float:
-        """The same of guesses that a drafter has not made yet, less this round's share of what it reads before."""
+        """What guesses are worth that a drafter has not made yet, less this round's share of what it reads before."""
         worth = self._ahead(likely, acceptance, size, self._price(drafter.name), once=drafter.at_once)
         return worth - self.rate * self._to_read(drafter) / self._rounds_left
 
@@ -334,8 +405,8 @@ class Governor:
                 without = self._ahead(likely, best, size, self._price(whose) if whose else 0.0)
                 if self._worth_asking(drafter, likely, self._estimates[name], size) <= without:
                     continue
-                due = self._account.reading_due(reading)
-                if not self._account.affords(self._least_ms + self._spent + ms + due):
+                due = self._budget.reading_due(reading)
+                if not self._budget.covers(self._least_ms + self._spent + ms + due):
                     if due or not self._tries or not main_branch:
                         continue
                     self._tries -= 1
@@ -348,11 +419,11 @@ class Governor:
         return asked
 
     def _best(self, mixture: Mixture, asked: Sequence[Asked]) -> tuple[float, str | None]:
-        """The highest probability of a guess so far, as it stands beside what is yet to be asked, and whose it is."""
+        """The highest probability of a guess so far, set against what is yet to be asked, and whose it is."""
         if not asked:
             return 0.0, None
         best = max(asked, key=attrgetter("estimate"))
-        return self._mixer.beside_tables(mixture, best.estimate), best.drafter
+        return self._mixer.against_tables(mixture, best.estimate), best.drafter
 
     def _mixed(self, answers: Sequence[Answer]) -> tuple[Mixture, list[Asked]]:
         """What the answers for a place say together, and what each is worth then."""
