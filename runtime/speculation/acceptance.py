@@ -38,7 +38,7 @@ _REPLY_MEMORY, _STATE_MEMORY, _KNOWN = 20.0, 200.0, 8.0
 # what the surest table loses where it is decided whether to ask a drafter with logits as well.
 _SHARE, _HUMILITY = 0.25, 0.5
 # Places that the share of copies that came true runs over, what it begins with, and the upper edges of its states.
-_COPIES, _FIRST_SHARE, _EDGES = 8.0, 0.5, (0.3, 0.7)
+_COPIES, _FIRST_SHARE, _COPY_EDGES = 8.0, 0.5, (0.3, 0.7)
 _DIFFERENCES = "differences"
 
 
@@ -77,7 +77,7 @@ class MixingWeights:
 
     def __init__(self) -> None:
         self.of: defaultdict[str, list[list[list[float]]]] = defaultdict(_first_weights)
-        self.differences = [[0.0, 0.0] for _ in range(len(_EDGES) + 1)]
+        self.differences = [[0.0, 0.0] for _ in range(len(_COPY_EDGES) + 1)]
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Arrays for the next session; none before anything was mixed."""
@@ -122,7 +122,7 @@ class Mixer:
 
     @property
     def _state(self) -> int:
-        return sum(self._copied > edge for edge in _EDGES)
+        return sum(self._copied > edge for edge in _COPY_EDGES)
 
     def _advantage_now(self) -> float:
         """Logarithm of the odds that a drafter with logits is right where it and the surest table differ.
