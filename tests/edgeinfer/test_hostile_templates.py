@@ -12,7 +12,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import TemplateError
 from edgeinfer.runtime.text import render_process
-from tests.runtime.text.hostile_templates import EXAMPLES, HOSTILE, LOOPS
+from tests.runtime.text.hostile_templates import EXAMPLES, HOSTILE
 
 
 def chat_of_hostile(bundle: Path, source: str) -> None:
@@ -46,7 +46,7 @@ def test_a_hostile_bundle_fails_and_its_model_goes_on(bundle: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_hostile_bundles_fail_and_their_models_go_on(bundle: Path, part: int) -> None:
-    for source in [*EXAMPLES, *LOOPS, *HOSTILE[::4]][part::4]:
+    for source in HOSTILE[::8][part::4]:
         chat_of_hostile(bundle, source)
 
 
