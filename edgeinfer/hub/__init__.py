@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from edgeinfer.hub.catalog_models import CatalogModel, FoundModel, catalog, catalog_model, search_hub
     from edgeinfer.hub.download import Offer, offers, pull
     from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
-    from edgeinfer.hub.placing import Place, find_place, places, shown_name
+    from edgeinfer.hub.placing import Place, places, shown_name
     from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "converted_models",
     "find",
     "find_checkpoint",
-    "find_place",
     "is_bundle",
     "is_checkpoint",
     "last_uses",
@@ -82,7 +81,7 @@ _HOMES = {
         "catalog_models": ("CatalogModel", "FoundModel", "catalog", "catalog_model", "search_hub"),
         "download": ("Offer", "offers", "pull"),
         "folder": ("Converted", "converted_models", "models_folder", "remove_converted"),
-        "placing": ("Place", "find_place", "places", "shown_name"),
+        "placing": ("Place", "places", "shown_name"),
         "resolving": ("find", "find_checkpoint", "local", "resolve", "update"),
     }.items()
     for name in names

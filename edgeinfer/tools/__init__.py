@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from edgeinfer.tools.measuring import (
         drafting_state,
         expert_counts,
-        experts_per_token,
         measure_decode,
         measure_passes,
         measure_prefill,
@@ -48,7 +47,6 @@ __all__ = [
     "drafting_state",
     "evaluate",
     "expert_counts",
-    "experts_per_token",
     "forget_tuning",
     "list_devices",
     "measure_decode",
@@ -91,7 +89,6 @@ _HOMES = {
             "WorkTimes",
             "drafting_state",
             "expert_counts",
-            "experts_per_token",
             "measure_decode",
             "measure_passes",
             "measure_prefill",

@@ -67,12 +67,6 @@ def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) 
         return work + measure.attention_work(parts.decoder, per_token, tokens, past)
 
 
-def experts_per_token(model: Model) -> tuple[int, ...]:
-    """How many experts of a layer a token may use, ascending; the last is the model itself, () has none."""
-    with model._idle() as parts:
-        return parts.engine.backend.capabilities.expert_counts
-
-
 def read_reply(
     model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Unpack[GenerationOptions]
 ) -> ReplyReading:

@@ -39,7 +39,7 @@ LOOKS: dict[str, Use] = {
     "load": lambda model, folder: model.load_session(folder / "kept.session"),
     "tokenize": lambda model, _: model.detokenize(model.tokenize(PROMPT)),
     "plan": lambda model, _: (model.plan.terms, model.info, model.threads, model.load_costs),
-    "experts": lambda model, _: (model.experts, edgeinfer.tools.experts_per_token(model)),
+    "experts": lambda model, _: model.experts,
     "drafting": lambda model, _: edgeinfer.tools.restore_drafting(model, edgeinfer.tools.drafting_state(model)),
 }
 USES = RUNS | LOOKS
