@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable
@@ -85,3 +86,50 @@ def test_the_drafter_of_contributing_drafts(tmp_path: Path, monkeypatch: pytest.
     finally:
         product_methods.cache_clear()
         sys.modules.pop(f"{drafters.__name__}.period", None)
+
+
+# Names of methods that are other things' names as well: fields of JSON and plans, options, and places of weights.
+GENERIC = {
+    "bits",
+    "copy",
+    "entropy",
+    "exit",
+    "experts",
+    "model",
+    "resident",
+    "routers",
+    "samples",
+    "skip",
+    "sorted",
+    "steps",
+}
+# Files that name what a method is made of or measured with.
+NAMING = {
+    "apps/bench/compute.py": "levels that the benchmark measures",
+    "apps/cli/distill.py": "kinds of heads that are trained",
+    "edgeinfer/bundle/additions.py": "files of heads in a bundle",
+    "edgeinfer/options/decoding.py": "the option that only this search has",
+}
+
+
+def test_methods_are_named_in_their_own_files_alone() -> None:
+    """Comparisons, tables and lists of other files hold no method's name."""
+    names = {name for kind in KINDS.values() for name in all_methods(kind)} - GENERIC
+    found = set()
+    for folder in ("edgeinfer", "runtime", "apps", "quant"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text("utf-8")
+            declares = re.search(r"^(METHODS?|UNIFIED)\b.* = ", text, re.MULTILINE)
+            nodes = () if declares else ast.walk(ast.parse(text))
+            items: list[ast.expr | None] = []
+            for node in nodes:
+                if isinstance(node, ast.Compare):
+                    items += [node.left, *node.comparators]
+                elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+                    items += node.elts
+                elif isinstance(node, ast.Dict):
+                    items += node.keys
+            values = {item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)}
+            if values & names:
+                found.add(str(path.relative_to(ROOT)))
+    assert found == set(NAMING)
