@@ -45,11 +45,6 @@ _MOST = 128
 class LayerSkipDecoding(ReducedDecoding):
     """A reply whose tokens skip the blocks that a policy chose after its prompt.
 
-    Args:
-        given: what it works with.
-        policy: chooses the blocks.
-        costs: of blocks here.
-
     Raises:
         CapabilityError: the backend cannot skip layers.
     """
@@ -149,8 +144,6 @@ class PromptStates:
     Args:
         backend: whose cache holds the prompt and nothing else when `states` is asked; must skip layers and resume from
             hidden states.
-        prompt: its tokens.
-        chunk: most tokens of a pass.
     """
 
     def __init__(self, backend: Backend, prompt: Sequence[int], chunk: int) -> None:

@@ -101,11 +101,7 @@ def _are_bits(means: NDArray[Any]) -> bool:
 
 
 class Stay:
-    """Keeps a choice for a while after it changed.
-
-    Args:
-        least: tokens that a model makes before the other one takes over.
-    """
+    """Keeps a choice for a while after it changed."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -123,10 +119,8 @@ class EntropyPolicy:
     """Lets the large model write where predictions are unsure.
 
     Args:
-        entropies: of this pair of models.
         share: of tokens wanted from the large model.
         threshold: in bits; None takes what gives the share.
-        stay: tokens that a model makes at least.
     """
 
     def __init__(self, entropies: Entropies, share: float, threshold: float | None, stay: int) -> None:
@@ -160,14 +154,7 @@ class EntropyPolicy:
 
 
 class ModelSwitchDecoding(ReducedDecoding):
-    """A reply that two models write by turns, one token at a time.
-
-    Args:
-        given: what it works with; its backend is the large model's.
-        small: the small model, which follows texts lazily.
-        policy: decides whose turn it is.
-        parameters: of the small model over those of the large one.
-    """
+    """A reply that two models write by turns, one token at a time."""
 
     def __init__(self, given: StrategyArguments, small: SmallModel, policy: SwitchPolicy, parameters: float) -> None:
         super().__init__(given)

@@ -26,13 +26,7 @@ _MOST_WAITING = 8
 
 
 class EarlyExitDecoding(ReducedDecoding):
-    """A reply whose tokens leave the model after its first layers where these are sure.
-
-    Args:
-        given: what it works with.
-        exit_layer: E, layers that run for every token.
-        costs: of blocks here.
-    """
+    """A reply whose tokens leave the model after its first layers where these are sure."""
 
     def __init__(self, given: StrategyArguments, exit_layer: int, costs: BlockCosts) -> None:
         backend, layers = given.backend, given.backend.geometry.num_layers

@@ -67,11 +67,8 @@ class ReducedComputeStrategies:
     Args:
         engine: of the model; between replies its cache may be emptied.
         small: the draft model; None where there is none.
-        parameters: of the draft model over those of the model.
-        exits: layers after which the bundle says that an early exit is meaningful.
         tuned_exit: gives the exit that tuning found, if any.
         heads: reads the bundle's heads of a kind; None where it has none.
-        rows: most logit rows of a pass.
         plain_ms: gives what a plain step takes, as far as that is known.
         profile: where what was calibrated is kept.
     """

@@ -262,11 +262,7 @@ class StrategyArguments:
 
 
 class ReducedDecoding(DecodingStrategy, ABC):
-    """Decodes one token at a time with less than the whole model.
-
-    Args:
-        given: what it works with.
-    """
+    """Decodes one token at a time with less than the whole model."""
 
     def __init__(self, given: StrategyArguments) -> None:
         super().__init__(given.backend, given.sampler)

@@ -59,12 +59,7 @@ def silu(x: Floats) -> Floats:
 
 
 class OutputRows:
-    """Logits of the tokens that heads may guess; all others are impossible.
-
-    Args:
-        heads: with `tokens` and `rows`.
-        vocabulary: V.
-    """
+    """Logits of the tokens that heads may guess; all others are impossible."""
 
     def __init__(self, heads: Heads, vocabulary: int) -> None:
         self._tokens = heads.arrays["tokens"].astype(np.int64)  # (K,)
@@ -89,7 +84,6 @@ class StateDrafter(LogitDrafter):
     Until a round has shown that state, after a prompt, it has no guess.
 
     Args:
-        target: whose states they are.
         norm: what a state is multiplied by once it is divided by its root mean square. (D,)
 
     Raises:

@@ -26,7 +26,6 @@ class HydraDrafter(StateDrafter):
     of the most frequent tokens only; any other token enters as zeros.
 
     Args:
-        target: whose states the heads read.
         heads: of kind "hydra".
     """
 

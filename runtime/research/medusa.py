@@ -26,7 +26,6 @@ class MedusaDrafter(StateDrafter):
     output rows of the tokens that may be guessed, where those are in the bundle.
 
     Args:
-        target: whose states the heads read.
         heads: of kind "medusa".
 
     Raises:

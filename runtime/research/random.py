@@ -14,8 +14,6 @@ class RandomPolicy:
 
     Args:
         share: of tokens that the large model makes, on average.
-        stay: tokens that a model makes at least.
-        seed: of the draws.
     """
 
     def __init__(self, share: float, stay: int, seed: int) -> None:

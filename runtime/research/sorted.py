@@ -29,7 +29,6 @@ class SortedDrafter(ModelDrafter):
     Args:
         backend: must skip layers and resume from hidden states.
         depths: layers after which it can guess, ascending, fewer than all.
-        confident: probability from which on a guess is taken.
     """
 
     name = "sorted"

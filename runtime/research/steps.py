@@ -33,11 +33,7 @@ class _Decoder(Protocol):
 
 
 class StepEnds:
-    """Tells whether a token ends a step: a sentence, a line or the reply; the paper's steps are paragraphs.
-
-    Args:
-        stop_ids: that end the reply.
-    """
+    """Tells whether a token ends a step: a sentence, a line or the reply; the paper's steps are paragraphs."""
 
     def __init__(self, tokenizer: _Decoder, stop_ids: frozenset[int]) -> None:
         self._tokenizer, self._known = tokenizer, dict.fromkeys(stop_ids, True)
@@ -62,14 +58,7 @@ def advantage(logits: Floats, token: int, probabilities: Probabilities) -> float
 
 
 class StepRoutingDecoding(DecodingStrategy):
-    """Takes a step of the small model's, or writes it with the large one where that expects to do so much better.
-
-    Args:
-        given: what it works with; its backend is the large model's.
-        small: the small model, which follows texts lazily.
-        ends: whether a token ends a step.
-        parameters: of the small model over those of the large one.
-    """
+    """Takes a step of the small model's, or writes it with the large one where that expects to do so much better."""
 
     def __init__(
         self,

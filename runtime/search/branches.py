@@ -35,9 +35,6 @@ class Branches:
     """The branches that begin where the cache ends now, the trunk's end.
 
     Where the backend evaluates sequences together, a pass has rows of all of them and of other replies.
-
-    Args:
-        passes: of the search.
     """
 
     def __init__(self, passes: Passes) -> None:

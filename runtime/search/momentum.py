@@ -17,12 +17,7 @@ _MOST_PLACES = 512
 
 
 class Runs:
-    """A text, and how long the runs are that a next token would repeat.
-
-    Args:
-        tokens: of the text so far.
-        most: longer runs count as this long.
-    """
+    """A text, and how long the runs are that a next token would repeat."""
 
     def __init__(self, tokens: Sequence[int], most: int) -> None:
         self._most = most

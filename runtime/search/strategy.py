@@ -87,10 +87,6 @@ class SearchParts:
 class Passes:
     """Runs passes over one text at a time, and counts them.
 
-    Args:
-        parts: of the search.
-        statistics: counts passes, rows and branches.
-
     Attributes:
         parts, statistics: the same.
     """

@@ -104,12 +104,7 @@ def _require(whole: bool, what: str) -> None:
 
 
 class Mixer:
-    """Mixes the answers for the places of one reply, and learns from what comes.
-
-    Args:
-        learnt: from other replies; learns on.
-        drafters: those that draw have logits, the others are tables.
-    """
+    """Mixes the answers for the places of one reply, and learns from what comes."""
 
     def __init__(self, learnt: MixingWeights, drafters: Sequence[Drafter]) -> None:
         self._learnt = learnt

@@ -30,11 +30,7 @@ _FLOAT_BYTES = 4
 
 
 def drafting_bytes(bundle: Bundle, configuration: Configuration, apart: bool) -> int:
-    """Bytes of the drafters' tables and of what the largest verification pass gives out.
-
-    Args:
-        apart: logits are computed a few rows at a time.
-    """
+    """Bytes of the drafters' tables and of what the largest verification pass gives out."""
     geometry, rows = bundle.manifest.geometry, 1 + configuration.draft_max
     methods = [drafter_method(name) for name in configuration.drafters]
     # A draft model's memory counts where it is loaded.

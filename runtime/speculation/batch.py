@@ -24,7 +24,6 @@ class BatchCosts:
     rows and their making take. So a draft pays by these costs where it raises the tokens per millisecond of all.
 
     Args:
-        costs: of one text alone.
         texts: that share passes, at least 1.
     """
 
@@ -61,8 +60,6 @@ class BatchController(DraftController):
     """Decides as its base does, by what drafts cost when so many texts share passes.
 
     Args:
-        drafters, acceptance, most, width: as `DraftController` takes them.
-        costs: of one text alone.
         texts: tells how many share passes now.
     """
 
@@ -100,7 +97,6 @@ class SequenceDrafting:
     """Drafters for the texts of one of several sequences.
 
     Args:
-        backend: of the sequence.
         texts: tells how many are decoded side by side now.
     """
 

@@ -44,7 +44,6 @@ class LossBudget:
 
     Args:
         plain_ms: milliseconds of a plain step.
-        shortest_ms: of a pass over the shortest draft, with its guess.
 
     Attributes:
         said: tokens so far.

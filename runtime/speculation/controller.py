@@ -136,9 +136,7 @@ class DraftController:
 
     Args:
         drafters: in the order in which they are preferred where nothing else decides.
-        costs: of this device.
         acceptance: of these drafters' guesses; may know them from before.
-        most: tokens in a draft at most.
         width: guesses per drafter and place; above 1 drafts are trees.
 
     Attributes:

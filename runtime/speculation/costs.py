@@ -217,11 +217,8 @@ class DeviceCosts:
     """Costs of one target and its drafters.
 
     Args:
-        backend: the target.
         profile: where costs are kept.
         check: prove that rows do not depend on how a chain is cut into passes.
-        most: rows of a pass that verifies, at most.
-        stand_in: makes another drafter of a name: measuring teaches tables made-up texts.
     """
 
     def __init__(

@@ -41,10 +41,7 @@ class RoundView:
     """A `TargetView` of one pass: the sampler's choices after each node, whose path it knows.
 
     Args:
-        sampler: of the reply.
-        draft: that the pass verified.
         logits: after the root and after each node of the draft, by row. (S, V)
-        position: absolute position of the token after the root.
         hidden: states of the same rows after the last layer; None where the backend gives none. (S, D)
     """
 
@@ -111,11 +108,6 @@ class SpeculativeDecoding(DecodingStrategy):
     """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts.
 
     Args:
-        backend: the target.
-        sampler: of the reply.
-        drafters: whose guesses the controller weighs.
-        controller: decides what is drafted.
-        verification: decides what is accepted.
         noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
         on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
         statistics: that rounds are added to; None begins some.

@@ -22,7 +22,6 @@ class LogitRows:
         rows: the first of them. (R, V)
         hidden: states of all rows after the last layer, from which the head computes others. (S, D)
         head: that does; None where all rows are there.
-        leaving: is shown each row, by its number, before others take its place in memory.
 
     Attributes:
         rows: that are in memory; a view until the next pass. (R, V)

@@ -45,9 +45,6 @@ class Speculator:
     """Makes the decoding strategies of generations.
 
     Args:
-        parts: what drafters are made of.
-        loaded: drafters the model was loaded with, as LoadConfig.speculation says it.
-        drafters: those of them that the plan has room for.
         most: tokens in a draft at most; 0 never drafts.
         profile: where what is learnt is kept.
         check: prove that rows do not depend on how a chain is cut into passes, as the exact mode promises.

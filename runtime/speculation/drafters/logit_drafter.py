@@ -25,13 +25,7 @@ _owners: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
 
 
 class Follower:
-    """Keeps the cache's rows from `start` on in step with a path: a head of committed tokens, then drafted ones.
-
-    Args:
-        backend: whose cache follows.
-        run: its pass.
-        chunk: most tokens of a pass.
-    """
+    """Keeps the cache's rows from `start` on in step with a path: a head of committed tokens, then drafted ones."""
 
     def __init__(self, backend: Backend, run: Pass, chunk: int) -> None:
         self._backend = backend

@@ -24,7 +24,6 @@ class ModelDrafter(LogitDrafter):
 
     Args:
         backend: of the drafter's bundle, which nothing but drafters uses; they do not close it.
-        chunk: most tokens of a pass that catches up.
         vocabulary: V, columns of the target's logits; None is as many as the drafter's. Where the two are padded
             differently, tokens that only one of them has are never proposed.
     """

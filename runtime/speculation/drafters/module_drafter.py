@@ -59,8 +59,6 @@ class TargetStates:
     that no pass showed, as those of a prefix that was kept elsewhere, are left out.
 
     Args:
-        width: W, of what is read of a row.
-        state: which output of a pass that is.
         read: is called with rows that wait no longer.
         trim: is called with how many of the rows that were read are still of the text.
     """
@@ -216,11 +214,7 @@ class OpenModule:
 
 
 class ModuleDrafter(LogitDrafter):
-    """Drafts with a draft module, whose cache holds rows of the text and, behind them, those of a draft.
-
-    Args:
-        own: the module, which follows its target's passes from now on.
-    """
+    """Drafts with a draft module, whose cache holds rows of the text and, behind them, those of a draft."""
 
     follows_passes = True
 

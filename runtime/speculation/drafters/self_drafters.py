@@ -23,11 +23,7 @@ from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, Drafter
 
 
 class SelfDrafter(LogitDrafter):
-    """Drafts by running the target itself.
-
-    Args:
-        target: whose cache is borrowed while drafting.
-    """
+    """Drafts by running the target itself."""
 
     uses_target = True
 
@@ -246,7 +242,6 @@ class BitsAndExpertsDrafter(ExpertsDrafter):
 
     Args:
         target: must be able to read one plane, and to use fewer experts.
-        count: as `ExpertsDrafter` takes it.
 
     Raises:
         CapabilityError, UsageError: as `BitsDrafter` and `ExpertsDrafter`.
@@ -267,7 +262,6 @@ class CachedExpertsDrafter(ExpertsDrafter):
 
     Args:
         bias: tells which are, as `ExpertChoice` takes it; asked before every pass.
-        count: as `ExpertsDrafter` takes it.
 
     Raises:
         CapabilityError, UsageError: as `ExpertsDrafter`.

@@ -261,9 +261,6 @@ class Aligner:
 
     Paths are drafted tokens up to and with the one a cursor is moved over. A committed token is a path of its own: it
     is not indexed before everything has moved over it.
-
-    Args:
-        index: the text.
     """
 
     def __init__(self, index: SuffixIndex) -> None:
