@@ -250,8 +250,8 @@ def _torch_needed() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _TRAIN:
             raise
-        message = f"Training needs {error.name}, which is not installed."
-        raise UsageError(message, "pip install 'edgeinfer[train]'") from None
+        hint = "pip install 'edgeinfer[train]'"
+        raise UsageError(f"Training needs {error.name}, which is not installed.", hint) from None
 
 
 def _given(args: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
@@ -343,9 +343,9 @@ def _distill_drafter(args: argparse.Namespace) -> int:
             trained = train_drafter(target, text, options, work, replier, bar)
             facts = _export_drafter(args, source, trained, bar)
     stages = facts["acceptance"].items()
-    rows: list[tuple[str, ...]] = [("size", f"{trained.size.width}x{trained.size.layers}")]
-    rows += [(f"acceptance {name}", f"{a['agreement']:.3f}, {a['mean_accepted_length']:.2f}") for name, a in stages]
-    _report(args, facts, [*rows, *_engine_rows(facts)])
+    rows = [(f"acceptance {name}", f"{a['agreement']:.3f}, {a['mean_accepted_length']:.2f}") for name, a in stages]
+    size = ("size", f"{trained.size.width}x{trained.size.layers}")
+    _report(args, facts, [size, *rows, *_engine_rows(facts)])
     return 0
 
 
@@ -494,8 +494,9 @@ def _distill_exits(args: argparse.Namespace) -> int:
         options = ExitsOptions(**_given(args, ExitsOptions))
         with _training(args, source, options.device) as (target, text, work, bar):
             tuned = tune_exits(target, text, options, args.out, work, bar)
-    whole = ("perplexity of the whole model", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}")
-    _report(args, tuned.facts(), [*_figure_rows(tuned.before, tuned.after, "agreement after layer {}"), whole])
+    rows = _figure_rows(tuned.before, tuned.after, "agreement after layer {}")
+    rows.append(("perplexity of the whole model", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}"))
+    _report(args, tuned.facts(), rows)
     if not args.json:
         print_note(f"Export it: edgeinfer export {args.out} BUNDLE")
     return 0
