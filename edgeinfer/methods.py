@@ -62,7 +62,7 @@ class DeclaredMethod:
 def method_option(
     name: str, default: Any, help: str, *, kind: Any = None, low: float | None = None, high: float | None = None
 ) -> ConfigOption:
-    """Declares an option of a method; its type is that of the default unless `kind` says it."""
+    """Declare an option of a method; its type is that of the default unless `kind` says it."""
     kind = type(default) if kind is None else kind
     limits = None if low is None or high is None else Range(low, high, whole=kind is int, optional=default is None)
     return ConfigOption(name, kind, default is None, default, help, limits)

@@ -62,7 +62,7 @@ class LayerSkipDecoding(ReducedDecoding):
         self._states: PromptStates | None = None
 
     def reading(self, prompt: Sequence[int]) -> Run:
-        """Runs the passes over a prompt; layer by layer where the policy is to see what lies between."""
+        """Run the passes over a prompt; layer by layer where the policy is to see what lies between."""
         if self._mask is not None or not self._policy.reads_states:
             return super().reading(prompt)
         self._states = PromptStates(self._backend, prompt, self._chunk)
@@ -108,7 +108,7 @@ class LayerSkipDecoding(ReducedDecoding):
             self._watch()
 
     def _watch(self) -> None:
-        """Makes the pending rows whole and compares."""
+        """Make the pending rows whole and compare."""
         start = self._backend.cache.length - len(self._pending)
         self._backend.cache.trim(start)
         reduced = dict(self._kept)
@@ -122,7 +122,7 @@ class LayerSkipDecoding(ReducedDecoding):
             self._window = min(2 * self._window, _LONGEST)
 
     def leave(self) -> None:
-        """Drops rows that the whole model did not make."""
+        """Drop rows that the whole model did not make."""
         self._backend.cache.trim(self._backend.cache.length - len(self._pending))
         self._pending.clear()
         self._kept.clear()
@@ -190,7 +190,7 @@ class PromptStates:
         return found
 
     def _fill(self, states: Floats, batch: ForwardInput) -> ForwardOutput:  # (L + 1, S, D)
-        """Runs a pass of which the cache lacks the rows, layer by layer, and fills in the states between them of its
+        """Run a pass of which the cache lacks the rows, layer by layer, and fill in the states between them of its
         last S rows."""
         start, nothing = self._backend.cache.length, np.zeros(0, np.int64)
         entering: Floats | None = None  # (rows of the pass, D)
@@ -253,7 +253,7 @@ class SkipLevels:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> SkipLevels | None:
-        """Takes back what `state` gave, for a model of so many layers; None where nothing was kept."""
+        """Take back what `state` gave, for a model of so many layers; None where nothing was kept."""
         if not state:
             return None
         masks, losses = state.get("masks"), state.get("losses")
@@ -289,7 +289,7 @@ class CalibratedPolicy:
     levels: SkipLevels
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skips these blocks for every prompt."""
+        """Skip these blocks for every prompt."""
         return self.levels.choose(wanted)
 
 

@@ -62,7 +62,7 @@ class Entropies:
         return len(self._means)
 
     def add(self, mean: float) -> None:
-        """Adds one rolling mean."""
+        """Add one rolling mean."""
         if len(self._means) == _MOST:
             del self._sorted[bisect_left(self._sorted, self._means[0])]
         self._means.append(mean)
@@ -76,7 +76,7 @@ class Entropies:
         return self._sorted[int(level * len(self._sorted))] if self._sorted else 0.0
 
     def made(self, share: float, large: bool) -> None:
-        """Counts a token, by which the level follows the wanted share."""
+        """Count a token, by which the level follows the wanted share."""
         offset = self._offsets.get(share, 0.0) + _PULL * (large - share)
         # Beyond the ends of the scale there is nothing to correct.
         self._offsets[share] = min(max(offset, share - 1), share)
@@ -87,7 +87,7 @@ class Entropies:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Entropies:
-        """Takes back what `state` gave."""
+        """Take back what `state` gave."""
         if not state:
             return cls()
         means = state.get("means")
@@ -131,7 +131,7 @@ class EntropyPolicy:
         self._stay = Stay(stay)
 
     def seen(self, entropy: float) -> None:
-        """Adds the entropy of another prediction."""
+        """Add the entropy of another prediction."""
         self._latest.append(entropy)
         self._entropies.add(self._mean)
 
@@ -148,7 +148,7 @@ class EntropyPolicy:
         return large
 
     def large_made(self, tokens: int) -> None:
-        """Counts further tokens that the large model made at once."""
+        """Count further tokens that the large model made at once."""
         for _ in range(tokens if self._threshold is None else 0):
             self._entropies.made(self._share, True)
 
@@ -228,7 +228,7 @@ class ModelSwitchDecoding(ReducedDecoding):
         self._policy.seen(entropy_bits(logits))
 
     def leave(self) -> None:
-        """Drops nothing: the large model's rows are its own."""
+        """Drop nothing: the large model's rows are its own."""
 
     def compute_use(self) -> ComputeUse:
         """What reduced compute did so far; without another measure, the large model's own passes time a plain one."""

@@ -79,7 +79,7 @@ class EarlyExitDecoding(ReducedDecoding):
         return self._deepen()
 
     def _deepen(self) -> Floats:  # (V,)
-        """Runs the deeper layers for all that wait, the last of which needs them."""
+        """Run the deeper layers for all that wait, the last of which needs them."""
         size = len(self._waiting)
         start, skipped = self._backend.cache.length - size, 0
         if self._below and size > 1:
@@ -113,7 +113,7 @@ class EarlyExitDecoding(ReducedDecoding):
         """Leaves what waits until a token needs the deeper layers."""
 
     def leave(self) -> None:
-        """Drops rows that lack deeper layers, or rest on others that did."""
+        """Drop rows that lack deeper layers, or rest on others that did."""
         self._backend.cache.trim(min(self._whole, self._backend.cache.length - len(self._waiting)))
         self._waiting.clear()
         self._kept.clear()
@@ -124,7 +124,7 @@ class EarlyExitDecoding(ReducedDecoding):
 
 
 def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
-    """Gives rows start..stop-1 keys and values of the nearest lower layer where attention did not run (`missing`, 2 L),
+    """Give rows start..stop-1 keys and values of the nearest lower layer where attention did not run (`missing`, 2 L),
     and drops what comes after them.
     """
     copied = backend.cache.snapshot(start, stop)

@@ -71,14 +71,14 @@ class SkipPolicy(Protocol):
     reads_states: ClassVar[bool]
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Chooses the blocks that run."""
+        """Choose the blocks that run."""
 
 
 class SmallModel(Protocol):
     """A small model with a cache of its own, which evaluates of a growing text what it has not seen yet."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Starts with a text; what its cache shares with it stays."""
+        """Start with a text; what its cache shares with it stays."""
 
     def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
         """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
@@ -100,7 +100,7 @@ class SwitchPolicy(Protocol):
 def feed(
     run: Callable[[Ints, Ints, Ints], Floats], tokens: Sequence[int], start: int, wanted: Sequence[int], chunk: int
 ) -> Iterator[tuple[int, Floats]]:
-    """Feeds tokens from row `start` on, chunk by chunk, and yields the logits (V,) after those of these indices.
+    """Feed tokens from row `start` on, chunk by chunk, and yield the logits (V,) after those of these indices.
 
     Args:
         run: a pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V).
@@ -170,7 +170,7 @@ class DivergenceLimit:
         return self.stopped_at is not None
 
     def add(self, whole: Floats, reduced: Floats) -> None:  # (V,), (V,)
-        """Adds a sampled token, as the whole model predicts it and as the reduced one did."""
+        """Add a sampled token, as the whole model predicts it and as the reduced one did."""
         nats = divergence(whole, reduced)
         self.sampled += 1
         self._sum += nats
@@ -206,7 +206,7 @@ class DivergenceLimit:
         return mean + _SPREADS * max(self._spread, mean)
 
     def expect(self, prompt: DivergenceLimit) -> None:
-        """Takes over from samples of the prompt what a token may diverge by at worst."""
+        """Take over from samples of the prompt what a token may diverge by at worst."""
         if prompt.sampled:
             mean = prompt._sum / prompt.sampled
             self._worst = mean + _SPREADS * max(prompt._spread, mean)
@@ -276,7 +276,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         self._tokens: list[int] = []  # prompt and reply; the last is the root
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """Makes the token after a prompt that the whole model evaluated."""
+        """Make the token after a prompt that the whole model evaluated."""
         accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
         self._tokens[:] = [*prompt, *accepted]
         started = time.perf_counter()
@@ -285,7 +285,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return accepted
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """Makes one further token."""
+        """Make one further token."""
         started = time.perf_counter()
         logits = self._logits(lost)
         accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
@@ -297,14 +297,14 @@ class ReducedDecoding(DecodingStrategy, ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Drops rows that the whole model did not make."""
+        """Drop rows that the whole model did not make."""
 
     @abstractmethod
     def _begin(self, logits: Floats) -> None:  # (V,)
-        """Decides what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
+        """Decide what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
 
     def _try(self, share: float) -> None:
-        """Reads the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
+        """Read the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
         far there already, nothing is left out of the reply.
         """
         end = self._backend.cache.length

@@ -126,7 +126,7 @@ class AStar(SearchStrategy):
 
     @staticmethod
     def _leave(node: _Node, branches: Branches) -> None:
-        """Frees its rows."""
+        """Free its rows."""
         if node.branch is not None:
             branches.drop(node.branch)
             node.branch = None

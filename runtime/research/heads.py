@@ -104,7 +104,7 @@ class StateDrafter(LogitDrafter):
         self._seen = False
 
     def observe(self, round: Round) -> None:
-        """Keeps the state that predicted the new root."""
+        """Keep the state that predicted the new root."""
         super().observe(round)
         self._seen = round.hidden is not None
         if round.hidden is not None:

@@ -215,7 +215,7 @@ def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:
 
 
 def find_mismatches(model: Writer, drafter: Writer, question: RightReply) -> Iterator[Mismatch]:
-    """Tries the draft model's tokens in the model's reply, one after the other; those that do not matter stay.
+    """Try the draft model's tokens in the model's reply, one after the other; those that do not matter stay.
 
     A whole answer is the model's own, right or wrong. Of words that a reply is to have, those count that the model's
     own has; if it has none, the question tells nothing.

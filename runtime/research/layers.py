@@ -23,7 +23,7 @@ class UnifiedPolicy:
     reads_states: ClassVar[bool] = False
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skips these layers for every prompt."""
+        """Skip these layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
 
@@ -37,7 +37,7 @@ def importance(states: Floats) -> NDArray[np.float64]:  # (L + 1, S, D) -> (L,)
 
 
 def skip_in_order(order: list[int], layers: int, wanted: SpeedTarget) -> Mask:
-    """Skips layers one after the other until passes are as fast as wanted; first and last always stay."""
+    """Skip layers one after the other until passes are as fast as wanted; first and last always stay."""
     kept = list(range(layers))
     for layer in order:
         if wanted.reached(layers_mask(layers, kept)):
@@ -53,7 +53,7 @@ class ImportancePolicy:
     reads_states: ClassVar[bool] = True
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skips the least important layers of this prompt."""
+        """Skip the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
 
@@ -90,7 +90,7 @@ class RoutersPolicy:
         return 1 / (1 + np.exp(-scores))
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skips what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
+        """Skip what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
         needed = self.needed(prompt)
         order = [int(layer) for layer in np.argsort(needed, kind="stable") if needed[layer] <= _NEEDED]
         return skip_in_order(order, prompt.layers, wanted)

@@ -62,7 +62,7 @@ class MedusaDrafter(StateDrafter):
         self._places = 0
 
     def observe(self, round: Round) -> None:
-        """Keeps the state that predicted the new root."""
+        """Keep the state that predicted the new root."""
         super().observe(round)
         self._places = 0
 

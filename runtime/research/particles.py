@@ -109,7 +109,7 @@ class Particles(SearchStrategy):
         return self._plain_step()
 
     def _feed(self, particles: Sequence[_Particle], prompt: int, branches: Branches) -> None:
-        """Draws the next token of each particle that is not over."""
+        """Draw the next token of each particle that is not over."""
         live = [(slot, each, each.branch) for slot, each in enumerate(particles) if each.branch is not None]
         if not live:
             return
@@ -118,7 +118,7 @@ class Particles(SearchStrategy):
             self._extend(each, slot, row, prompt)
 
     def _extend(self, particle: _Particle, slot: int, logits: Floats, prompt: int) -> None:  # (V,)
-        """Draws a particle's next token, and weighs it by what this token's law gets wrong."""
+        """Draw a particle's next token, and weigh it by what this token's law gets wrong."""
         tokens = particle.text.tokens
         token, log_weight = self._parts.sampler.weighed_sample(
             logits, prompt + len(tokens), tokens, self._options["power"], slot
@@ -129,7 +129,7 @@ class Particles(SearchStrategy):
             particle.text.push(token)
 
     def _weigh(self, particles: Sequence[_Particle]) -> None:
-        """Weighs particles by what the scorer says of them, in place of what it said before."""
+        """Weigh particles by what the scorer says of them, in place of what it said before."""
         scorer = self._options["scorer"]
         for particle in particles:
             if scorer is not None and not particle.dead:

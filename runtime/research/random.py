@@ -26,7 +26,7 @@ class RandomPolicy:
         """Ignores the entropy."""
 
     def large(self) -> bool:
-        """Draws once for each stretch of the least length."""
+        """Draw once for each stretch of the least length."""
         if self._left == 0:
             self._drawn, self._left = bool(self._random.random() < self._share), self._length
         self._left -= 1

@@ -73,7 +73,7 @@ class SortedDrafter(ModelDrafter):
         return self._widened(logits)
 
     def _resume(self, part: int, tokens: Ints) -> Floats:  # (T,) -> (V,)
-        """Runs a part over all rows that its layers have not seen; the last row's logits."""
+        """Run a part over all rows that its layers have not seen; the last row's logits."""
         # The last row again where it was seen: its logits are wanted.
         start = min(self._seen[part], len(tokens) - 1)
         # The passes that follow start at the same row and mask the layers before, which leaves their rows as they are.

@@ -16,7 +16,7 @@ _ALPHA = 0.3
 
 
 def verify_typical(draft: Draft, target: TargetView) -> Verdict:
-    """Takes the longest path of which the target finds every token typical, of equals the likeliest; then its choice.
+    """Take the longest path of which the target finds every token typical, of equals the likeliest; then its choice.
 
     This is Medusa's typical acceptance (Cai et al. 2024), and it is lossy.
 

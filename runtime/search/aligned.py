@@ -57,7 +57,7 @@ class Beginning:
         return self.behind[token][1]
 
     def learn(self) -> None:
-        """Makes the estimate what those behind add up to: a sum, so that the least likely forms keep their digits."""
+        """Make the estimate what those behind add up to: a sum, so that the least likely forms keep their digits."""
         if self.unseen is not None:
             self.estimate = self.unseen + sum(p * longer.estimate for p, longer in self.behind.values())
 
@@ -141,7 +141,7 @@ class Aligned(SearchStrategy):
         return draws
 
     def _extend(self, draw: _Draw, logits: Floats, prompt: int) -> None:  # (V,)
-        """Draws a reply's next token."""
+        """Draw a reply's next token."""
         probabilities, ids = self._parts.sampler.unbound(logits, draw.text.tokens)
         here = draw.path[-1]
         weights = here.weights(probabilities, ids)

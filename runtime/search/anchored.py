@@ -116,7 +116,7 @@ class DivergenceBudget:
         return max(0.0, self.allowed - self.spent)
 
     def spend(self, nats: float) -> None:
-        """Takes what it did spend."""
+        """Take what it did spend."""
         self.spent += nats
 
 

@@ -144,7 +144,7 @@ class Beam(SearchStrategy):
         return max(map(self._score, live)) <= kept[-1]
 
     def _feed(self, groups: Sequence[_Group], branches: Branches) -> None:
-        """Feeds the last token of every beginning that goes on, each into a branch of its own."""
+        """Feed the last token of every beginning that goes on, each into a branch of its own."""
         old = branches.live
         for group in groups:
             group.live = [self._forked(beginning, branches) for beginning in group.live]

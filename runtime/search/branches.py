@@ -57,7 +57,7 @@ class Branches:
         return self._room - sum(len(branch.tokens) for branch in self._live)
 
     def begin(self, *, apart: bool = False) -> Branch:
-        """Begins a branch of the trunk; or `apart`, a text that begins at position 0."""
+        """Begin a branch of the trunk; or `apart`, a text that begins at position 0."""
         cache = self._forks.cache.fork()
         if apart:
             cache.clear()
@@ -65,15 +65,15 @@ class Branches:
         return self._add(Branch(cache, apart))
 
     def begin_trunk(self) -> Branch:
-        """Begins the branch that goes on in the cache of the trunk itself; its rows stay there."""
+        """Begin the branch that goes on in the cache of the trunk itself; its rows stay there."""
         return self._add(Branch(self._forks.cache))
 
     def fork(self, branch: Branch) -> Branch:
-        """Begins a branch that goes on from where another is now, whose rows both have."""
+        """Begin a branch that goes on from where another is now, whose rows both have."""
         return self._add(Branch(branch.cache.fork(), branch.apart, list(branch.tokens)))
 
     def drop(self, branch: Branch) -> None:
-        """Drops a branch."""
+        """Drop a branch."""
         self._live.remove(branch)
 
     def end(self) -> None:
@@ -82,11 +82,11 @@ class Branches:
         self._backend.cache.trim(self._trunk)
 
     def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Floats:  # (B, V)
-        """Feeds tokens of several branches, and gives the logits behind the last one of each."""
+        """Feed tokens of several branches, and give the logits behind the last one of each."""
         return np.concatenate(self.feed_chains([(branch, part, 1) for branch, part in fed]))
 
     def feed_chains(self, fed: Sequence[tuple[Branch, Sequence[int], int]]) -> list[Floats]:  # of (R, V)
-        """Feeds tokens of several branches, and gives the logits behind so many of the last ones of each."""
+        """Feed tokens of several branches, and give the logits behind so many of the last ones of each."""
         rows = sum(len(part) for _, part, _ in fed)
         if rows > self.room:
             raise BackendError(f"A pass over several texts does not fit: there is room for {self.room} tokens.")
@@ -105,7 +105,7 @@ class Branches:
         return [output.logits for output in outputs]
 
     def _feed_again(self) -> None:
-        """Evaluates all branches again, whose pages older replies needed, as soon as there are some."""
+        """Evaluate all branches again, whose pages older replies needed, as soon as there are some."""
         trunk, main = self._passes.text()[: self._trunk], self._forks.cache
         while True:
             for branch in self._live:

@@ -45,7 +45,7 @@ class Drawn:
         return self.text.ended or len(self.text.tokens) >= self.most
 
     def draw(self, logits: Floats, prompt: int) -> None:  # (V,)
-        """Draws its next token behind a prompt of so many."""
+        """Draw its next token behind a prompt of so many."""
         token = self.sampler.sample(logits, prompt + len(self.text.tokens))
         self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
@@ -59,7 +59,7 @@ class Drawn:
 
 
 def draw_next(replies: Sequence[Drawn], branches: Branches, prompt: int) -> list[Drawn]:
-    """Draws the next token of each reply that is not over, and gives these."""
+    """Draw the next token of each reply that is not over, and give these."""
     live = [reply for reply in replies if not reply.over]
     fed = [(reply.branch, reply.text.tokens[-1:]) for reply in live if reply.branch is not None]
     for reply, row in zip(live, branches.feed(fed), strict=True):
@@ -102,7 +102,7 @@ class ParallelSamples(SearchStrategy):
         return self._give(self._branches, self._given + room)
 
     def leave(self) -> None:
-        """Drops the rows of other replies."""
+        """Drop the rows of other replies."""
         super().leave()
         self._branches = None
         for reply in self._replies:

@@ -110,7 +110,7 @@ class Extract(SearchStrategy):
         return self._plain_step()
 
     def _search(self, started: Sequence[_Beginning], branches: Branches) -> None:
-        """Feeds beginnings until none can lead to a better span than the best that was found."""
+        """Feed beginnings until none can lead to a better span than the best that was found."""
         alone = False
         while open_ := [each for each in started if not each.over and each.bound > self._best]:
             # Where there is no room for several, one is followed to its end before the next begins.
@@ -123,14 +123,14 @@ class Extract(SearchStrategy):
             self._drop([each for each in chosen if each.over or each.bound <= self._best], branches)
 
     def _drop(self, some: Sequence[_Beginning], branches: Branches, *, again: bool = False) -> None:
-        """Gives the rows of some beginnings back; `again`, what is fed of them later begins at their start."""
+        """Give the rows of some beginnings back; `again`, what is fed of them later begins at their start."""
         for each in some:
             if each.branch is not None:
                 branches.drop(each.branch)
                 each.branch, each.fed = None, 0 if again else each.fed
 
     def _feed(self, chosen: Sequence[_Beginning], branches: Branches) -> None:
-        """Feeds the next tokens of each, and scores the spans that end behind them."""
+        """Feed the next tokens of each, and score the spans that end behind them."""
         fed = []
         for each in chosen:
             each.branch = each.branch or branches.begin()
@@ -142,7 +142,7 @@ class Extract(SearchStrategy):
                 self._score(each, row)
 
     def _score(self, beginning: _Beginning, row: Floats) -> None:  # (V,)
-        """Scores the span that ends here, and bounds those that go on."""
+        """Score the span that ends here, and bound those that go on."""
         one = _log_sum(row, None)
         end = int(self._ends[row[self._ends].argmax()])
         score = beginning.bound + _log_sum(row, self._ends) - one

@@ -65,7 +65,7 @@ class SearchParts:
     small: Callable[[], SmallModel] | None = None
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
-        """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""
+        """Make the sampler of one of several replies, with the seed that follows the reply's own by its index."""
         processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
         budget = self.config.thinking_budget
         return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
@@ -110,7 +110,7 @@ class Passes:
             yield from self._feed(part, np.arange(len(part)))
 
     def feed_again(self, text: Sequence[int]) -> None:
-        """Evaluates a text again in an empty cache, whose pages older replies needed, as soon as there are some."""
+        """Evaluate a text again in an empty cache, whose pages older replies needed, as soon as there are some."""
         while self._backend.cache.length < len(text):
             try:
                 start = self._backend.cache.length
@@ -174,7 +174,7 @@ class SearchStrategy(DecodingStrategy):
         """See `DecodingStrategy`."""
 
     def leave(self) -> None:
-        """Drops the rows of what was looked at."""
+        """Drop the rows of what was looked at."""
         if self._reply_rows is not None:
             self._backend.cache.trim(min(self._reply_rows, self._backend.cache.length))
             self._reply_rows = None
@@ -272,7 +272,7 @@ def _product() -> Iterable[SearchMethod]:
 
 
 def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
-    """Makes the search that the options ask for."""
+    """Make the search that the options ask for."""
     name = parts.config.search
     kind = search_method(name)
     _check_sampling(kind, parts.config)

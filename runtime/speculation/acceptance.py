@@ -86,7 +86,7 @@ class MixingWeights:
         return arrays | {_DIFFERENCES: np.array(self.differences)} if arrays else {}
 
     def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
-        """Takes back a drafter's part of what `state` gave, and who was right; what is not in it stays as it is."""
+        """Take back a drafter's part of what `state` gave, and who was right; what is not in it stays as it is."""
         weights, differences = state.get(f"{drafter}_weights"), state.get(_DIFFERENCES)
         # NaN compares false with everything.
         if weights is not None and weights.shape == (2, _AGREEING, 2):
@@ -159,7 +159,7 @@ class Mixer:
         return odds / (odds + math.exp(_HUMILITY * self._advantage))
 
     def observe(self, mixture: Mixture, token: int) -> None:
-        """Learns which token came at a place."""
+        """Learn which token came at a place."""
         agreeing = _agreeing(mixture.answers)
         for answer in mixture.answers:
             guessed = answer.guess.token
@@ -175,7 +175,7 @@ class Mixer:
         return self._learnt.of[answer.drafter][min(answer.rank, 1)][min(agreeing, _AGREEING) - 1]
 
     def _compare(self, firsts: Sequence[Answer], token: int) -> None:
-        """Counts who was right where the surest of both kinds differ."""
+        """Count who was right where the surest of both kinds differ."""
         ours = [answer for answer in firsts if answer.drafter in self._with_logits]
         theirs = [answer for answer in firsts if answer.drafter not in self._with_logits]
         if ours and theirs:
@@ -259,7 +259,7 @@ class Acceptance:
         self.mixing = MixingWeights()
 
     def add(self, drafter: str, priors: Sequence[float]) -> None:
-        """Begins to learn about a drafter, with its acceptance by sign before any observation."""
+        """Begin to learn about a drafter, with its acceptance by sign before any observation."""
         self._records[drafter] = _Record(priors)
 
     def estimate(self, drafter: str, sign: int, depth: int, rank: int = 0) -> float:
@@ -274,7 +274,7 @@ class Acceptance:
         return min(estimate * (came + _TAKEN_WEIGHT) / (expected + _TAKEN_WEIGHT), SUREST)
 
     def observe_taken(self, drafter: str, estimate: float, came: bool) -> None:
-        """Learns what became of the guess of highest estimate at a place that was reached."""
+        """Learn what became of the guess of highest estimate at a place that was reached."""
         cell, kept = self._records[drafter].taken[bisect_right(_EDGES, estimate)], 1 - 1 / _TAKEN_MEMORY
         cell[0], cell[1] = cell[0] * kept + came, cell[1] * kept + estimate
 
@@ -283,7 +283,7 @@ class Acceptance:
         return self._records[drafter].means[min(rank, _RANKS - 1)]
 
     def observe(self, drafter: str, sign: int, depth: int, came: bool, rank: int = 0) -> None:
-        """Learns what became of a guess whose predecessors were accepted; the arguments are as of `estimate`."""
+        """Learn what became of a guess whose predecessors were accepted; the arguments are as of `estimate`."""
         record, place, rank = self._records[drafter], min(depth, _DEPTHS - 1), min(rank, _RANKS - 1)
         cell, kept = (sign, rank), 1 - 1 / _MEMORY
         expected = record.estimates[sign][rank]
@@ -304,7 +304,7 @@ class Acceptance:
         return arrays
 
     def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
-        """Takes back what `state` gave for one drafter; nothing where it is not in it, or has other signs."""
+        """Take back what `state` gave for one drafter; nothing where it is not in it, or has other signs."""
         record = self._records[drafter]
         self.mixing.restore(drafter, state)
         accepted, seen = (state.get(f"{drafter}_{what}") for what in ("accepted", "seen"))

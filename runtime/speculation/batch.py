@@ -77,7 +77,7 @@ class BatchController(DraftController):
 
     @property
     def rest(self) -> int:
-        """Counts plain steps before a drafter is asked, or before it is looked again how many texts there are."""
+        """Plain steps before a drafter is asked, or before it is looked again how many texts there are."""
         if (texts := max(1, self._count())) != self._texts:
             self._texts = texts
             self._reprice(BatchCosts(self._alone, texts))

@@ -72,16 +72,16 @@ class LossBudget:
         return self._wrong < _MOST_WRONG and self._saved + _TRUST * self._plain_ms >= asking_ms + self._reserve
 
     def judge(self, right: bool) -> None:
-        """Learns whether the surest guess for a plain step was the token that came."""
+        """Learn whether the surest guess for a plain step was the token that came."""
         self._right = self._right + 1 if right else 0
         self._wrong += not right
 
     def risk(self, ms: float, sure: int = 1) -> float:
-        """What a reply would lose by a round that takes so long and gives no more than these tokens."""
+        """What a reply would lose by a round that takes so long and give no more than these tokens."""
         return ms - sure * self._plain_ms * (1 + _LOSS_BUDGET)
 
     def covers(self, ms: float, sure: int = 1) -> bool:
-        """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
+        """Whether a round that takes so long and give no more than these tokens would leave the reply no slower."""
         return self.risk(ms, sure) <= self.free
 
     def reading_due(self, ms: float) -> float:
@@ -89,7 +89,7 @@ class LossBudget:
         return max(0.0, ms - self._for_reading)
 
     def add_reading(self, ms: float) -> None:
-        """Enters what a drafter read."""
+        """Enter what a drafter read."""
         due = self.reading_due(ms)
         self._for_reading -= ms - due
         self._saved -= due
@@ -111,12 +111,12 @@ class LossBudget:
             del self._unpaid[0]
 
     def add_round(self, tokens: int, ms: float) -> None:
-        """Enters what a round gave and took; no other is trusted before further guesses proved right."""
+        """Enter what a round gave and took; no other is trusted before further guesses proved right."""
         self._right = 0
         self.add_steps(tokens, ms)
 
     def add_steps(self, tokens: int, ms: float) -> None:
-        """Enters what plain steps gave and took."""
+        """Enter what plain steps gave and took."""
         self._saved += tokens * self._plain_ms * (1 + _LOSS_BUDGET) - ms
         self._for_reading += tokens * self._plain_ms * _READING_BUDGET
         self.said += tokens
@@ -134,7 +134,7 @@ class Trials:
         self._next_rest, self.rest = _FIRST_REST, 0
 
     def add_round(self, lost_ms: float) -> None:
-        """Enters how much longer a round took than plain steps would have for its tokens."""
+        """Enter how much longer a round took than plain steps would have for its tokens."""
         self._rounds, self._lost = self._rounds + 1, self._lost + lost_ms
         if self._rounds < _TRIAL:
             return
@@ -145,5 +145,5 @@ class Trials:
         self._rounds, self._lost = 0, 0.0
 
     def rested(self, steps: int) -> None:
-        """Enters plain steps."""
+        """Enter plain steps."""
         self.rest = max(0, self.rest - steps)

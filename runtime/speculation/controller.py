@@ -178,7 +178,7 @@ class DraftController:
         self._tries = _TRIES
 
     def _reprice(self, costs: RoundCosts) -> None:
-        """Goes by other costs of passes from now on, by which it finds out again whether drafting is faster."""
+        """Go by other costs of passes from now on, by which it finds out again whether drafting is faster."""
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, self._most + 2)]
         self._confirmed, self._longer_tries = costs.confirmed, _LONGER_TRIES
         known = self._pass_ms[: self._confirmed]
@@ -194,7 +194,7 @@ class DraftController:
 
     @property
     def rest(self) -> int:
-        """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet."""
+        """Plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet."""
         return max(self._trials.rest, self._budget.steps_to_save(self._asking_ms))
 
     @property
@@ -225,12 +225,12 @@ class DraftController:
         self._watched = max(asked, key=attrgetter("estimate")).guess.token if asked else None
 
     def watched(self, token: int) -> None:
-        """Learns the token of that step."""
+        """Learn the token of that step."""
         self._budget.judge(token == self._watched)
         self._watching_ms += self._spent
 
     def rested(self, steps: int) -> None:
-        """Learns that so many plain steps were taken, of which some may have been watched."""
+        """Learn that so many plain steps were taken, of which some may have been watched."""
         self.watched_ms, self._watching_ms = self._watching_ms, 0.0
         ms, kept = self._pass_ms[0] * steps + self.watched_ms, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
@@ -243,7 +243,7 @@ class DraftController:
         return self._tokens / self._ms
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
-        """Builds the draft to verify next; empty where nothing pays."""
+        """Build the draft to verify next; empty where nothing pays."""
         self._begin(context, depth)
         most, tree = min(rows, self._most), Tree()
         best, length = self._worth(tree), 0
@@ -268,14 +268,14 @@ class DraftController:
         return tree.cut(length)
 
     def _hope_for(self, length: int) -> None:
-        """Counts a draft whose pass may cost more than it is hoped to."""
+        """Count a draft whose pass may cost more than it is hoped to."""
         if 1 + length > self._confirmed and self._longer_tries:
             self._longer_tries -= 1
             if not self._longer_tries:
                 self._prices = self._pass_ms
 
     def observe(self, round: Round) -> None:
-        """Learns from what became of the last draft."""
+        """Learn from what became of the last draft."""
         committed = round.committed
         for depth, token in enumerate(committed):
             if not (here := self._asked.get(committed[:depth])):

@@ -97,7 +97,7 @@ def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
 
 
 def _fill(backend: Backend, length: int) -> None:
-    """Puts rows into an empty cache, for passes to attend to."""
+    """Put rows into an empty cache, for passes to attend to."""
     if backend.cache.copyable and backend.capabilities.copies and not backend.geometry.states:
         backend.cache.restore(_blank(backend, length))
     elif length:
@@ -244,7 +244,7 @@ class DeviceCosts:
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
-        """Finds out what passes cost; empties the cache if they have to be measured.
+        """Find out what passes cost; empties the cache if they have to be measured.
 
         What was kept is not compared with the pace of this moment: controllers weigh costs against each other, replies
         move them to the pace they find (`learn`), and passes to find out would keep the first token waiting.
@@ -303,12 +303,12 @@ class DeviceCosts:
         return SessionCosts(self._passes, dict(self._guess_ms), self._round_ms, confirmed, dict(self._read_ms))
 
     def observe(self, rows: int, ms: float) -> None:
-        """Notes a pass that several texts shared; all its rows are of replies, not of prompts."""
+        """Note a pass that several texts shared; all its rows are of replies, not of prompts."""
         self._shared.append((rows, ms))
         self._ran_passes.observe(rows, ms)
 
     def learn(self, statistics: SpeculationStatistics) -> None:
-        """Follows passes, guesses and rounds of a reply, and passes that texts shared; kept with the next `save`."""
+        """Follow passes, guesses and rounds of a reply, and passes that texts shared; kept with the next `save`."""
         if self._passes is None:
             return
         for passes in (statistics.timed_passes, self._shared):
@@ -331,7 +331,7 @@ class DeviceCosts:
             self._round_ms += _PULL * (extra - self._round_ms)
 
     def learn_overhead(self, times: Sequence[float]) -> None:
-        """Follows what tokens of a reply took besides their passes; kept with the next `save`."""
+        """Follow what tokens of a reply took besides their passes; kept with the next `save`."""
         if len(times) < _ENOUGH:
             return
         ms = max(0.0, median(times))
@@ -342,7 +342,7 @@ class DeviceCosts:
         return None if self._passes is None else pace(self._passes, statistics.timed_passes)
 
     def save(self) -> None:
-        """Keeps what is known now."""
+        """Keep what is known now."""
         if self._passes is not None:
             self._save()
 

@@ -162,7 +162,7 @@ class SpeculativeDecoding(DecodingStrategy):
         return tokens
 
     def _start(self) -> None:
-        """Shows drafters the text so far."""
+        """Show drafters the text so far."""
         self._started, self._unobserved = True, 0
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
         latest = self._context.tokens[-self._backend.cache.capacity :]
@@ -259,7 +259,7 @@ class SpeculativeDecoding(DecodingStrategy):
         ]
 
     def _note(self, draft: Draft, row: int, logits: Floats) -> None:  # (V,)
-        """Notes what would be reported of the tokens drafted behind a row that leaves memory."""
+        """Note what would be reported of the tokens drafted behind a row that leaves memory."""
         for guess, parent in zip(draft.guesses, draft.parents, strict=True):
             if parent + 1 == row:
                 self._drafted_logprobs[row, guess.token] = self._sampler.logprobs_of(guess.token, logits)
@@ -337,7 +337,7 @@ class SpeculativeDecoding(DecodingStrategy):
         )
 
     def _catch_up(self) -> None:
-        """Tells drafters of the plain steps since the last round."""
+        """Tell drafters of the plain steps since the last round."""
         self._count_plain_steps()
         if not self._started:
             self._start()
@@ -352,7 +352,7 @@ class SpeculativeDecoding(DecodingStrategy):
             drafter.observe(round)
 
     def _count_plain_steps(self) -> None:
-        """Enters the plain steps since the last round in the statistics."""
+        """Enter the plain steps since the last round in the statistics."""
         self._plain_left = 0
         if steps := len(self._pass_ns):
             other = self._other_ns / steps
@@ -388,7 +388,7 @@ class SpeculativeDecoding(DecodingStrategy):
             self._on_plain_ms((ended - passed.started) / 1e6)
 
     def limit(self, most: int) -> None:
-        """Drafts at most so many tokens from the next round on; with 0 no drafter is asked again or follows."""
+        """Draft at most so many tokens from the next round on; with 0 no drafter is asked again or follows."""
         self._most = min(self._most, most)
         if not most:
             self._drafters.clear()

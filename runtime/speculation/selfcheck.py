@@ -97,7 +97,7 @@ def _likely(row: Floats) -> Ints:  # (V,) -> (L,), the best first
 
 
 def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
-    """Compares passes over one text that is cut in different ways; leaves the cache empty.
+    """Compare passes over one text that is cut in different ways; leaves the cache empty.
 
     Takes seven passes where nothing differs, and one over a tree where side branches are to be as exact. A backend that
     promises nothing is only asked by how much rows differ, and is never taken to have none: on short texts its rows may
@@ -173,7 +173,7 @@ def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
 
 
 def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
-    """Compares a text evaluated token by token with wide passes, each over what it put into the cache itself."""
+    """Compare a text evaluated token by token with wide passes, each over what it put into the cache itself."""
     differences = _Differences()
     most = min(_MOST_ROWS, backend.cache.capacity - past)
     prompt, tokens = np.split(filler_tokens(backend, past + most), [past])

@@ -82,7 +82,7 @@ class Speculator:
             self._measure()
 
     def _measure(self) -> None:
-        """Finds out what drafting costs, as far as that is not known."""
+        """Find out what drafting costs, as far as that is not known."""
         self._costs.of([self._drafter(name) for name in self._names(self._loaded)])
 
     @property
@@ -111,11 +111,11 @@ class Speculator:
         return self._costs.pass_ms
 
     def observe_pass(self, rows: int, ms: float) -> None:
-        """Learns from a pass over so many rows that replies shared."""
+        """Learn from a pass over so many rows that replies shared."""
         self._costs.observe(rows, ms)
 
     def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
-        """Makes the strategy of a generation: speculative, or plain decoding."""
+        """Make the strategy of a generation: speculative, or plain decoding."""
         names, limit = self._names(config.speculation), self._limit
         if not names or not limit:
             return DecodingStrategy(self._parts.target, sampler)
@@ -145,7 +145,7 @@ class Speculator:
         drafting: SequenceDrafting,
         before: DecodingStrategy | None = None,
     ) -> DecodingStrategy:
-        """Makes the strategy of a generation whose passes others share, or of the rest of one that had its own.
+        """Make the strategy of a generation whose passes others share, or of the rest of one that had its own.
 
         Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it decodes plainly.
 
@@ -191,7 +191,7 @@ class Speculator:
         return own + sum(drafting.nbytes() for drafting in self._drafting)
 
     def shorten(self) -> bool:
-        """Drafts half as many tokens from the next round on; false where drafts cannot be shorter."""
+        """Draft half as many tokens from the next round on; false where drafts cannot be shorter."""
         if self._limit <= 1 or not self._drafters:
             return False
         self._limit //= 2
@@ -199,7 +199,7 @@ class Speculator:
         return True
 
     def drop(self) -> bool:
-        """Decodes plainly from the next round on and frees the drafters; false where there are none."""
+        """Decode plainly from the next round on and free the drafters; false where there are none."""
         if not self._drafters:
             return False
         self.save()
@@ -211,12 +211,12 @@ class Speculator:
         return True
 
     def plan_for(self, drafters: tuple[str, ...], most: int) -> None:
-        """Sets the drafters, of those it was loaded with, and how far they draft, from the next reply on."""
+        """Set the drafters, of those it was loaded with, and how far they draft, from the next reply on."""
         self._planned, self._most, self._limit = drafters, most, most
         self._close(self._drafters.keys() - set(drafters))
 
     def _close(self, names: Collection[str]) -> None:
-        """Frees drafters; replies that are paused decode plainly to their end, as some of them may be theirs."""
+        """Free drafters; replies that are paused decode plainly to their end, as some of them may be theirs."""
         if names:
             self._limit_live(0)
         for name in names:
@@ -227,7 +227,7 @@ class Speculator:
             strategy.limit(most)
 
     def recover(self) -> None:
-        """Drafts again as it did before `shorten` and `drop`."""
+        """Draft again as it did before `shorten` and `drop`."""
         self._limit = self._most
 
     def _names(self, asked: str) -> tuple[str, ...]:
@@ -275,7 +275,7 @@ class Speculator:
         return width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:
-        """Tells what drafting did in a reply.
+        """Tell what drafting did in a reply.
 
         Args:
             per_token_ms: mean milliseconds of the reply's tokens after the first.
@@ -317,7 +317,7 @@ class Speculator:
         return None if exact is None else exact.bit_identical
 
     def tuned(self, tuning: TunedDrafting) -> None:
-        """Drafts as this says from now on, and keeps it and what that costs."""
+        """Draft as this says from now on, and keep it and what that costs."""
         self._parts = replace(self._parts, tuning=tuning)
         stale = {name for name in self._drafters if drafter_method(name).tuned}
         self._close(stale)
@@ -334,7 +334,7 @@ class Speculator:
         return {_ACCEPTANCE: self._acceptance.state()} | state
 
     def restore(self, state: Mapping[str, State]) -> None:
-        """Puts back what `state` gave, in place of what was learnt since; without anything, all is forgotten."""
+        """Put back what `state` gave, in place of what was learnt since; without anything, all is forgotten."""
         self._acceptance = Acceptance()
         self._limit_live(0)
         for name, drafter in self._drafters.items():
@@ -357,7 +357,7 @@ class Speculator:
             self.save()
 
     def save(self) -> None:
-        """Keeps what was learnt."""
+        """Keep what was learnt."""
         self._saved = time.monotonic()
         if self._drafters and self._profile.keeps:
             self._costs.save()
@@ -368,7 +368,7 @@ class Speculator:
                     self._profile.save_arrays(name, learnt)
 
     def close(self) -> None:
-        """Keeps what was learnt and frees the drafters."""
+        """Keep what was learnt and free the drafters."""
         self.save()
         for drafter in self._drafters.values():
             drafter.close()

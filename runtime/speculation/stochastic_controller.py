@@ -119,7 +119,7 @@ class StochasticController(DraftController):
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
 
     def observe(self, round: Round) -> None:
-        """Learns from what became of the last draft."""
+        """Learn from what became of the last draft."""
         super().observe(round)
         ranks = {(asked.drafter, asked.rank) for every in self._asked.values() for asked in every}
         for name, estimates in self._siblings.items():

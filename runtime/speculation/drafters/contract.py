@@ -285,14 +285,14 @@ class Drafter:
         return None
 
     def repeat(self) -> None:
-        """Forgets what the first of guesses made `at_once` computed for a round, so that it can be timed again."""
+        """Forget what the first of guesses made `at_once` computed for a round, so that it can be timed again."""
 
     def for_sequence(self) -> Drafter | None:
         """Another of its kind for one of several sequences, with which it shares what both learn; None if none can."""
         return None
 
     def observe(self, round: Round) -> None:
-        """Learns from a round."""
+        """Learn from a round."""
 
     def nbytes(self) -> int:
         """Bytes that it holds."""
@@ -303,10 +303,10 @@ class Drafter:
         return {}
 
     def restore(self, state: State) -> None:
-        """Takes back what `state` gave."""
+        """Take back what `state` gave."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Free what it holds."""
 
 
 def main_branch_first(draft: Draft) -> Draft:

@@ -121,7 +121,7 @@ class CopyDrafter(Drafter):
         return found[:width]
 
     def observe(self, round: Round) -> None:
-        """Follows the committed tokens, and learns what they replaced."""
+        """Follow the committed tokens, and learn what they replaced."""
         place = self._places[()]
         for token in round.committed:
             place = self._after(place, token, (token,), committed=True)
@@ -137,7 +137,7 @@ class CopyDrafter(Drafter):
         return self._index.nbytes() + self._aligner.nbytes()
 
     def close(self) -> None:
-        """Forgets the conversation."""
+        """Forget the conversation."""
         self.begin(())
 
     def _at(self, position: int, path: Sequence[int]) -> int:

@@ -48,7 +48,7 @@ class Follower:
         return self.start + len(self._fed)
 
     def restart(self, start: int) -> None:
-        """Follows from row `start` on, which the cache must reach, and drops what comes after it."""
+        """Follow from row `start` on, which the cache must reach, and drop what comes after it."""
         self._backend.cache.trim(start)
         self.start = start
         self._fed.clear()
@@ -57,7 +57,7 @@ class Follower:
         _owners[self._backend] = self._mark
 
     def leave(self) -> None:
-        """Gives up the cache's rows."""
+        """Give up the cache's rows."""
         _owners.pop(self._backend, None)
 
     def doubt(self) -> None:
@@ -87,7 +87,7 @@ class Follower:
         return max(0, len(head) - 1 - (self.shared(head, ()) if self.owns else 0))
 
     def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int) -> Floats:
-        """Feeds what the cache lacks of a path and gives the logits after its last tokens.
+        """Feed what the cache lacks of a path and give the logits after its last tokens.
 
         Args:
             wanted: how many of the path's last tokens to give logits of; 0 is none.
@@ -116,7 +116,7 @@ class Follower:
         return logits
 
     def _cut(self, rows: int) -> int:
-        """Cuts the rows to so many, or fewer where the cache can go on from those alone; tells how many are left."""
+        """Cut the rows to so many, or fewer where the cache can go on from those alone; tells how many are left."""
         rows = self._backend.cache.resumable(self.start + rows) - self.start
         self._backend.cache.trim(self.start + rows)
         del self._fed[rows:]
@@ -163,7 +163,7 @@ class LogitDrafter(Drafter):
         """After context and drafted tokens, valid until the next pass; None where the path does not fit the cache."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forgets the guesses of the last round."""
+        """Forget the guesses of the last round."""
         self._known.clear()
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
@@ -204,7 +204,7 @@ class LogitDrafter(Drafter):
         return known
 
     def observe(self, round: Round) -> None:
-        """Forgets the round's guesses; the next path tells what was committed."""
+        """Forget the round's guesses; the next path tells what was committed."""
         self._known.clear()
 
     def nbytes(self) -> int:
@@ -217,7 +217,7 @@ class LogitDrafter(Drafter):
             raise StorageError("What was kept belongs to another drafter.", "Delete it; it is learned again.")
 
     def close(self) -> None:
-        """Frees what it holds; a target stays open."""
+        """Free what it holds; a target stays open."""
         self._known.clear()
 
 

@@ -168,7 +168,7 @@ def pass_prior(accepted: float, share: Callable[[PlanInput, TunedDrafting], floa
 def module_method(
     name: str, make: Callable[[OpenModule], Drafter], *, what: str, hint: str, help: str, order: int
 ) -> DrafterMethod:
-    """Declares a drafter that is a draft module; its memory is counted with the module."""
+    """Declare a drafter that is a draft module; its memory is counted with the module."""
     return DrafterMethod(
         name=name,
         help=help,

@@ -44,7 +44,7 @@ class ModelDrafter(LogitDrafter):
         return self._backend.forward(ForwardInput(np.minimum(tokens, self._own - 1), positions, rows)).logits
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forgets the guesses of the last round; what the cache shares with the prompt stays."""
+        """Forget the guesses of the last round; what the cache shares with the prompt stays."""
         super().begin(tokens)
         self._follower.doubt()
 

@@ -149,7 +149,7 @@ class TargetStates:
                 return
 
     def catch_up(self, base: int, root: int) -> bool:
-        """Reads all rows up to the one before the root, whose row `base` will be; false where that one is not known."""
+        """Read all rows up to the one before the root, whose row `base` will be; false where that one is not known."""
         self.cut(base)
         if self._first + len(self._tokens) != base or not self._tokens:
             return False
@@ -157,7 +157,7 @@ class TargetStates:
         return True
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Forget all rows."""
         self._tokens.clear()
         self._branches = self._interrupted = None
         self._forget(0)
@@ -237,7 +237,7 @@ class ModuleDrafter(LogitDrafter):
         self._states.compare(tokens)
 
     def observe(self, round: Round) -> None:
-        """Keeps the states of the accepted path; the draft's own rows go."""
+        """Keep the states of the accepted path; the draft's own rows go."""
         super().observe(round)
         self._leave_draft()
         self._states.keep([0, *(node + 1 for node in round.verdict.accepted)])
@@ -248,7 +248,7 @@ class ModuleDrafter(LogitDrafter):
 
     @abstractmethod
     def _read(self, unread: Unread) -> None:
-        """Reads rows of the text."""
+        """Read rows of the text."""
 
     @abstractmethod
     def _trim(self, rows: int) -> None:
@@ -259,7 +259,7 @@ class ModuleDrafter(LogitDrafter):
         self._ready = False
 
     def _catch_up(self, context: DraftContext, base: int) -> bool:
-        """Reads the text up to the root; false where the row before it is not known."""
+        """Read the text up to the root; false where the row before it is not known."""
         if self._ready:
             return True
         if context.lost() != self._lost:
@@ -281,7 +281,7 @@ class ModuleDrafter(LogitDrafter):
         return sum(self._module.nbytes().values()) + super().nbytes() + self._states.nbytes + self._all.nbytes
 
     def close(self) -> None:
-        """Follows the target's passes no longer."""
+        """Follow the target's passes no longer."""
         super().close()
         self._target.observe_pass = None
 
@@ -297,7 +297,7 @@ class StepDrafter(ModuleDrafter):
 
     @abstractmethod
     def _begin_at(self, state: Floats) -> None:  # (D,)
-        """Takes the module's state in the row before the root, a view that the next pass overwrites."""
+        """Take the module's state in the row before the root, a view that the next pass overwrites."""
 
     def _read(self, unread: Unread) -> None:
         self._leave_draft()

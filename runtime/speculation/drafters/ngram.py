@@ -98,7 +98,7 @@ class NgramDrafter(Drafter):
         return 4 * _REMEMBERED
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Learns what is new of a prompt."""
+        """Learn what is new of a prompt."""
         new = np.array(tokens, np.int32)
         shared = min(len(new), self._length)
         differing = np.flatnonzero(new[:shared] != self._text[:shared])
@@ -128,7 +128,7 @@ class NgramDrafter(Drafter):
         return list(found.values())
 
     def observe(self, round: Round) -> None:
-        """Learns the committed tokens."""
+        """Learn the committed tokens."""
         for token in round.committed:
             self._learn(token)
             if self._length < _REMEMBERED:
@@ -150,7 +150,7 @@ class NgramDrafter(Drafter):
         return {"tags": self._tags, "tokens": self._tokens, "counts": self._counts, "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Takes back tables; none of an empty state."""
+        """Take back tables; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
@@ -175,7 +175,7 @@ class NgramDrafter(Drafter):
             mine[:] = kept
 
     def close(self) -> None:
-        """Forgets the conversation."""
+        """Forget the conversation."""
         self._length, self._tail = 0, []
 
     def _alike(self, state: State, name: str) -> NDArray[Any]:
@@ -198,7 +198,7 @@ class NgramDrafter(Drafter):
         return known
 
     def _learn(self, token: int) -> None:
-        """Counts a token behind each context that ends the text; it then joins the text."""
+        """Count a token behind each context that ends the text; it then joins the text."""
         tags, shift, key, entered = self._tag_at, self._shift, 0, 0
         for previous in reversed(self._tail):
             key = ((key + previous + 1) * _SPREAD) & _WORD

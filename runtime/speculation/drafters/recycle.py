@@ -124,7 +124,7 @@ class RecycleDrafter(Drafter):
         return 2 * vocabulary + (1 + min(vocabulary, _ROOM)) * (4 * _BEST + 1 + 4)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Moves what follows each token of a prompt to the front; the last occurrence counts."""
+        """Move what follows each token of a prompt to the front; the last occurrence counts."""
         for token, follower in dict(pairwise(tokens)).items():
             self._move_first(token, follower)
         self._last = tokens[-1] if len(tokens) else _NONE
@@ -143,7 +143,7 @@ class RecycleDrafter(Drafter):
         return [Guess(token, _RANKED + rank if rank else came) for rank, token in enumerate(best) if token != _NONE]
 
     def observe(self, round: Round) -> None:
-        """Learns the best tokens behind every one that was fed, also those that were rejected."""
+        """Learn the best tokens behind every one that was fed, also those that were rejected."""
         last = self._last
         for token in round.committed:
             if last != _NONE:
@@ -181,7 +181,7 @@ class RecycleDrafter(Drafter):
         return {"rows": tokens, "best": self._rows.best[rows], "came": self._rows.came[rows], "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Takes back rows; none of an empty state."""
+        """Take back rows; none of an empty state."""
         if not state:
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
@@ -206,11 +206,11 @@ class RecycleDrafter(Drafter):
         return ascending and bool(np.all(inside)) and not twice.any() and bool(np.all(known[:, :-1] >= known[:, 1:]))
 
     def close(self) -> None:
-        """Forgets the conversation."""
+        """Forget the conversation."""
         self._last = _NONE
 
     def _move_first(self, token: int, follower: int) -> None:
-        """Moves a candidate of a token to the front; a new one pushes the last one out."""
+        """Move a candidate of a token to the front; a new one pushes the last one out."""
         row = self._row_at[token] or self._rows.take(token)
         best, start = self._best_at, row * _BEST
         if best[start] == follower:

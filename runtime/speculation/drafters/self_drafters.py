@@ -37,7 +37,7 @@ class SelfDrafter(LogitDrafter):
         """One pass of the target, made cheaper."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forgets the rows of the last round."""
+        """Forget the rows of the last round."""
         super().begin(tokens)
         self._follower.leave()
 
@@ -101,7 +101,7 @@ class EarlyExitDrafter(SelfDrafter):
         return output.logits
 
     def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
-        """Runs the first layers for what they have not seen, cuts the cache to the context and hands over their states.
+        """Run the first layers for what they have not seen, cut the cache to the context and hand over their states.
 
         None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts.
         """

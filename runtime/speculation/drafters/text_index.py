@@ -40,7 +40,7 @@ class SuffixIndex:
         return len(self.tokens)
 
     def replace(self, tokens: Sequence[int]) -> int:
-        """Makes this the text; what it shares with the last one from the start on is not touched.
+        """Make this the text; what it shares with the last one from the start on is not touched.
 
         Returns:
             tokens that were shared.
@@ -73,7 +73,7 @@ class SuffixIndex:
                 self._after[last] = 2 * token + 1 if known >> 1 == token else _SEVERAL
 
     def truncate(self, length: int) -> None:
-        """Drops all tokens from `length` on."""
+        """Drop all tokens from `length` on."""
         tokens, latest = self.tokens, self._latest
         while len(tokens) > length:
             tokens.pop()
@@ -268,7 +268,7 @@ class Aligner:
         self._learnt: dict[int, Substitution] = {}
 
     def forget(self) -> None:
-        """Drops all substitutions."""
+        """Drop all substitutions."""
         self._learnt.clear()
 
     def nbytes(self) -> int:
@@ -344,7 +344,7 @@ class Aligner:
         return end
 
     def _explained(self, gap: _Gap, path: Sequence[int], committed: bool) -> Substitution | None:
-        """Takes a closed gap for a substitution, if it is one; returned where it is only drafted."""
+        """Take a closed gap for a substitution, if it is one; returned where it is only drafted."""
         tokens = self._index.tokens
         span, size = tokens[gap.source_start : gap.source_end], gap.text_end - gap.text_start
         if not 0 < len(span) <= _SPAN or not 0 < size <= _SPAN:

@@ -7,7 +7,7 @@ from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
 
 def verify_keyed(draft: Draft, target: TargetView) -> Verdict:
-    """Follows the target's own position-keyed choices down the draft for as long as it holds them.
+    """Follow the target's own position-keyed choices down the draft for as long as it holds them.
 
     Whatever the draft, the text is that of plain decoding, token by token: greedy decoding is the case in which the
     choice is the most likely token.

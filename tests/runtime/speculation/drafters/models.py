@@ -84,7 +84,7 @@ def context(tokens: Sequence[int], draw: Draw = greedy) -> DraftContext:
 
 
 def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)
-    """Feeds tokens in one pass and gives the logits after each."""
+    """Feed tokens in one pass and give the logits after each."""
     rows = np.arange(len(tokens))
     return backend.forward(
         ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **how)
@@ -101,7 +101,7 @@ class Plain:
 
     @classmethod
     def decode(cls, backend: Backend, prompt: Sequence[int], count: int) -> Plain:
-        """Decodes token by token from an empty cache."""
+        """Decode token by token from an empty cache."""
         backend.cache.trim(0)
         token = int(take_in(backend, prompt)[-1].argmax())
         reply = [token]
@@ -112,7 +112,7 @@ class Plain:
 
 
 def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> list[int]:
-    """Decodes the text in rounds of up to four drafted tokens, some of them right ones that came from elsewhere.
+    """Decode the text in rounds of up to four drafted tokens, some of them right ones that came from elsewhere.
 
     As the engine does: drafts, resumes or cuts, verifies, cuts, commits, tells.
     """

@@ -39,7 +39,7 @@ def target(model: tuple[str, Bundle]) -> Iterator[Backend]:
 
 
 def check(target: Backend, prompt: int, drafted: int, own: int) -> None:
-    """Drafts behind a prompt, `own` of the tokens here, and compares verification with a whole pass."""
+    """Draft behind a prompt, `own` of the tokens here, and compare verification with a whole pass."""
     tokens, chain = TEXT[:prompt], TEXT[300 : 300 + drafted]
     target.cache.trim(0)
     if prompt > 1:

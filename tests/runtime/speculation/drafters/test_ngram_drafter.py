@@ -21,7 +21,7 @@ FEW = st.lists(st.integers(0, 3), max_size=60)
 
 
 def taught(*texts: list[int], bits: int = 12) -> NgramDrafter:
-    """A drafter that has seen these texts, each as a prompt of its own, and begins again."""
+    """A drafter that has seen these texts, each as a prompt of its own, and begin again."""
     drafter = NgramDrafter(V, bits)
     for text in texts:
         drafter.begin(text)
@@ -205,7 +205,7 @@ def damaged(name: str, change: Any) -> dict[str, Any]:
 
 
 def put(value: int, where: Any = 0) -> Any:
-    """Writes a value at one used slot: counts of used slots are those above zero."""
+    """Write a value at one used slot: counts of used slots are those above zero."""
 
     def change(array: Any) -> Any:
         used = np.argwhere(array > 0)[where]
