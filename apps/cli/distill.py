@@ -115,7 +115,7 @@ _MEASURED_PROMPTS = 12
 
 
 def add_distill(commands: Subparsers) -> None:
-    """Adds the subcommand with its own subcommands."""
+    """Add the subcommand with its own subcommands."""
     parser = commands.add_parser("distill", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="what to make", metavar="KIND", required=True)
     drafter = add_command(kinds, "drafter", _distill_drafter, _DRAFTER, help="a tiny model that drafts")
@@ -209,7 +209,7 @@ def _add_exits_parser(kinds: Subparsers) -> None:
 
 
 def _add_training_options(parser: Parser, minutes: float | None = None, samples: str = "") -> None:
-    """Adds the options of every training.
+    """Add the options of every training.
 
     Args:
         minutes: default time limit; None where a training goes by steps only.
@@ -244,7 +244,7 @@ def _add_training_options(parser: Parser, minutes: float | None = None, samples:
 
 @contextlib.contextmanager
 def _torch_needed() -> Iterator[None]:
-    """Turns a missing module into the name of the extra that brings it."""
+    """Name the extra to install where a module is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -261,7 +261,7 @@ def _given(args: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
 
 
 def _require_free(out: Path) -> None:
-    """Refuses, before hours of work, a path that could not be written after them."""
+    """Refuse, before hours of work, a path that could not be written after them."""
     if out.exists():
         raise StorageError(f"{out} already exists.", "Choose another name, or remove it.")
 
@@ -270,7 +270,7 @@ def _require_free(out: Path) -> None:
 def _training(
     args: argparse.Namespace, source: Path, device: str, *, any_family: bool = False
 ) -> Iterator[tuple[Target, TextSource, Path, Progress | None]]:
-    """Gives target, text, working folder and progress; the folder is removed at the end, unless the user named it."""
+    """Yield target, text, working folder and progress; the folder is removed at the end, unless the user named it."""
     from edgeinfer.export.training.models import load_target
     from edgeinfer.export.training.text import TextSource
     from edgeinfer.export.training.trainer import find_device
@@ -286,7 +286,7 @@ def _training(
 
 @contextlib.contextmanager
 def _replier(source: Path) -> Iterator[ModelReplier | None]:
-    """Gives an engine that draws the target's replies where it is a bundle, which is much faster than torch."""
+    """Yield an engine that draws the target's replies where it is a bundle, which is much faster than torch."""
     from edgeinfer.tools.distilling import ModelReplier
 
     if not hub.is_bundle(source):
@@ -297,7 +297,7 @@ def _replier(source: Path) -> Iterator[ModelReplier | None]:
 
 
 def _report(args: argparse.Namespace, facts: Mapping[str, Any], rows: list[tuple[str, ...]]) -> None:
-    """Writes and prints the results; losses of single steps go to the file only."""
+    """Write and print the results; losses of single steps go to the file only."""
     if args.report is not None:
         import json
 
@@ -381,7 +381,7 @@ def _drafter_size(args: argparse.Namespace, source: Path) -> StudentSize:
 def _export_drafter(
     args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None
 ) -> dict[str, Any]:
-    """Exports a drafter, measures it on the engine and nests it in its target; returns the report."""
+    """Export a drafter, measure it on the engine and nest it in its target; return the report."""
     from edgeinfer.bundle.opening import add_figures, exit_figure, nest_drafter, open_bundle
     from edgeinfer.export.exporter import export_checkpoint
     from edgeinfer.export.options import ExportConfig
@@ -407,7 +407,7 @@ def _export_drafter(
 
 
 def _distill_module(args: argparse.Namespace) -> int:
-    """Trains a module that reads hidden states, makes the bundle with it, measures and reports."""
+    """Train a module that reads hidden states, make the bundle with it, measure and report."""
     from edgeinfer.tools.distilling import measure_drafter, require_native
 
     source = hub.find(args.target)
@@ -448,7 +448,7 @@ def _distill_module(args: argparse.Namespace) -> int:
 
 
 def _distill_heads(args: argparse.Namespace) -> int:
-    """Trains heads or routers, adds them to the bundle or to a copy, measures heads and reports."""
+    """Train heads or routers, add them to the bundle or to a copy, measure heads and report."""
     from edgeinfer.bundle.additions import add_heads, copy_with_heads
     from edgeinfer.tools.distilling import measure_drafter
 
@@ -485,7 +485,7 @@ def _distill_heads(args: argparse.Namespace) -> int:
 
 
 def _distill_exits(args: argparse.Namespace) -> int:
-    """Trains early exits of a checkpoint."""
+    """Train early exits of a checkpoint."""
     source = hub.find(args.target)
     _require_free(args.out)
     with _torch_needed():

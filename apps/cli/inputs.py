@@ -102,7 +102,7 @@ def read_stream(file: BinaryIO, source: str) -> str:
 
 
 class _Notes(logging.Handler):
-    """Shows downloads and conversions as lines on stderr."""
+    """Show downloads and conversions as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # Straight to stderr, which a progress bar redirects: the line appears above the bar.

@@ -184,7 +184,7 @@ async def _make_replies(
     finished: Callable[[Result], None],
     failed: Callable[[], None],
 ) -> None:
-    """Generates all replies of a request.
+    """Generate all replies of a request.
 
     Args:
         owner: identifies the request among those that take turns.

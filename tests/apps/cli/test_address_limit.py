@@ -28,14 +28,14 @@ def line(kilobytes: int, *arguments: str) -> list[str]:
 
 
 def under(kilobytes: int, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs a command with so many kilobytes of addresses."""
+    """Run a command with so many kilobytes of addresses."""
     return subprocess.run(
         line(kilobytes, *arguments), env=interruptible_environment(), capture_output=True, timeout=TIME_LIMIT
     )
 
 
 def check(done: subprocess.CompletedProcess[bytes]) -> None:
-    """Checks that a command worked, or said in a line why not and what to do."""
+    """Check that a command worked, or said in a line why not and what to do."""
     if done.returncode == 0:
         assert done.stdout
         return

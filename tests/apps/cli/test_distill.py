@@ -1,4 +1,4 @@
-"""`edgeinfer distill` from end to end on random targets, and drafters inside of bundles."""
+"""`edgeinfer distill` from end to end on random targets: drafters, early exits, heads and routers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
+from edgeinfer.bundle.additions import has_heads
 from edgeinfer.bundle.opening import (
     NESTED,
     add_figures,
@@ -23,6 +24,7 @@ from edgeinfer.bundle.opening import (
     trained_depths,
 )
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
@@ -35,6 +37,7 @@ from tests.tables import each_row
 pytestmark = pytest.mark.usefixtures("told_costs")
 
 QUICK = ["--steps", "3", "--rows", "2", "--length", "16", "--samples", "640", "-t", "1", "--device", "cpu"]
+TRAINED = ("--steps", "3", "--rows", "2", "--length", "16", "-t", "1", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any
     assert main([str(each) for each in arguments]) == 0, capsys.readouterr().err
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def distill(capsys: pytest.CaptureFixture[str], kind: str, *options: object) -> tuple[int, str, str]:
+    code = main(["distill", kind, *map(str, options)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
 
 
 def test_a_drafter_is_made_measured_and_nested(
@@ -275,3 +284,56 @@ def test_measuring_compares_with_plain_decoding(bundle: Path, small: Path) -> No
     found = measure_drafter(bundle, bundle, [[0, 5, 6], [0, 7]], tokens=12, progress=lambda *args: seen.append(args))
     assert seen == [("measuring", 0, 2), ("measuring", 1, 2)]
     assert found.mean_accepted_length >= 1 and found.speedup > 0
+
+
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("hydra", marks=pytest.mark.slow)])
+def test_heads_are_trained_into_a_copy_and_draft_there(
+    capsys: pytest.CaptureFixture[str], bundle: Path, text: Path, tmp_path: Path, kind: str
+) -> None:
+    before = (bundle / MANIFEST).read_bytes()
+    options = ("--kind", kind, "--count", 2, "--text", text, *TRAINED)
+    code, out, _ = distill(capsys, "heads", bundle, tmp_path / "made", *options)
+    facts = json.loads(out)
+    assert code == 0 and facts["kind"] == kind and facts["steps"] == 3 and "losses" not in facts
+    assert set(facts["before"]) == set(facts["after"]) == {"agreement at place 1", "agreement at place 2"}
+    assert facts["engine"]["mean_accepted_length"] >= 1
+    made = open_bundle(tmp_path / "made")
+    made.verify()
+    assert has_heads(made, kind) and (bundle / MANIFEST).read_bytes() == before
+    assert not (tmp_path / "made.work").exists()
+
+
+def test_routers_go_into_a_copy_or_the_bundle_itself(
+    capsys: pytest.CaptureFixture[str], bundle: Path, text: Path, tmp_path: Path
+) -> None:
+    made, report = tmp_path / "routed", tmp_path / "report.json"
+    options = ("--text", text, "--report", report)
+    assert distill(capsys, "routers", bundle, made, *options, *TRAINED, "--keep", 0.5)[0] == 0
+    assert len(json.loads(report.read_text("utf-8"))["losses"]) == 3
+    code, out, err = distill(capsys, "routers", made, made, *options, *TRAINED[:-1])
+    assert code == 0 and "layers kept" in out and "--compute routers" in err
+    found = open_bundle(made)
+    found.verify()
+    assert has_heads(found, "routers")
+
+
+def test_impossible_heads_and_routers_are_refused_before_any_training(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, bundle: Path, text: Path, tmp_path: Path
+) -> None:
+    options = ("--text", text, *TRAINED)
+    (tmp_path / "there").mkdir()
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.", "utf-8")
+    medusa = ("--kind", "medusa")
+    cases = (
+        (2, "is not a bundle", "heads", checkpoint, tmp_path / "x", *medusa, *options),
+        (5, "already exists", "heads", bundle, tmp_path / "there", *medusa, *options),
+        (2, "--count 9", "heads", bundle, tmp_path / "x", *medusa, "--count", 9, *options),
+        (2, "--keep 0", "routers", bundle, tmp_path / "x", "--keep", 0, *options),
+        (2, "are needed", "heads", bundle, tmp_path / "x", *medusa, "--text", short, *TRAINED),
+    )
+    for code, says, *command in cases:
+        found, _, err = distill(capsys, *command)  # type: ignore[arg-type]
+        assert (found, says in err) == (code, True), err
+        assert len(err.strip().splitlines()) <= 2
+    assert not (tmp_path / "x").exists()

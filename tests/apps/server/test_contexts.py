@@ -178,11 +178,11 @@ class Worker:
         self.thread.do(lambda: self.thread.take(model))
 
     def when(self, name: str, event: str, *replies: tuple[str, bool, int]) -> None:
-        """Adds replies, as `add` takes them, when another has its first chunk or has ended, on the model's thread."""
+        """Add replies, as `add` takes them, when another has its first chunk or has ended, on the model's thread."""
         self._then[name, event] = replies
 
     def add(self, name: str, behind: bool, tokens: int) -> None:
-        """Adds a reply of so many tokens, behind a context or not."""
+        """Add a reply of so many tokens, behind a context or not."""
 
         def start(model: edgeinfer.Model) -> edgeinfer.TokenStream:
             if not behind:
@@ -204,7 +204,7 @@ class Worker:
         self.thread.add(Job(start, tell), name)
 
     def order(self, count: int) -> list[str]:
-        """Waits until so many replies are over."""
+        """Wait until so many replies are over."""
         return [self.ended.get(timeout=TIME_LIMIT) for _ in range(count)]
 
 

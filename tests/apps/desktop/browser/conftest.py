@@ -65,7 +65,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """Holds the replies of apps in this process."""
+    """Hold the replies of apps in this process."""
     with gated() as made:
         yield made
 

@@ -105,7 +105,7 @@ def test_from_the_first_start_to_a_chat_with_a_downloaded_model(
 
 
 def find_types(window: Window) -> None:
-    """Searches the hub and looks at the types of a repository of GGUF files."""
+    """Search the hub and look at the types of a repository of GGUF files."""
     window.page.get_by_role("searchbox", name="Search models").fill("small")
     window.page.keyboard.press("Enter")
     row = card(window, "org/small-GGUF")
@@ -115,7 +115,7 @@ def find_types(window: Window) -> None:
 
 
 def import_checkpoint(window: Window, folder: Path) -> None:
-    """Imports a folder by its path, after one that does not exist."""
+    """Import a folder by its path, after one that does not exist."""
     window.page.locator("#model-button").click()
     window.button("Import from disk", window.models).click()
     field = window.models.get_by_label("Import a model from this computer")

@@ -20,7 +20,7 @@ def entry(window: Window, title: str) -> Locator:
 
 
 def choose(window: Window, title: str, item: str) -> None:
-    """Chooses from the menu of a conversation."""
+    """Choose from the menu of a conversation."""
     entry(window, title).first.hover()
     window.button(f"Menu of {title}").first.click()
     window.page.get_by_role("menuitem", name=item).click()

@@ -45,7 +45,7 @@ GIVE = """([selector, kind, name, text]) => {
 
 
 def attach(window: Window, *files: FilePayload) -> None:
-    """Chooses files as the system's dialog does, and waits until they are read."""
+    """Choose files as the system's dialog does, and wait until they are read."""
     before = window.page.locator(".composer .chip").count()
     window.page.get_by_label("Files to attach").set_input_files(list(files))
     expect(window.page.locator(".composer .chip:not(.busy)")).to_have_count(before + len(files))

@@ -31,7 +31,7 @@ def own(window: Window) -> Iterator[Window]:
 
 
 def load(window: Window, memory: int | None = None) -> None:
-    """Lets the app load the built-in model under a budget."""
+    """Let the app load the built-in model under a budget."""
     body = {"model": "built-in", "memory": memory, "context": None}
     origin = window.page.url.partition("#")[0]
     assert window.page.request.post(f"{origin}app/api/model/load", data=body).status == 202

@@ -30,13 +30,13 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 def replying(window: Window) -> None:
-    """Waits until some of a reply is there and more to come."""
+    """Wait until some of a reply is there and more to come."""
     expect(window.button("Stop the reply")).to_be_visible()
     expect(window.replies.last.locator(".markdown p").first).not_to_be_empty()
 
 
 def wait_longer(window: Window, than: int) -> None:
-    """Waits until more than so many characters of the last reply are shown."""
+    """Wait until more than so many characters of the last reply are shown."""
     grown = "n => [...document.querySelectorAll('article.assistant')].at(-1).innerText.length > n"
     window.page.wait_for_function(grown, arg=than)
 
