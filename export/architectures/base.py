@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeinfer.bundle.parts import LatentSpec
+from edgeinfer.bundle.parts import LatentSpec, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.architectures.tensors import (
@@ -320,6 +320,35 @@ def common_spec(config: HFConfig, tied: bool, *, norm_eps: str = "rms_norm_eps",
         tied=tied,
         **parts,
     )
+
+
+def reader(make: Callable[..., DecoderSpec] = common_spec, **parts: Any) -> Callable[[HFConfig, bool], DecoderSpec]:
+    """Returns the `read` of a family: `make` with these parts, which are values or functions of a config."""
+
+    def read(config: HFConfig, tied: bool) -> DecoderSpec:
+        return make(config, tied, **{name: part(config) if callable(part) else part for name, part in parts.items()})
+
+    return read
+
+
+def flag(name: str, default: bool = False) -> Callable[[HFConfig], bool]:
+    """Returns a reader of one flag."""
+    return lambda config: config.flag(name, default)
+
+
+# Biases of attention alone, and of the MLP as well, by the fields that most families have for them.
+ATTENTION_BIASES: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias"), flag("attention_bias"))
+ALL_BIASES = ATTENTION_BIASES | {"mlp_bias": flag("mlp_bias")}
+
+
+def neighbours(config: HFConfig) -> RopeSpec:
+    """The rotation of families that rotate neighbouring channels as pairs."""
+    return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
+
+
+def mixture(config: HFConfig, size: str = "intermediate_size", **parts: Any) -> MoESpec:
+    """Experts of the usual fields, with their width in the field `size`."""
+    return MoESpec(config.experts(), config.integer("num_experts_per_tok"), config.integer(size), **parts)
 
 
 def _model_streams(spec: DecoderSpec, root: str) -> Iterator[TensorPlan]:

@@ -14,18 +14,21 @@ from typing import Any
 from edgeinfer.bundle.parts import HeadsSpec, MoESpec, PerLayerSpec, RopeSpec, StreamsSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import (
+    SEEING_IGNORABLE,
+    SEEING_ROOTS,
+    Architecture,
+    Naming,
+    common_spec,
+    flag,
+    reader,
+)
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
 _GEMMA2_PATTERN, _GEMMA3_PATTERN = 2, 6
 _NAMING = Naming(mlp_norm="pre_feedforward_layernorm.weight")
-
-
-def _read_gemma(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Gemma: Llama with the tanh approximation of GELU, whatever name old configurations have for it."""
-    return common_spec(config, tied, activation="gelu_tanh", qkv_bias=config.flag("attention_bias"))
 
 
 def _read_gemma2(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -77,7 +80,13 @@ def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan
     return plan.changed(offset=1.0) if plan.name.endswith("norm") else plan
 
 
-GEMMA = Architecture(classes=("GemmaForCausalLM",), model_types=("gemma",), read=_read_gemma, refine=_refine)
+# Llama with the tanh approximation of GELU, whatever name old configurations have for it.
+GEMMA = Architecture(
+    classes=("GemmaForCausalLM",),
+    model_types=("gemma",),
+    read=reader(activation="gelu_tanh", qkv_bias=flag("attention_bias")),
+    refine=_refine,
+)
 GEMMA2 = Architecture(
     classes=("Gemma2ForCausalLM",), model_types=("gemma2",), read=_read_gemma2, naming=_NAMING, refine=_refine
 )
@@ -137,7 +146,6 @@ def _read_gemma3n(config: HFConfig, tied: bool) -> DecoderSpec:
     listed = isinstance(config.get("intermediate_size"), list)
     wide = [int(size) for size in _for_each_layer(config, "intermediate_size", [0.0] * layers)]
     whole, local = _ropes_gemma3n(config)
-    scaled = config.get("altup_correct_scale")
     return common_spec(
         config,
         tied,
@@ -150,7 +158,7 @@ def _read_gemma3n(config: HFConfig, tied: bool) -> DecoderSpec:
         streams=StreamsSpec(
             config.integer("altup_num_inputs", 4),
             config.integer("laurel_rank", 64),
-            scaled is None or config.flag("altup_correct_scale"),
+            config.flag("altup_correct_scale", True),
         ),
         sparsity=sparsity if any(sparsity) else (),
         **shared_fields(config, slides),

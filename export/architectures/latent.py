@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.bundle.parts import LatentSpec, MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec, flag, reader
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid, dense_layers
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig, yarn_scale
 
@@ -66,10 +66,6 @@ def _stretched(config: HFConfig) -> float:
     return yarn_scale(rope.number("factor"), rope.number("mscale_all_dim"))
 
 
-def _interleaved(config: HFConfig) -> bool:
-    return config.get("rope_interleave") is None or config.flag("rope_interleave")
-
-
 def _by_softmax(config: HFConfig) -> MoESpec:
     """Softmax shares, which DeepSeek-V2 does not divide by their sum."""
     method = config.get("topk_method") or "greedy"
@@ -80,40 +76,34 @@ def _by_softmax(config: HFConfig) -> MoESpec:
     return dataclasses.replace(by_sigmoid(config), router="softmax", choice_bias=False, renormalize=False, **groups)
 
 
-def _read_deepseek2(config: HFConfig, tied: bool) -> DecoderSpec:
-    return latent_spec(config, tied, interleaved=True, moe=_by_softmax(config), mlp_bias=config.flag("mlp_bias"))
-
-
 _NAMING = Naming(mixture=SHARED_EXPERTS)
 DEEPSEEK2 = Architecture(
-    classes=("DeepseekV2ForCausalLM",), model_types=("deepseek_v2",), read=_read_deepseek2, naming=_NAMING
+    classes=("DeepseekV2ForCausalLM",),
+    model_types=("deepseek_v2",),
+    read=reader(latent_spec, interleaved=True, moe=_by_softmax, mlp_bias=flag("mlp_bias")),
+    naming=_NAMING,
 )
-
-
-def _read_deepseek3(config: HFConfig, tied: bool) -> DecoderSpec:
-    """DeepSeek-V3, which Moonlight and Kimi K2 are too."""
-    return latent_spec(config, tied, interleaved=_interleaved(config), moe=by_sigmoid(config))
-
-
+_interleaved = flag("rope_interleave", True)
+# DeepSeek-V3, which Moonlight and Kimi K2 are too.
 DEEPSEEK3 = Architecture(
     classes=("DeepseekV3ForCausalLM",),
     model_types=("deepseek_v3", "kimi_k2"),
-    read=_read_deepseek3,
+    read=reader(latent_spec, interleaved=_interleaved, moe=by_sigmoid),
     naming=_NAMING,
     predicts=NEXT_LAYER,
 )
 
 
-def _read_glm4_moe_lite(config: HFConfig, tied: bool) -> DecoderSpec:
-    """GLM-4.7-Flash: DeepSeek-V3 with a list of the layers that have experts."""
-    moe = dataclasses.replace(by_sigmoid(config), dense_layers=dense_layers(config, 1))
-    return latent_spec(config, tied, interleaved=_interleaved(config), moe=moe)
+def _listed(config: HFConfig) -> MoESpec:
+    """DeepSeek-V3's mixture with a list of the layers that have experts."""
+    return dataclasses.replace(by_sigmoid(config), dense_layers=dense_layers(config, 1))
 
 
+# GLM-4.7-Flash.
 GLM4_MOE_LITE = Architecture(
     classes=("Glm4MoeLiteForCausalLM",),
     model_types=("glm4_moe_lite",),
-    read=_read_glm4_moe_lite,
+    read=reader(latent_spec, interleaved=_interleaved, moe=_listed),
     naming=_NAMING,
     predicts=NEXT_LAYER,
 )
@@ -133,9 +123,9 @@ MISTRAL4 = Architecture(
 )
 
 
-def _read_youtu(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Youtu-LLM: DeepSeek-V3's attention with ordinary MLPs."""
-    return latent_spec(config, tied, interleaved=_interleaved(config))
-
-
-YOUTU = Architecture(classes=("YoutuForCausalLM",), model_types=("youtu", "youtu_llm"), read=_read_youtu)
+# Youtu-LLM: DeepSeek-V3's attention with ordinary MLPs.
+YOUTU = Architecture(
+    classes=("YoutuForCausalLM",),
+    model_types=("youtu", "youtu_llm"),
+    read=reader(latent_spec, interleaved=_interleaved),
+)

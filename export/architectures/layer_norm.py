@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import (
+    ALL_BIASES,
+    ATTENTION_BIASES,
+    Architecture,
+    Naming,
+    common_spec,
+    flag,
+    neighbours,
+    reader,
+)
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
@@ -22,90 +30,32 @@ def _refuse_head_norms(config: HFConfig, field: str) -> None:
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
 
 
+_LAYER_NORM: dict[str, Any] = {"norm_eps": "layer_norm_eps", "norm": "layer"}
+_BIASED_NORM = _LAYER_NORM | {"norm_bias": True}
+
+
 def _read_phi(config: HFConfig, tied: bool) -> DecoderSpec:
     """Phi-1, 1.5 and 2: attention and MLP in parallel, biases everywhere, partial rotation."""
     _refuse_head_norms(config, "qk_layernorm")
-    return common_spec(
-        config,
-        tied,
-        norm_eps="layer_norm_eps",
-        norm="layer",
-        norm_bias=True,
-        parallel=True,
-        gated=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    )
+    biases = dict.fromkeys((*ALL_BIASES, "head_bias"), True)
+    return common_spec(config, tied, **_BIASED_NORM, **biases, parallel=True, gated=False)
 
 
 def _read_stablelm(config: HFConfig, tied: bool) -> DecoderSpec:
     """StableLM: partial rotation, gated MLPs, in some models in parallel with attention."""
     _refuse_head_norms(config, "qk_layernorm")
-    return common_spec(
-        config,
-        tied,
-        norm_eps="layer_norm_eps",
-        norm="layer",
-        norm_bias=True,
-        parallel=config.flag("use_parallel_residual"),
-        qkv_bias=config.flag("use_qkv_bias"),
-    )
-
-
-def _read_starcoder2(config: HFConfig, tied: bool) -> DecoderSpec:
-    """StarCoder 2: MLPs without a gate, biases, a window on every layer."""
-    bias = config.get("use_bias") is None or config.flag("use_bias")
-    return common_spec(
-        config,
-        tied,
-        norm_eps="norm_epsilon",
-        norm="layer",
-        norm_bias=True,
-        gated=False,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
-        windows=config.uniform_windows(),
-    )
-
-
-def _read_nemotron(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Nemotron and Minitron: layer norms stored minus one, squared ReLU without a gate, partial rotation."""
-    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
-    return common_spec(
-        config,
-        tied,
-        norm_eps="norm_eps",
-        norm="layer",
-        norm_bias=True,
-        gated=False,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=mlp_bias,
-    )
+    parallel, bias = config.flag("use_parallel_residual"), config.flag("use_qkv_bias")
+    return common_spec(config, tied, **_BIASED_NORM, parallel=parallel, qkv_bias=bias)
 
 
 def _refine_nemotron(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
     return plan.changed(offset=1.0) if plan.name.endswith("norm") else plan
 
 
-def _neighbours(config: HFConfig) -> RopeSpec:
-    return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
-
-
 def _read_cohere(config: HFConfig, tied: bool) -> DecoderSpec:
     """Command R: attention and MLP in parallel after one norm without a bias; neighbouring channels are rotated."""
     _refuse_head_norms(config, "use_qk_norm")
-    bias = config.flag("attention_bias")
-    parts: dict[str, Any] = {
-        "norm_eps": "layer_norm_eps",
-        "norm": "layer",
-        "parallel": True,
-        "rope": _neighbours(config),
-    }
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, **parts)
+    return reader(**_LAYER_NORM, **ATTENTION_BIASES, parallel=True, rope=neighbours)(config, tied)
 
 
 def read_cohere2(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -127,14 +77,24 @@ PHI = Architecture(
     naming=Naming(final_norm="model.final_layernorm.weight", out="self_attn.dense", up="mlp.fc1", down="mlp.fc2"),
 )
 STABLELM = Architecture(classes=("StableLmForCausalLM",), model_types=("stablelm",), read=_read_stablelm)
+# MLPs without a gate, biases, a window on every layer.
 STARCODER2 = Architecture(
     classes=("Starcoder2ForCausalLM",),
     model_types=("starcoder2",),
-    read=_read_starcoder2,
+    read=reader(
+        **_BIASED_NORM | {"norm_eps": "norm_epsilon"},
+        **dict.fromkeys(ALL_BIASES, flag("use_bias", True)),
+        gated=False,
+        windows=HFConfig.uniform_windows,
+    ),
     naming=Naming(up="mlp.c_fc", down="mlp.c_proj"),
 )
+# Nemotron and Minitron: layer norms stored minus one, squared ReLU without a gate, partial rotation.
 NEMOTRON = Architecture(
-    classes=("NemotronForCausalLM",), model_types=("nemotron",), read=_read_nemotron, refine=_refine_nemotron
+    classes=("NemotronForCausalLM",),
+    model_types=("nemotron",),
+    read=reader(**_BIASED_NORM | {"norm_eps": "norm_eps"}, **ALL_BIASES, gated=False),
+    refine=_refine_nemotron,
 )
 COHERE = Architecture(classes=("CohereForCausalLM",), model_types=("cohere",), read=_read_cohere, refine=refine_cohere)
 COHERE2 = Architecture(

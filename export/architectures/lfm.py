@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle.parts import ConvSpec, Mixer, MoESpec
+from edgeinfer.bundle.parts import ConvSpec, Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture
 from edgeinfer.export.architectures.tensors import MixtureNaming
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -79,15 +79,13 @@ def _read_lfm2_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     """LFM2-MoE: all but the first layers have experts, with shares by the logistic function."""
     layers, first = config.integer("num_hidden_layers"), config.get("num_dense_layers")
     dense = config.integer("num_dense_layers", 2) if first != 0 else 0
-    biased = config.get("use_expert_bias") is None or config.flag("use_expert_bias")
-    moe = MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("moe_intermediate_size"),
+    moe = mixture(
+        config,
+        "moe_intermediate_size",
         router="sigmoid",
-        renormalize=config.get("norm_topk_prob") is None or config.flag("norm_topk_prob"),
+        renormalize=config.flag("norm_topk_prob", True),
         dense_layers=tuple(range(min(dense, layers))),
-        choice_bias=biased,
+        choice_bias=config.flag("use_expert_bias", True),
         scale=config.number("routed_scaling_factor", 1.0),
     )
     return _hybrid(config, tied, moe=moe)
@@ -130,8 +128,6 @@ def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
     further: dict[str, Any] = {}
     if len(ropes) == 2:
         further = {"more_ropes": tuple(ropes[1:]), "rope_layers": tuple(map(int, slides))}
-    gated = config.get("use_attention_gate") is None or config.flag("use_attention_gate")
-    normed = config.get("use_sandwich_norm") is None or config.flag("use_sandwich_norm")
     bias = config.flag("attention_bias")
     return _hybrid(
         config,
@@ -141,8 +137,8 @@ def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
         windows=config.windows_of(slides),
         qkv_bias=bias,
         output_bias=bias,
-        output_gate="head" if gated else "",
-        post_norm=normed,
+        output_gate="head" if config.flag("use_attention_gate", True) else "",
+        post_norm=config.flag("use_sandwich_norm", True),
         **further,
     )
 

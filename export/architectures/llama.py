@@ -5,51 +5,41 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import (
+    ALL_BIASES,
+    ATTENTION_BIASES,
+    SEEING_IGNORABLE,
+    SEEING_ROOTS,
+    Architecture,
+    Naming,
+    common_spec,
+    flag,
+    neighbours,
+    reader,
+)
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE_NAMES, read_granite_moe, refine_granite_moe
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
-
-def _read_llama(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Llama and the models published under its class, SmolLM among them."""
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
-
-
-LLAMA = Architecture(classes=("LlamaForCausalLM",), model_types=("llama",), read=_read_llama)
-
-
-def _read_mistral(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Mistral: Llama with a sliding window on every layer."""
-    return common_spec(config, tied, windows=config.uniform_windows())
-
-
-MISTRAL = Architecture(classes=("MistralForCausalLM",), model_types=("mistral",), read=_read_mistral)
-
-
-def _read_phi3(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Phi-3, Phi-3.5 and Phi-4-mini: projections packed in the checkpoint, LongRoPE, partial rotation."""
-    return common_spec(config, tied, windows=config.uniform_windows())
-
-
+# Llama and the models published under its class, SmolLM among them.
+LLAMA = Architecture(classes=("LlamaForCausalLM",), model_types=("llama",), read=reader(**ALL_BIASES))
+# Llama with a sliding window on every layer.
+MISTRAL = Architecture(
+    classes=("MistralForCausalLM",), model_types=("mistral",), read=reader(windows=HFConfig.uniform_windows)
+)
+# Phi-3, Phi-3.5 and Phi-4-mini: projections packed in the checkpoint, LongRoPE, partial rotation.
 PHI3 = Architecture(
     classes=("Phi3ForCausalLM",),
     model_types=("phi3",),
-    read=_read_phi3,
+    read=reader(windows=HFConfig.uniform_windows),
     naming=Naming(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
 )
 
 
 # Every fourth layer of SmolLM3 does not rotate.
 _SMOLLM3_INTERVAL = 4
-
-
-def _neighbours(config: HFConfig) -> RopeSpec:
-    return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
 
 
 def _read_smollm3(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -61,17 +51,9 @@ def _read_smollm3(config: HFConfig, tied: bool) -> DecoderSpec:
     if not isinstance(given, list) or len(given) != layers or not set(given) <= {0, 1}:
         hint = "Check that config.json is complete and belongs to this model."
         raise CheckpointError(f"config.json: no_rope_layers must say 0 or 1 for each of {layers} layers.", hint)
-    bias = config.flag("attention_bias")
     slides = config.slides() if config.get("layer_types") is not None else [not each for each in given]
-    return common_spec(
-        config,
-        tied,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=config.flag("mlp_bias"),
-        rope_layers=tuple(each - 1 for each in given),
-        windows=config.windows_of(slides) if config.flag("use_sliding_window") else (),
-    )
+    windows = config.windows_of(slides) if config.flag("use_sliding_window") else ()
+    return reader(**ALL_BIASES, rope_layers=tuple(each - 1 for each in given), windows=windows)(config, tied)
 
 
 SMOLLM3 = Architecture(classes=("SmolLM3ForCausalLM",), model_types=("smollm3",), read=_read_smollm3)
@@ -86,28 +68,17 @@ def _read_ministral(config: HFConfig, tied: bool) -> DecoderSpec:
 MINISTRAL = Architecture(classes=("MinistralForCausalLM",), model_types=("ministral",), read=_read_ministral)
 
 
-def _read_ministral3(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Ministral 3: queries far into a text are multiplied by a factor of their position."""
-    return common_spec(config, tied, windows=config.uniform_windows())
-
-
+# Queries far into a text are multiplied by a factor of their position.
 MINISTRAL3 = Architecture(
     classes=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     model_types=("ministral3",),
-    read=_read_ministral3,
+    read=reader(windows=HFConfig.uniform_windows),
     roots=SEEING_ROOTS,
     ignorable=SEEING_IGNORABLE,
 )
 
 
-def read_granite(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Granite: four multipliers, of which all but the scores' go into the weights."""
-    bias = config.flag("attention_bias")
-    scale = config.number("attention_multiplier", 1.0)
-    mlp_bias = config.flag("mlp_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, attention_scale=scale)
-
-
+read_granite = reader(**ALL_BIASES, attention_scale=lambda config: config.number("attention_multiplier", 1.0))
 _LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
 
 
@@ -121,114 +92,65 @@ def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Ten
     return plan.changed(scale=residual) if plan.name.removesuffix("_bias").endswith(_LAST_PRODUCTS) else plan
 
 
+# Four multipliers, of which all but the scores' go into the weights.
 GRANITE = Architecture(
     classes=("GraniteForCausalLM",), model_types=("granite",), read=read_granite, refine=refine_granite
 )
 
 
-def _read_glm(config: HFConfig, tied: bool) -> DecoderSpec:
-    """GLM: half of each head is rotated, neighbours as pairs; biases of queries, keys and values."""
-    return common_spec(config, tied, qkv_bias=config.flag("attention_bias"), rope=_neighbours(config))
-
-
-def _read_glm4(config: HFConfig, tied: bool) -> DecoderSpec:
-    """GLM-4-0414: GLM with norms after attention and MLP too."""
-    return dataclasses.replace(_read_glm(config, tied), post_norm=True)
-
-
+# Half of each head is rotated, neighbours as pairs; biases of queries, keys and values.
+_GLM: dict[str, Any] = {"qkv_bias": flag("attention_bias"), "rope": neighbours}
 GLM = Architecture(
-    classes=("GlmForCausalLM",), model_types=("glm",), read=_read_glm, naming=Naming(gate_up=("mlp.gate_up_proj",))
+    classes=("GlmForCausalLM",),
+    model_types=("glm",),
+    read=reader(**_GLM),
+    naming=Naming(gate_up=("mlp.gate_up_proj",)),
 )
+# GLM-4-0414: GLM with norms after attention and MLP too.
 GLM4 = Architecture(
     classes=("Glm4ForCausalLM",),
     model_types=("glm4",),
-    read=_read_glm4,
+    read=reader(**_GLM, post_norm=True),
     naming=Naming(
         gate_up=("mlp.gate_up_proj",),
         attn_post_norm="post_self_attn_layernorm.weight",
         mlp_post_norm="post_mlp_layernorm.weight",
     ),
 )
-
-
-def _read_ernie(config: HFConfig, tied: bool) -> DecoderSpec:
-    """ERNIE 4.5: neighbours are rotated as pairs."""
-    bias = config.flag("use_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=bias, rope=_neighbours(config))
-
-
-ERNIE4_5 = Architecture(classes=("Ernie4_5ForCausalLM",), model_types=("ernie4_5",), read=_read_ernie)
-
-
-def _read_helium(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Helium: neighbours are rotated as pairs."""
-    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
-    return common_spec(config, tied, qkv_bias=bias, mlp_bias=mlp_bias, rope=_neighbours(config))
-
-
-HELIUM = Architecture(classes=("HeliumForCausalLM",), model_types=("helium",), read=_read_helium)
-
-
-def _read_arcee(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Arcee's AFM: squared ReLU without a gate."""
-    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
-    return common_spec(config, tied, gated=False, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
-
-
-ARCEE = Architecture(classes=("ArceeForCausalLM",), model_types=("arcee",), read=_read_arcee)
-
-
-def _read_bitnet(config: HFConfig, tied: bool) -> DecoderSpec:
-    """BitNet b1.58: squared ReLU behind a gate, and norms before the last products.
-
-    Its own layers round activations to int8 for each token; here they are rounded for each block of a product's inputs,
-    where weights are not float32.
-    """
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, inner_norms=True)
-
-
-BITNET = Architecture(classes=("BitNetForCausalLM",), model_types=("bitnet",), read=_read_bitnet)
-
-
-def _read_seed_oss(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Seed-OSS: biases that each have a field of their own."""
-    return common_spec(
-        config,
-        tied,
-        qkv_bias=config.flag("attention_bias"),
-        output_bias=config.flag("attention_out_bias"),
-        mlp_bias=config.flag("mlp_bias"),
-    )
-
-
-SEED_OSS = Architecture(classes=("SeedOssForCausalLM",), model_types=("seed_oss",), read=_read_seed_oss)
-
-
-def _read_hunyuan(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Hunyuan's dense models: queries and keys are normed after their rotation."""
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, norm_after_rope=True)
-
-
+ERNIE4_5 = Architecture(
+    classes=("Ernie4_5ForCausalLM",),
+    model_types=("ernie4_5",),
+    read=reader(**dict.fromkeys(ALL_BIASES, flag("use_bias")), rope=neighbours),
+)
+HELIUM = Architecture(
+    classes=("HeliumForCausalLM",),
+    model_types=("helium",),
+    read=reader(qkv_bias=flag("attention_bias"), mlp_bias=flag("mlp_bias"), rope=neighbours),
+)
+# Arcee's AFM: squared ReLU without a gate.
+ARCEE = Architecture(classes=("ArceeForCausalLM",), model_types=("arcee",), read=reader(**ALL_BIASES, gated=False))
+# BitNet b1.58: squared ReLU behind a gate, and norms before the last products. Its own layers round activations to int8
+# for each token; here they are rounded for each block of a product's inputs, where weights are not float32.
+BITNET = Architecture(
+    classes=("BitNetForCausalLM",), model_types=("bitnet",), read=reader(**ATTENTION_BIASES, inner_norms=True)
+)
+SEED_OSS = Architecture(
+    classes=("SeedOssForCausalLM",),
+    model_types=("seed_oss",),
+    read=reader(**ALL_BIASES | {"output_bias": flag("attention_out_bias")}),
+)
+# Hunyuan's dense models: queries and keys are normed after their rotation.
 HUNYUAN = Architecture(
     classes=("HunYuanDenseV1ForCausalLM",),
     model_types=("hunyuan_v1_dense",),
-    read=_read_hunyuan,
+    read=reader(**ATTENTION_BIASES, qk_norm=True, norm_after_rope=True),
     naming=Naming(q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"),
 )
-
-
-def _read_apertus(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Apertus: xIELU without a gate, norms of query and key heads."""
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, gated=False, qk_norm=True, qkv_bias=bias, output_bias=bias)
-
-
+# xIELU without a gate, norms of query and key heads.
 APERTUS = Architecture(
     classes=("ApertusForCausalLM",),
     model_types=("apertus",),
-    read=_read_apertus,
+    read=reader(**ATTENTION_BIASES, gated=False, qk_norm=True),
     naming=Naming(attn_norm="attention_layernorm.weight", mlp_norm="feedforward_layernorm.weight"),
     ignorable=("*.rotary_emb.inv_freq", "*.mlp.act_fn.beta", "*.mlp.act_fn.eps"),
 )
@@ -238,11 +160,8 @@ APERTUS = Architecture(
 _PATTERN = 4
 
 
-def _read_olmo2(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
-    """OLMo 2: no norms before, and norms of all queries and of all keys together."""
-    bias = config.flag("attention_bias")
-    parts |= {"pre_norm": False, "post_norm": True, "qk_norm": True, "whole_norm": True}
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, **parts)
+# OLMo 2: no norms before, and norms of all queries and of all keys together.
+_OLMO2 = ATTENTION_BIASES | {"pre_norm": False, "post_norm": True, "qk_norm": True, "whole_norm": True}
 
 
 def _read_olmo3(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -251,7 +170,7 @@ def _read_olmo3(config: HFConfig, tied: bool) -> DecoderSpec:
     whole, local = config.rope(head_dim, "full_attention"), config.local_rope(head_dim)
     apart = any(slides) and whole != local
     further = {"more_ropes": (local,), "rope_layers": tuple(map(int, slides))} if apart else {}
-    return _read_olmo2(config, tied, windows=config.windows_of(slides), rope=whole, **further)
+    return reader(**_OLMO2, windows=config.windows_of(slides), rope=whole, **further)(config, tied)
 
 
 def _read_exaone4(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -261,7 +180,7 @@ def _read_exaone4(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, pre_norm=False, post_norm=True, qk_norm=True, windows=windows, rope_layers=layers)
 
 
-OLMO2 = Architecture(classes=("Olmo2ForCausalLM",), model_types=("olmo2",), read=_read_olmo2)
+OLMO2 = Architecture(classes=("Olmo2ForCausalLM",), model_types=("olmo2",), read=reader(**_OLMO2))
 OLMO3 = Architecture(classes=("Olmo3ForCausalLM",), model_types=("olmo3",), read=_read_olmo3)
 EXAONE4 = Architecture(classes=("Exaone4ForCausalLM",), model_types=("exaone4",), read=_read_exaone4)
 

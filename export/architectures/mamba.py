@@ -28,11 +28,6 @@ _MIXERS: dict[str, Mixer] = {
 ANY_STEP = 1e30
 
 
-def _on(config: HFConfig, name: str) -> bool:
-    """A flag that is set by default."""
-    return config.get(name) is None or config.flag(name)
-
-
 def _steps(config: HFConfig) -> dict[str, Any]:
     """Limits of time steps, from `time_step_limit`."""
     limit = config.get("time_step_limit")
@@ -68,7 +63,7 @@ def _scan(config: HFConfig, inner: int, **parts: Any) -> Mamba2Spec:
         state_size=config.integer("mamba_d_state", 256),
         width=config.integer("mamba_d_conv", 4),
         bias=config.flag("mamba_proj_bias"),
-        conv_bias=_on(config, "mamba_conv_bias"),
+        conv_bias=config.flag("mamba_conv_bias", True),
         **_steps(config),
         **parts,
     )
@@ -95,7 +90,7 @@ def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int, **s
         state_size=state_size,
         width=config.integer("conv_kernel", 4),
         bias=config.flag("use_bias"),
-        conv_bias=_on(config, "use_conv_bias"),
+        conv_bias=config.flag("use_conv_bias", True),
         **(steps or _steps(config)),
     )
 
@@ -186,7 +181,7 @@ def _read_falcon_h1(config: HFConfig, tied: bool) -> DecoderSpec:
         message = "Mamba-2 layers of which one product alone has a bias are not supported."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
     normed = config.flag("mamba_rms_norm")
-    first = normed and _on(config, "mamba_norm_before_gate")
+    first = normed and config.flag("mamba_norm_before_gate", True)
     return common_spec(
         config,
         tied,
@@ -271,7 +266,7 @@ def _nemotron_experts(config: HFConfig, dense_layers: tuple[int, ...]) -> MoESpe
         expert_size=config.integer("moe_intermediate_size"),
         shared_size=config.integer("moe_shared_expert_intermediate_size"),
         router="sigmoid",
-        renormalize=_on(config, "norm_topk_prob"),
+        renormalize=config.flag("norm_topk_prob", True),
         gated=False,
         dense_layers=dense_layers,
         choice_bias=True,

@@ -14,7 +14,7 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import ATTENTION_BIASES, Architecture, Naming, common_spec, mixture, reader
 from edgeinfer.export.architectures.latent import latent_spec
 from edgeinfer.export.architectures.layer_norm import read_cohere2, refine_cohere
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, dense_layers
@@ -25,23 +25,17 @@ from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 _MIXED = 2
 
 
-def _read_mixtral(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Mixtral: Mistral whose MLPs are mixtures of experts, all of them renormalised."""
-    moe = MoESpec(
-        experts=config.integer("num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("intermediate_size"),
-    )
-    return common_spec(config, tied, windows=config.uniform_windows(), moe=moe)
-
-
 _MIXTRAL_NAMES = MixtureNaming(
     router="block_sparse_moe.gate.weight",
     gate_up=("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
     down="block_sparse_moe.experts.{expert}.w2.weight",
 )
+# Mistral whose MLPs are mixtures of experts, all of them renormalised.
 MIXTRAL = Architecture(
-    classes=("MixtralForCausalLM",), model_types=("mixtral",), read=_read_mixtral, naming=Naming(mixture=_MIXTRAL_NAMES)
+    classes=("MixtralForCausalLM",),
+    model_types=("mixtral",),
+    read=reader(windows=HFConfig.uniform_windows, moe=mixture),
+    naming=Naming(mixture=_MIXTRAL_NAMES),
 )
 
 
@@ -96,14 +90,8 @@ def _read_olmoe(config: HFConfig, tied: bool) -> DecoderSpec:
         raise UnsupportedArchitectureError(
             "Queries, keys and values clipped by clip_qkv are not supported.", OPTIMUM_HINT
         )
-    moe = MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("intermediate_size"),
-        renormalize=config.flag("norm_topk_prob"),
-    )
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, whole_norm=True, moe=moe)
+    moe = mixture(config, renormalize=config.flag("norm_topk_prob"))
+    return reader(**ATTENTION_BIASES, qk_norm=True, whole_norm=True, moe=moe)(config, tied)
 
 
 OLMOE = Architecture(classes=("OlmoeForCausalLM",), model_types=("olmoe",), read=_read_olmoe)
@@ -111,15 +99,8 @@ OLMOE = Architecture(classes=("OlmoeForCausalLM",), model_types=("olmoe",), read
 
 def read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     """GraniteMoE, with or without a shared expert: stacked experts, and four multipliers that go into the weights."""
-    shared = config.get("shared_intermediate_size")
-    moe = MoESpec(
-        experts=config.integer("num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("intermediate_size"),
-        shared_size=config.integer("shared_intermediate_size") if shared else 0,
-    )
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe)
+    shared = config.get("shared_intermediate_size") and config.integer("shared_intermediate_size")
+    return reader(**ATTENTION_BIASES, moe=mixture(config, shared_size=shared or 0))(config, tied)
 
 
 def refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
@@ -171,18 +152,10 @@ def _read_gpt_oss(config: HFConfig, tied: bool) -> DecoderSpec:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         hint = "Check that config.json is complete and belongs to this model."
         raise CheckpointError("config.json: rope_parameters is missing.", hint)
-    moe = MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("intermediate_size"),
-        router_bias=True,
-        expert_bias=True,
-    )
-    bias = config.get("attention_bias") is None or config.flag("attention_bias")
+    moe = mixture(config, router_bias=True, expert_bias=True)
+    biases = dict.fromkeys(ATTENTION_BIASES, config.flag("attention_bias", True))
     windows = config.windows_of(config.slides(_PATTERN))
-    return common_spec(
-        config, tied, qkv_bias=bias, output_bias=bias, sinks=True, windows=windows, activation="swiglu_oai", moe=moe
-    )
+    return common_spec(config, tied, **biases, sinks=True, windows=windows, activation="swiglu_oai", moe=moe)
 
 
 GPT_OSS = Architecture(
@@ -217,11 +190,9 @@ def _halved(config: HFConfig) -> bool:
 def _read(config: HFConfig, tied: bool) -> DecoderSpec:
     spec, size = read_cohere2(config, tied), config.integer("intermediate_size")
     by_sigmoid = _says(config, "expert_selection_fn", "softmax", "sigmoid") == "sigmoid"
-    divided = not by_sigmoid or config.get("norm_topk_prob") is None or config.flag("norm_topk_prob")
-    moe = MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=size,
+    divided = not by_sigmoid or config.flag("norm_topk_prob", True)
+    moe = mixture(
+        config,
         shared_size=size * config.integer("num_shared_experts") if config.get("num_shared_experts") else 0,
         router="sigmoid" if by_sigmoid else "softmax",
         renormalize=divided,
@@ -285,8 +256,7 @@ def _read_minicpm(config: HFConfig, tied: bool) -> DecoderSpec:
         # Whatever the configuration says of the width of values, the published code does not read it.
         values = config.values | {"v_head_dim": config.integer("hidden_size") // config.integer("num_attention_heads")}
         return latent_spec(HFConfig(values), tied, interleaved=False, moe=moe)
-    bias = config.flag("attention_bias")
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe)
+    return reader(**ATTENTION_BIASES, moe=moe)(config, tied)
 
 
 def _refine_minicpm(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:

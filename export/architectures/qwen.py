@@ -8,7 +8,16 @@ from typing import Any
 from edgeinfer.bundle.parts import DeltaSpec, Mixer, MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import MTP, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import (
+    ATTENTION_BIASES,
+    MTP,
+    Architecture,
+    Naming,
+    common_spec,
+    flag,
+    mixture,
+    reader,
+)
 from edgeinfer.export.architectures.tensors import Source, TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -16,70 +25,54 @@ _ROOTS = (("model.", ""), ("model.language_model.", ""))
 _IGNORABLE = ("*.rotary_emb.inv_freq", "*visual.*")
 
 
-def _read_qwen2(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Qwen2 and Qwen2.5: biases on queries, keys and values, windows on some layers."""
-    return common_spec(config, tied, qkv_bias=True, windows=config.windows_by_layer())
-
-
+# Qwen2 and Qwen2.5: biases on queries, keys and values, windows on some layers.
 QWEN2 = Architecture(
     classes=("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     model_types=("qwen2", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl"),
-    read=_read_qwen2,
+    read=reader(qkv_bias=True, windows=HFConfig.windows_by_layer),
     roots=_ROOTS,
     ignorable=_IGNORABLE,
 )
-
-
-def _read_qwen3(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Qwen3: a norm on every query and key head, and a head width of its own."""
-    bias = config.flag("attention_bias")
-    windows = config.windows_by_layer()
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows)
-
-
+# A norm on every query and key head, and a head width of its own.
 QWEN3 = Architecture(
     classes=("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
     model_types=("qwen3", "qwen3_vl_text", "qwen3_vl"),
-    read=_read_qwen3,
+    read=reader(**ATTENTION_BIASES, qk_norm=True, windows=HFConfig.windows_by_layer),
     roots=_ROOTS,
     ignorable=_IGNORABLE,
 )
 
 
-def _read_qwen2_moe(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts that a router chooses and one that every token uses."""
-    moe = MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("moe_intermediate_size"),
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        renormalize=config.flag("norm_topk_prob"),
-        dense_layers=config.dense_layers(),
-    )
-    # Configurations older than the field are of models that have the biases.
-    bias = config.get("qkv_bias") is None or config.flag("qkv_bias")
-    return common_spec(config, tied, qkv_bias=bias, windows=config.windows_by_layer(), moe=moe)
+def _with_shared(config: HFConfig, **parts: Any) -> MoESpec:
+    """Experts that a router chooses, and one with a gate that every token uses."""
+    size = config.integer("shared_expert_intermediate_size")
+    return mixture(config, "moe_intermediate_size", shared_size=size, shared_gate=True, **parts)
 
 
-QWEN2_MOE = Architecture(classes=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), read=_read_qwen2_moe)
+def _chosen(config: HFConfig) -> dict[str, Any]:
+    return {"renormalize": config.flag("norm_topk_prob"), "dense_layers": config.dense_layers()}
 
 
-def _read_qwen3_moe(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers."""
-    moe = MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("moe_intermediate_size"),
-        renormalize=config.flag("norm_topk_prob"),
-        dense_layers=config.dense_layers(),
-    )
-    bias = config.flag("attention_bias")
-    windows = config.uniform_windows() if config.flag("use_sliding_window") else ()
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows, moe=moe)
-
-
-QWEN3_MOE = Architecture(classes=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), read=_read_qwen3_moe)
+# Qwen1.5-MoE and Qwen2-MoE. Configurations older than the field of biases are of models that have them.
+QWEN2_MOE = Architecture(
+    classes=("Qwen2MoeForCausalLM",),
+    model_types=("qwen2_moe",),
+    read=reader(
+        qkv_bias=flag("qkv_bias", True),
+        windows=HFConfig.windows_by_layer,
+        moe=lambda config: _with_shared(config, **_chosen(config)),
+    ),
+)
+QWEN3_MOE = Architecture(
+    classes=("Qwen3MoeForCausalLM",),
+    model_types=("qwen3_moe",),
+    read=reader(
+        **ATTENTION_BIASES,
+        qk_norm=True,
+        windows=lambda config: config.uniform_windows() if config.flag("use_sliding_window") else (),
+        moe=lambda config: mixture(config, "moe_intermediate_size", **_chosen(config)),
+    ),
+)
 
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
@@ -122,27 +115,16 @@ def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
     )
 
 
-def _moe(config: HFConfig, dense_layers: tuple[int, ...] = (), renormalize: bool = True) -> MoESpec:
-    return MoESpec(
-        experts=config.experts(),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("moe_intermediate_size"),
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        renormalize=renormalize,
-        dense_layers=dense_layers,
-    )
-
-
 def _read_next(config: HFConfig, tied: bool) -> DecoderSpec:
     """Qwen3-Next: experts in most or all layers."""
-    renormalize = config.get("norm_topk_prob") is None or config.flag("norm_topk_prob")
-    return _hybrid(config, tied, moe=_moe(config, config.dense_layers(), renormalize))
+    renormalize = config.flag("norm_topk_prob", True)
+    moe = _with_shared(config, dense_layers=config.dense_layers(), renormalize=renormalize)
+    return _hybrid(config, tied, moe=moe)
 
 
 def _read_3_5_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     """Qwen3.5 with experts in every layer; no MLP has a size."""
-    moe = _moe(config)
+    moe = _with_shared(config)
     return _hybrid(config, tied, moe=moe, intermediate_size=moe.expert_size)
 
 
@@ -182,7 +164,6 @@ def _refine_next(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Tenso
 
 _NAMING = Naming(gate="self_attn.q_proj", mixer="linear_attn")
 _HYBRID_IGNORABLE = ("*.rotary_emb.inv_freq", "model.visual.*")
-_HYBRID_ROOTS = (("model.", ""), ("model.language_model.", ""))
 
 QWEN3_NEXT = Architecture(
     classes=("Qwen3NextForCausalLM",),
@@ -198,7 +179,7 @@ QWEN3_5 = Architecture(
     model_types=("qwen3_5_text", "qwen3_5"),
     read=_hybrid,
     naming=_NAMING,
-    roots=_HYBRID_ROOTS,
+    roots=_ROOTS,
     ignorable=_HYBRID_IGNORABLE,
     refine=_refine,
     predicts=MTP,
@@ -208,7 +189,7 @@ QWEN3_5_MOE = Architecture(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     read=_read_3_5_moe,
     naming=_NAMING,
-    roots=_HYBRID_ROOTS,
+    roots=_ROOTS,
     ignorable=_HYBRID_IGNORABLE,
     refine=_refine,
     predicts=MTP,

@@ -9,7 +9,18 @@ from typing import Any
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import (
+    ALL_BIASES,
+    ATTENTION_BIASES,
+    NEXT_LAYER,
+    Architecture,
+    Naming,
+    common_spec,
+    flag,
+    mixture,
+    neighbours,
+    reader,
+)
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
@@ -52,33 +63,30 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
 
 
-def _read_glm4_moe(config: HFConfig, tied: bool) -> DecoderSpec:
-    """GLM-4.5 and 4.6: half of each head is rotated, in some models after norms of queries and keys."""
-    moe, norms = by_sigmoid(config), config.flag("use_qk_norm")
-    rope = config.rope(config.head_dim(), partial=0.5)
-    return common_spec(config, tied, qkv_bias=config.flag("attention_bias"), qk_norm=norms, rope=rope, moe=moe)
-
-
+# GLM-4.5 and 4.6: half of each head is rotated, in some models after norms of queries and keys.
 GLM4_MOE = Architecture(
     classes=("Glm4MoeForCausalLM",),
     model_types=("glm4_moe",),
-    read=_read_glm4_moe,
+    read=reader(
+        qkv_bias=flag("attention_bias"),
+        qk_norm=flag("use_qk_norm"),
+        rope=lambda config: config.rope(config.head_dim(), partial=0.5),
+        moe=by_sigmoid,
+    ),
     naming=Naming(mixture=SHARED_EXPERTS),
     predicts=NEXT_LAYER,
 )
-
-
-def _read_dots1(config: HFConfig, tied: bool) -> DecoderSpec:
-    """dots.llm1: norms of queries and keys, in some models windows."""
-    bias, slides = config.flag("attention_bias"), config.slides()
-    windows = config.windows_of(slides) if any(slides) else ()
-    return common_spec(
-        config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows, moe=by_sigmoid(config)
-    )
-
-
+# dots.llm1: norms of queries and keys, in some models windows.
 DOTS1 = Architecture(
-    classes=("Dots1ForCausalLM",), model_types=("dots1",), read=_read_dots1, naming=Naming(mixture=SHARED_EXPERTS)
+    classes=("Dots1ForCausalLM",),
+    model_types=("dots1",),
+    read=reader(
+        **ATTENTION_BIASES,
+        qk_norm=True,
+        windows=lambda config: config.windows_of(config.slides()) if any(config.slides()) else (),
+        moe=by_sigmoid,
+    ),
+    naming=Naming(mixture=SHARED_EXPERTS),
 )
 
 
@@ -97,9 +105,8 @@ def _read_ernie_moe(config: HFConfig, tied: bool) -> DecoderSpec:
         dense_layers=tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last),
         choice_bias=True,
     )
-    bias = config.flag("use_bias")
-    rope = dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=bias, rope=rope, moe=moe)
+    biases = dict.fromkeys(ALL_BIASES, config.flag("use_bias"))
+    return common_spec(config, tied, **biases, rope=neighbours(config), moe=moe)
 
 
 ERNIE4_5_MOE = Architecture(
@@ -143,20 +150,19 @@ HUNYUAN_MOE = Architecture(
 )
 
 
-def _read_flex_olmo(config: HFConfig, tied: bool) -> DecoderSpec:
-    """FlexOLMo: OLMo 2's norms, with experts that are as wide as its MLP."""
-    moe = MoESpec(
-        experts=config.integer("num_experts"),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=config.integer("intermediate_size"),
-        renormalize=config.flag("norm_topk_prob"),
-    )
-    bias = config.flag("attention_bias")
-    norms: dict[str, Any] = {"pre_norm": False, "post_norm": True, "qk_norm": True, "whole_norm": True}
-    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe, **norms)
-
-
-FLEX_OLMO = Architecture(classes=("FlexOlmoForCausalLM",), model_types=("flex_olmo",), read=_read_flex_olmo)
+# FlexOLMo: OLMo 2's norms, with experts that are as wide as its MLP.
+FLEX_OLMO = Architecture(
+    classes=("FlexOlmoForCausalLM",),
+    model_types=("flex_olmo",),
+    read=reader(
+        **ATTENTION_BIASES,
+        pre_norm=False,
+        post_norm=True,
+        qk_norm=True,
+        whole_norm=True,
+        moe=lambda config: mixture(config, renormalize=config.flag("norm_topk_prob")),
+    ),
+)
 
 
 # Every fourth layer of AFMoE sees everything.
@@ -168,17 +174,15 @@ def _read_afmoe(config: HFConfig, tied: bool) -> DecoderSpec:
     scores = config.get("score_func")
     if scores not in (None, "sigmoid"):
         raise UnsupportedArchitectureError(f"config.json: score_func={scores!r} is not supported.", OPTIMUM_HINT)
-    size, layers = config.integer("moe_intermediate_size"), config.integer("num_hidden_layers")
     shared, dense = (
         config.integer(name) if config.get(name) else 0 for name in ("num_shared_experts", "num_dense_layers")
     )
-    moe = MoESpec(
-        experts=config.integer("num_experts"),
-        top_k=config.integer("num_experts_per_tok"),
-        expert_size=size,
-        shared_size=size * shared,
+    moe = mixture(
+        config,
+        "moe_intermediate_size",
+        shared_size=config.integer("moe_intermediate_size") * shared,
         router="sigmoid",
-        dense_layers=tuple(range(min(dense, layers))),
+        dense_layers=tuple(range(min(dense, config.integer("num_hidden_layers")))),
         choice_bias=True,
         scale=config.number("route_scale", 1.0),
     )

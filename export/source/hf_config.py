@@ -73,11 +73,11 @@ class HFConfig:
         """A positive number; required unless a default is given."""
         return _number(self._values, name, default)
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         value = self._values.get(name)
         if value is not None and not isinstance(value, bool):
             raise _wrong(name, value, "true or false")
-        return bool(value)
+        return default if value is None else value
 
     def experts(self) -> int:
         """Number of experts of a layer, under the name of transformers 4 or 5."""
