@@ -322,7 +322,7 @@ def common_spec(config: HFConfig, tied: bool, *, norm_eps: str = "rms_norm_eps",
     )
 
 
-def reader(make: Callable[..., DecoderSpec] = common_spec, **parts: Any) -> Callable[[HFConfig, bool], DecoderSpec]:
+def reader(make: Callable[..., DecoderSpec] = common_spec, /, **parts: Any) -> Callable[[HFConfig, bool], DecoderSpec]:
     """Returns the `read` of a family: `make` with these parts, which are values or functions of a config."""
 
     def read(config: HFConfig, tied: bool) -> DecoderSpec:

@@ -37,7 +37,7 @@ _BIASED_NORM = _LAYER_NORM | {"norm_bias": True}
 def _read_phi(config: HFConfig, tied: bool) -> DecoderSpec:
     """Phi-1, 1.5 and 2: attention and MLP in parallel, biases everywhere, partial rotation."""
     _refuse_head_norms(config, "qk_layernorm")
-    biases = dict.fromkeys((*ALL_BIASES, "head_bias"), True)
+    biases: dict[str, Any] = dict.fromkeys((*ALL_BIASES, "head_bias"), True)
     return common_spec(config, tied, **_BIASED_NORM, **biases, parallel=True, gated=False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.parts import MoESpec
@@ -153,7 +154,7 @@ def _read_gpt_oss(config: HFConfig, tied: bool) -> DecoderSpec:
         hint = "Check that config.json is complete and belongs to this model."
         raise CheckpointError("config.json: rope_parameters is missing.", hint)
     moe = mixture(config, router_bias=True, expert_bias=True)
-    biases = dict.fromkeys(ATTENTION_BIASES, config.flag("attention_bias", True))
+    biases: dict[str, Any] = dict.fromkeys(ATTENTION_BIASES, config.flag("attention_bias", True))
     windows = config.windows_of(config.slides(_PATTERN))
     return common_spec(config, tied, **biases, sinks=True, windows=windows, activation="swiglu_oai", moe=moe)
 

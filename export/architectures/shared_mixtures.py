@@ -105,7 +105,7 @@ def _read_ernie_moe(config: HFConfig, tied: bool) -> DecoderSpec:
         dense_layers=tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last),
         choice_bias=True,
     )
-    biases = dict.fromkeys(ALL_BIASES, config.flag("use_bias"))
+    biases: dict[str, Any] = dict.fromkeys(ALL_BIASES, config.flag("use_bias"))
     return common_spec(config, tied, **biases, rope=neighbours(config), moe=moe)
 
 

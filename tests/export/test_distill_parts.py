@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.drafter import (
     StudentSize,
     TargetCosts,
-    acceptance_guess,
     choose_size,
     expected_tokens,
     make_student,
     measure_acceptance,
     run_lengths,
 )
-from edgeinfer.export.training.exits import exit_weight, layer_dropout
 from edgeinfer.export.training.losses import (
     TOP_TOKENS,
     cross_entropy,
@@ -160,17 +157,6 @@ def test_the_predicted_speedup_is_that_of_rounds() -> None:
     assert choice.speedup == pytest.approx(speedups[choice.drafted], rel=0.01)
     assert max(speedups.values()) < 1.01 * choice.speedup
     assert expected_tokens(0.5, 2) == 1.75
-
-
-def test_passes_cost_what_lies_between_those_that_were_measured() -> None:
-    assert COSTS.verify_ms(3) == pytest.approx(10.75) and COSTS.verify_ms(32) == pytest.approx(30.0)
-
-
-def test_more_weights_and_layers_are_accepted_more() -> None:
-    sizes = [StudentSize.of(width, layers) for width, layers in ((64, 1), (128, 1), (128, 2), (512, 2))]
-    guesses = [acceptance_guess(size, 32_000, 1_000_000_000) for size in sizes]
-    assert guesses == sorted(set(guesses))
-    assert guesses[0] > 0 and guesses[-1] < 1
 
 
 def test_dear_layers_make_drafters_shallow_and_dear_weights_narrow() -> None:
@@ -394,11 +380,3 @@ def test_a_model_accepts_itself(target: Target) -> None:
     assert found.overlap == pytest.approx(1, abs=1e-5) and abs(found.divergence) < 1e-5
     one = measure_acceptance(target.model, target.model, windows, depth=1)
     assert one.agreement < 1 and one.divergence > 0
-
-
-def test_dropout_and_weights_grow_with_depth() -> None:
-    rates = [layer_dropout(layer, 6, 0.2) for layer in range(6)]
-    assert rates[0] == 0 and rates[-1] == pytest.approx(0.2) and rates == sorted(rates)
-    assert rates[1] == pytest.approx(0.2 * (math.exp(math.log(2) / 5) - 1))
-    weights = [exit_weight(depth, 6) for depth in range(1, 6)]
-    assert weights == sorted(weights) and weights[-1] == 1.0

@@ -135,11 +135,6 @@ def test_checkpoints_come_by_time_and_only_the_newest_stays(tmp_path: Path) -> N
     assert 20 < trained.seconds == next(ticks) - 1001 <= 42
 
 
-def test_the_final_loss_is_that_of_the_last_twentieth() -> None:
-    assert Trained(tuple(map(float, range(100))), 0, 1.0).final_loss == 97
-    assert Trained((3.0, 1.0), 0, 1.0).final_loss == 1
-
-
 @each_row("damage", ["short", "no table"])
 def test_a_damaged_state_is_an_error_of_one_line(tmp_path: Path, damage: str) -> None:
     train(tmp_path, Line())

@@ -13,9 +13,8 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers, prune_tokens, renumbered
+from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers
 from edgeinfer.export.gguf.quantize import quantize_gguf
-from edgeinfer.export.gguf.tensors import gguf_tensor_names
 from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
 from edgeinfer.export.options import ExportConfig, fitting
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -121,21 +120,6 @@ def test_another_type_is_not_written_directly(tmp_path: Path) -> None:
         write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", "Q4_K_M")
 
 
-def test_names_of_tensors() -> None:
-    assert gguf_tensor_names("embed") == ("token_embd.weight",)
-    assert gguf_tensor_names("layers.3.attn.qkv_bias") == (
-        "blk.3.attn_q.bias",
-        "blk.3.attn_k.bias",
-        "blk.3.attn_v.bias",
-    )
-    assert gguf_tensor_names("layers.3.attn.qkv", {"attn.qkv": ("attn_qkv.weight",)}) == ("blk.3.attn_qkv.weight",)
-    assert gguf_tensor_names("layers.11.mlp.experts.5.gate_up") == (
-        "blk.11.ffn_gate_exps.weight",
-        "blk.11.ffn_up_exps.weight",
-    )
-    assert gguf_tensor_names("layers.0.mlp.shared.down") == ("blk.0.ffn_down_shexp.weight",)
-
-
 def test_what_lies_otherwise_than_ours_is_not_calibrated(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "Youtu", **LATENT)
     config = ExportConfig(format="gguf", budget_bits=4.5)
@@ -187,18 +171,6 @@ def test_some_layers_must_stay(tmp_path: Path, count: int) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(UsageError, match="cannot be left out"):
         choose(tmp_path, count)
-
-
-def test_tokens_are_fewer_for_large_models(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    with Checkpoint(tmp_path) as checkpoint:
-        spec = open_gguf_source(checkpoint).spec
-    assert prune_tokens(spec, 100_000, 1) == 2048 and prune_tokens(spec, 10**11, 1) == 64
-
-
-def test_names_move_up() -> None:
-    assert renumbered("blk.7.attn_q.weight", (2, 3, 9)) == "blk.5.attn_q.weight"
-    assert renumbered("token_embd.weight", (2,)) == "token_embd.weight"
 
 
 def test_models_whose_layers_differ_lack_none(tmp_path: Path) -> None:

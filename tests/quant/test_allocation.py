@@ -6,14 +6,12 @@ import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import BudgetError
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate, allocate_exactly
-from tests.recorded import check_recorded
 
 OPTIONS = st.builds(PricedOption, st.integers(1, 200), st.floats(0, 10).map(lambda cost: round(cost, 3)))
 CHOICES = st.lists(st.lists(OPTIONS, min_size=1, max_size=4).map(tuple).map(Choice), min_size=1, max_size=5)
@@ -70,16 +68,6 @@ def test_the_budget_is_used_to_its_last_byte_where_no_programme_is_solved_in_tim
     monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
     found = allocate([Choice((PricedOption(1, 1.0), PricedOption(2, 0.0)))] * 30, 40)
     assert (found.nbytes, found.cost) == (40, 20)
-
-
-def test_choices_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = np.random.default_rng(5)
-    sizes, costs = chance.integers(1, 400, (12, 4)).cumsum(1).tolist(), chance.random((12, 4)).tolist()
-    choices = [Choice(tuple(map(PricedOption, *pair))) for pair in zip(sizes, costs, strict=True)]
-    found = [allocate_exactly(choices, budget, lambda chosen: sum(sizes[i][c] + 7 for i, c in enumerate(chosen)))
-             for budget in (2500, 3200, 4500, 9000)]  # fmt: skip
-    monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
-    check_recorded("quant-allocation", [found, [allocate(choices, budget) for budget in (2500, 3200, 4500)]])
 
 
 def test_many_choices_come_close_to_the_budget() -> None:

@@ -12,9 +12,6 @@ from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
 from edgeinfer.quant.policy import QuantScheme
-from tests.quant.samples import form
-from tests.recorded import check_recorded
-from tests.tables import each_row
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (300, 64),
@@ -67,17 +64,6 @@ def test_the_file_never_exceeds_the_budget(budget: int, layout: Layout) -> None:
     assert set(plan.predicted) == set(found)
 
 
-@each_row("layout", [NATIVE, PORTABLE])
-def test_more_budget_predicts_no_worse(layout: Layout) -> None:
-    found = candidates(layout=layout)
-    costs = [
-        sum(plan_within(budget, found, SHAPES, draw, layout).predicted.values())
-        for budget in range(60_000, 150_000, 15_000)
-    ]
-    assert costs == sorted(costs, reverse=True)
-    assert costs[-1] < costs[0]
-
-
 def test_experts_of_the_portable_layout_share_a_scheme() -> None:
     plan = plan_within(70_000, candidates(layout=PORTABLE), SHAPES, draw, PORTABLE)
     assert len({plan.scheme(name) for name in SHAPES if ".experts." in name}) == 1
@@ -108,20 +94,6 @@ def test_an_impossible_budget_names_a_possible_one() -> None:
     least = caught.value.minimum_bytes
     assert f"{least:,}" in caught.value.hint
     assert stored(dict(plan_within(least, candidates(), SHAPES, draw, NATIVE).schemes), NATIVE) <= least
-
-
-def test_plans_are_what_they_were() -> None:
-    limits = [Limits(), Limits(4, 32, True), Limits(None, None, False, (("*.down", 4), ("embed", 8)))]
-    found, tried = {}, {}
-    for number, limit in enumerate(limits):
-        for layout in (NATIVE, PORTABLE):
-            priced = candidates(limit, layout)
-            for budget in (75_000, 110_000):
-                plan = plan_within(budget, priced, SHAPES, draw, layout)
-                kept = {name: form(scheme) for name, scheme in plan.schemes.items()}
-                found[f"{number} {layout} {budget}"] = [kept, sum(plan.predicted.values())]
-            tried[f"{number} {layout}"] = {name: len(each) for name, each in priced.items()}
-    check_recorded("quant-budget", {"tried": tried} | found)
 
 
 def test_limits_are_kept() -> None:

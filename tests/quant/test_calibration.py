@@ -26,7 +26,6 @@ from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator, output_error
 from tests.factories import make_checkpoint
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
-from tests.recorded import check_recorded
 from tests.tables import each_row
 
 Floats = NDArray[np.float32]
@@ -300,34 +299,11 @@ def test_experts_that_no_token_reaches_are_named_and_shown_without_statistics() 
     assert unseen == ["layers.0.mlp.experts.4.gate_up", "layers.0.mlp.experts.4.down"]
 
 
-def test_inputs_are_what_they_were(tmp_path: Path) -> None:
-    found: dict[str, object] = {}
-    for arch in ("llama", "qwen3-moe", "phi3-window"):
-        make_checkpoint(tmp_path / arch, arch)
-        for streams in ("float", "paired"):
-            recorder, result = run(tmp_path / arch, CalibrationOptions(streams), coarse)
-            seen = {name: s for name, s in recorder.seen.items() if s is not None} | {"head": result.head}
-            for name, s in seen.items():
-                moments = [
-                    float(np.square(part.astype(np.float64)).sum()) for part in (s.mean, s.hessian) if part is not None
-                ]
-                cross = [] if s.cross is None else [float(np.abs(s.cross.astype(np.float64)).sum())]
-                found[f"{arch} {streams} {name}"] = [s.count, *moments, *cross]
-    check_recorded("calibrated", found, rel=1e-3)
-
-
 @each_row("texts", [[], [np.zeros(0, np.int64)], [np.array([3, 320])], [np.array([-1])]])
 def test_texts_that_cannot_be_run(texts: list[Ints]) -> None:
     spec, tensors = moe_model(MIXTURES["relu"])
     with pytest.raises(UsageError):
         calibrate(spec, tensors, texts, Recorder())
-
-
-def test_activations_that_are_not_finite() -> None:
-    spec, tensors = moe_model(MIXTURES["relu"])
-    tensors.tensors["layers.0.attn_norm"][:] = 1e38
-    with np.errstate(all="ignore"), pytest.raises(UsageError, match="not finite"):
-        calibrate(spec, tensors, TEXTS, Recorder())
 
 
 def test_impossible_streams() -> None:

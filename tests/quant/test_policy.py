@@ -13,12 +13,8 @@ from edgeinfer.quant.policy import (
     QuantPlan,
     QuantPolicy,
     QuantScheme,
-    default_group_size,
-    default_head_bits,
     effective_block,
 )
-from tests.quant.samples import form
-from tests.recorded import check_recorded
 from tests.tables import each_row
 
 
@@ -28,19 +24,6 @@ from tests.tables import each_row
 )
 def test_block_is_the_largest_that_divides(k: int, requested: int, block: int) -> None:
     assert effective_block(k, requested) == block
-
-
-def test_schemes_are_what_they_were() -> None:
-    sizes = ((1, 64), (256, 256), (257, 256), (511, 2048), (1024, 1025), (2048, 2048), (4096, 96))
-    names = ("embed", "head", "layers.0.attn.qkv", "layers.1.mlp.router", "layers.1.mlp.shared.down")
-    found = {}
-    for bits in (2, 3, 4, 8):
-        for block in (32, 128):
-            policy = QuantPolicy(bits, default_head_bits(bits, 10**7), block, keep_small=block == 32)
-            found[f"{bits} {block}"] = [[form(policy.scheme(name, shape)) for shape in sizes] for name in names]
-    heads = [default_head_bits(bits, 2**power) for bits in (2, 4, 8, 32) for power in range(16, 34)]
-    groups = [default_group_size(2**power) for power in range(16, 34)]
-    check_recorded("quant-policy", found | {"heads": heads, "groups": groups})
 
 
 def test_vectors_stay_float() -> None:

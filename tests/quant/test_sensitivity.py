@@ -20,8 +20,8 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.quant.policy import QuantScheme
-from edgeinfer.quant.probing import expert_group, probe_decoder, probe_tokens, rounded
-from edgeinfer.quant.sensitivity import choose_texts, measure_costs
+from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
+from edgeinfer.quant.sensitivity import measure_costs
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 from tests.tables import each_row
@@ -117,21 +117,3 @@ def test_an_expert_that_no_token_reaches_costs_nothing(tmp_path: Path) -> None:
         costs = measure_costs(spec, tensors, [TEXTS[0][:1]], {name: [QuantScheme(2, 32)] for name in matrices})
     experts = [found[0].cost for name, found in costs.items() if ".experts." in name]
     assert 0 < sum(cost == 0 for cost in experts) < len(experts)
-
-
-def test_the_same_texts_are_chosen_each_time() -> None:
-    assert [len(text) for text in choose_texts(None, 400, 50)] == [192, 192]
-    again = zip(choose_texts(None, 400, 50), choose_texts(None, 400, 50), strict=True)
-    assert all(np.array_equal(a, b) for a, b in again)
-    texts = [np.full(500, i) for i in range(9)]
-    chosen = choose_texts(texts, 400, 50)
-    assert [(int(text[0]), len(text)) for text in chosen] == [(0, 200), (8, 200)]
-
-
-def test_large_models_are_probed_with_fewer_tokens(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "tiny", "qwen2")
-    with opened(tmp_path / "tiny") as (spec, _, __):
-        found = [probe_tokens(spec, parameters) for parameters in (10**5, 10**9, 10**11)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] > found[-1] >= 64
-    check_recorded("probe-tokens", found)
