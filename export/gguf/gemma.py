@@ -143,7 +143,7 @@ _GEMMA4 = GgufArchitecture(
     full_every=-1,
     scale=1.0,
     widths=_widths,
-    mixture=GgufMixture(True, shared="", parts=("beside",)),
+    mixture=GgufMixture(True, shared="", parts=("with_mlp",)),
     rewrite=_rewrite,
     forms={"per_layer": _by_token},
     keys=_gemma4_keys,

@@ -16,7 +16,6 @@ from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.errors import ModelError, StorageError, UsageError
 from edgeinfer.runtime.kv_cache.session_file import is_session
 from tests.edgeinfer.conftest import TEMPLATE
-from tests.runtime.test_session_file import forged
 from tests.speculation import load_eager, random_bundle
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -69,27 +68,6 @@ def test_sampled_text_goes_on_the_same_in_another_process_or_model(
     assert f"sampled by version {expected.sampling}" in caplog.text
     assert reply.token_ids == expected.token_ids
     assert reply.timings.cached_prompt_tokens == expected.timings.cached_prompt_tokens
-
-
-@pytest.mark.slow
-def test_a_session_of_the_first_version_goes_on_and_says_that_a_seed_gives_other_text(
-    model: edgeinfer.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    chat, path = talk(model), tmp_path / "talk.session"
-    chat.save(path)
-    expected = chat.send("And now?", **OPTIONS)
-
-    def first_version(header: dict[str, Any]) -> None:
-        header["__metadata__"]["version"] = "1"
-        del header["__metadata__"]["sampling"]
-
-    path.write_bytes(forged(path.read_bytes(), first_version))
-    model.score([5, 6])  # empties the cache
-    reply = model.load_chat(path).send("And now?", **OPTIONS)
-    assert "was sampled by version 1" in caplog.text
-    # What was likeliest is so by any version of sampling.
-    assert reply.token_ids == expected.token_ids
-    assert reply.timings.cached_prompt_tokens == expected.timings.cached_prompt_tokens > 30
 
 
 def test_the_name_decides_what_is_written_and_the_content_how_it_is_read(

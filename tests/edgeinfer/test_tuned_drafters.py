@@ -57,7 +57,7 @@ def test_auto_asks_those_that_pay(small_bundle: Path, monkeypatch: pytest.Monkey
         for gain in found.gains:
             assert gain.least_speedup <= gain.speedup and gain.mean_accepted_length >= 1
             assert all(0 <= place <= 1 for place in gain.acceptance) and gain.guess_ms >= 0
-        assert "medusa" in found.unusable and not {*by_name} & {*found.unusable, "forced"}
+        assert "bits" in found.unusable and not {*by_name} & {*found.unusable, "forced"}
         # Two replies to each text by each drafter and plainly; then by both sets.
         counts = [2 * len(TEXTS) * (len(by_name) + 1), 2 * len(TEXTS) * 3]
         assert steps == [(n, count) for count in counts for n in range(1, count + 1)]

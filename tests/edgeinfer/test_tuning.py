@@ -22,6 +22,8 @@ from edgeinfer.runtime.tuning.search import Effort
 from edgeinfer.runtime.tuning.stopwatch import LOADED, PROMPTS, Stopwatch, Times
 from edgeinfer.tools import devices
 from tests.edgeinfer.conftest import made_up_stopwatch
+from tests.runtime.backends.llamacpp.conftest import Q4_0
+from tests.runtime.backends.llamacpp.models import Shape, quantized, write_gguf
 from tests.speculation import PROMPT
 
 pytestmark = pytest.mark.usefixtures("told_costs")
@@ -290,8 +292,15 @@ def test_a_budget_is_kept_while_tuning(small_bundle: Path, watched: list[int], s
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
-def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On onnxruntime's own operators weights are packed or mapped."""
+@pytest.mark.gguf
+def test_loading_is_timed_where_weights_may_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp maps weights or packs them."""
+    pytest.importorskip("llama_cpp")
+    path = quantized(
+        write_gguf(tmp_path / "model.gguf", Shape(head_dim=64, ffn=512, vocab=2048), tokenizer="gpt2"), Q4_0
+    )
+    usual = edgeinfer.plan(path, threads=1).configuration.weights
+    other = {"mapped": "packed", "packed": "mapped"}[usual]
     made: list[str] = []
 
     class Fast(Stopwatch):
@@ -303,12 +312,12 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, mon
 
     monkeypatch.setattr(devices, "Stopwatch", Fast)
     monkeypatch.setattr(devices, "FULL", Effort((7, 8), 600.0))
-    found = tools.tune_device(small_bundle, native=False, threads=1, prefill_chunk=64)
-    assert found.settings == TunedSettings(weights="mapped") and "load" in found.parts and LOADED in made
-    plan = edgeinfer.plan(small_bundle, native=False, threads=1)
-    assert (plan.configuration.weights, plan.tuned) == ("mapped", ("weights",))
-    packed = edgeinfer.plan(small_bundle, native=False, threads=1, weights="packed")
-    assert (packed.configuration.weights, packed.tuned) == ("packed", ())
+    found = tools.tune_device(path, threads=1, prefill_chunk=64)
+    assert found.settings.weights == other and "load" in found.parts and LOADED in made
+    plan = edgeinfer.plan(path, threads=1)
+    assert plan.configuration.weights == other and "weights" in plan.tuned
+    asked = edgeinfer.plan(path, threads=1, weights=usual)
+    assert asked.configuration.weights == usual and "weights" not in asked.tuned
 
 
 # What drafting costs is known afterwards.

@@ -28,7 +28,6 @@ def ask(model: Model) -> None:
     model.generate("Hi", temprature=0.7)  # wrong: call-arg reportCallIssue
     model.generate("Hi", max_tokens="lots")  # wrong: arg-type reportArgumentType
     model.generate(None)  # wrong: arg-type reportArgumentType
-    model.generate("Hi", search="bream")  # wrong: arg-type reportArgumentType
     model.generate("Hi", search="beam", bems=4)  # wrong: call-arg reportCallIssue
     model.generate("Hi", search={"methods": "beam"})  # wrong: arg-type reportArgumentType
     model.stream("Hi", speculation=Speculation("copy", draft_maximum=4))  # wrong: call-arg reportCallIssue

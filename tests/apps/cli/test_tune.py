@@ -138,7 +138,7 @@ def test_drafters_are_tuned_on_texts(capsys: Capture, small_bundle: Path, tmp_pa
     (tmp_path / "texts").write_text("Once upon a time\n\nThe little dog\n")
     arguments = ("tune", "-m", small_bundle, "-t", "1", "--drafters", "--text", tmp_path / "texts")
     table = run(capsys, *arguments)
-    assert all(word in table for word in ("on 2 texts", "recycle", "speedup", "auto uses", "no medusa"))
+    assert all(word in table for word in ("on 2 texts", "recycle", "speedup", "auto uses", "no bits"))
     found = json.loads(run(capsys, *arguments, "--json"))
     assert found["texts"] == 2 and {"copy", "recycle"} <= {gain["drafters"] for gain in found["gains"]}
     assert set(found["gains"][0]) >= {"acceptance", "guess_ms", "pass_ratio", "speedup", "least_speedup", "pays"}
