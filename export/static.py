@@ -37,7 +37,7 @@ from edgeinfer.results import Progress
 _OPSET = 21
 
 
-class StaticOperators:
+class _StaticOperators:
     """Adds nodes to a graph whose hidden states are (1, S, D).
 
     With three dimensions, as ONNX Runtime makes a float-only Gemm of a two-dimensional MatMul and sum, and would
@@ -151,14 +151,13 @@ class StaticOperators:
 
 
 def build_static_graph(spec: DecoderSpec, tensors: Mapping[str, TensorEntry], shape: StaticGraph) -> onnx.ModelProto:
-    graph = GraphBuilder(WEIGHTS, opset=_OPSET)
-    return _StaticDecoder(spec, graph, StaticOperators(graph, spec, tensors, shape.rows), shape).build()
+    return _StaticDecoder(spec, tensors, shape).build()
 
 
-class _StaticDecoder:
-    def __init__(self, spec: DecoderSpec, graph: GraphBuilder, operators: StaticOperators, shape: StaticGraph) -> None:
-        self._spec, self._graph, self._ops, self._shape = spec, graph, operators, shape
-        self._rows = shape.rows
+class _StaticDecoder(_StaticOperators):
+    def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry], shape: StaticGraph) -> None:
+        super().__init__(GraphBuilder(WEIGHTS, opset=_OPSET), spec, tensors, shape.rows)
+        self._shape = shape
         # Query heads that share a key/value head; their rows follow one another, so that nothing is repeated.
         self._sharing = spec.num_heads // spec.num_kv_heads
 
@@ -169,15 +168,15 @@ class _StaticDecoder:
         biases = {False: self._per_head(io.ATTENTION_BIAS)}
         if spec.window_size:
             biases[True] = self._per_head(io.WINDOW_BIAS)
-        hidden = self._ops.embed()
+        hidden = self.embed()
         for layer in range(spec.num_layers):
             hidden = self._attention(layer, hidden, biases[spec.window(layer) > 0])
             hidden = self._mlp(layer, hidden)
         if self._shape.prompts:
             hidden = graph.op("Gather", [hidden, io.LOGIT_ROWS], "wanted", axis=1)
-        normed = self._ops.norm(hidden, "final_norm")
+        normed = self.norm(hidden, "final_norm")
         rows = self._reshape(normed, "rows", [self._shape.logit_rows, spec.hidden_size])
-        self._ops.linear(rows, "head", io.LOGITS)
+        self.linear(rows, "head", io.LOGITS)
         for value in self._shape.outputs(spec):
             graph.output(value.name, value.dtype, value.shape)
         return graph.model("static_decoder")
@@ -191,9 +190,7 @@ class _StaticDecoder:
     def _attention(self, layer: int, hidden: str, bias: str) -> str:
         spec, graph, rows = self._spec, self._graph, self._rows
         prefix = f"layers.{layer}.attn"
-        qkv = self._ops.linear(
-            self._ops.norm(hidden, f"layers.{layer}.attn_norm"), f"{prefix}.qkv", f"{prefix}.qkv.out"
-        )
+        qkv = self.linear(self.norm(hidden, f"layers.{layer}.attn_norm"), f"{prefix}.qkv", f"{prefix}.qkv.out")
         parts = [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"]
         graph.ops("Split", [qkv, graph.constant([spec.q_size, spec.kv_size, spec.kv_size])], parts, axis=-1)
         query = self._rotate(self._heads(parts[0], spec.num_heads, f"{prefix}.q_norm"), f"{prefix}.q.rotated")
@@ -214,17 +211,17 @@ class _StaticDecoder:
         heads = self._reshape(mixed, f"{prefix}.heads", [1, spec.num_heads, rows, spec.head_dim])
         joined = graph.op("Transpose", [heads], f"{prefix}.turned", perm=[0, 2, 1, 3])
         flat = self._reshape(joined, f"{prefix}.flat", [1, rows, spec.q_size])
-        out = self._ops.linear(flat, f"{prefix}.out", f"{prefix}.result")
+        out = self.linear(flat, f"{prefix}.out", f"{prefix}.result")
         return graph.op("Add", [hidden, out], f"{prefix}.hidden")
 
     def _heads(self, value: str, heads: int, norm: str) -> str:
         """Queries or keys by heads, normed where the model does so: (S, heads h) -> (1, heads, S, h)."""
         spec = self._spec
         if spec.whole_norm:
-            value = self._ops.norm(value, norm)
+            value = self.norm(value, norm)
         split = self._split(value, heads)
         if spec.qk_norm and not spec.whole_norm:
-            split = self._ops.norm(split, norm)
+            split = self.norm(split, norm)
         return self._transposed(split, f"{value}.heads")
 
     def _split(self, value: str, heads: int) -> str:
@@ -259,12 +256,9 @@ class _StaticDecoder:
 
     def _mlp(self, layer: int, hidden: str) -> str:
         prefix = f"layers.{layer}.mlp"
-        product = self._ops.gated(self._ops.norm(hidden, f"layers.{layer}.mlp_norm"), prefix)
-        out = self._ops.linear(product, f"{prefix}.down", f"{prefix}.result")
+        product = self.gated(self.norm(hidden, f"layers.{layer}.mlp_norm"), prefix)
+        out = self.linear(product, f"{prefix}.down", f"{prefix}.result")
         return self._graph.op("Add", [hidden, out], f"{prefix}.hidden")
-
-    def _reshape(self, value: str, result: str, shape: list[int]) -> str:
-        return self._graph.op("Reshape", [value, self._graph.constant(shape)], result)
 
 
 _log = logging.getLogger("edgeinfer")

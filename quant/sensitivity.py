@@ -6,6 +6,7 @@ than the probe's: both measured at the matrix's output, on the inputs that a tex
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -44,12 +45,12 @@ def measure_costs(
         texts: token ids; texts do not see each other.
         candidates: schemes by canonical name, of every matrix that may be quantized.
     """
-    shared = _sizes(candidates)
+    shared = Counter(map(expert_group, candidates))
     ratios: dict[str, list[float]] = {}
 
     def look(name: str, weight: Floats, x: Floats | None) -> None:
-        sample = max(_SAMPLE // shared[expert_group(name)], _LEAST_SAMPLE)
-        ratios[name] = _error_ratios(spread_rows(weight, sample), x, candidates[name])
+        rows = spread_rows(weight, sample_size(shared[expert_group(name)]))
+        ratios[name] = _error_ratios(rows, x, candidates[name])
 
     probes = probe_decoder(spec, tensors, texts, look, progress)
     return {
@@ -61,12 +62,9 @@ def measure_costs(
     }
 
 
-def _sizes(names: Mapping[str, object]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for name in names:
-        group = expert_group(name)
-        sizes[group] = sizes.get(group, 0) + 1
-    return sizes
+def sample_size(experts: int) -> int:
+    """Weights of a matrix to look at, one of so many experts of a layer."""
+    return max(_SAMPLE // experts, _LEAST_SAMPLE)
 
 
 def share_of(probe: Probe, name: str) -> float:
@@ -88,23 +86,22 @@ def _error_ratios(
     schemes: Sequence[QuantScheme | None],
 ) -> list[float]:
     """Squared output error of each scheme relative to the probe's."""
-    seen = x is not None and len(x) > 0
     statistics = None
-    if seen:
-        assert x is not None
+    if x is not None and len(x):
         gathered = StatisticsAccumulator(x.shape[1], hessian=False)
         gathered.add(x)
         statistics = gathered.result()
-
-    def energy(error: Floats) -> float:
-        output = error if x is None or not seen else x @ error.T
-        return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
-
-    whole = max(energy(rounded(rows) - rows), 1e-30)
+    whole = max(output_energy(rounded(rows) - rows, x), 1e-30)
     return [
-        0.0 if scheme is None else energy(approximate(rows, Grid.of(scheme), statistics) - rows) / whole
+        0.0 if scheme is None else output_energy(approximate(rows, Grid.of(scheme), statistics) - rows, x) / whole
         for scheme in schemes
     ]
+
+
+def output_energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
+    """Squared output error; with equal weights where there are no inputs."""
+    output = error if x is None or not len(x) else x @ error.T
+    return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
 
 
 def choose_texts(texts: Sequence[Ints] | None, tokens: int, vocabulary: int) -> list[Ints]:

@@ -24,7 +24,7 @@ from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectu
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.tensors import HeadPadding, Source, TensorPlan
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
-from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, OPTIMUM_HINT, HFConfig
 from edgeinfer.export.source.packed import PACKINGS, require_fp8_blocks
 
 # What the kernel's heads are a multiple of.
@@ -66,8 +66,7 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
         spec = family.read(hf_config, tied)
     except BundleError as error:
         # The description's own checks speak of bundles; here the checkpoint is at fault.
-        hint = "Check that config.json is complete and belongs to this model."
-        raise CheckpointError(f"config.json: {error.message}", hint) from error
+        raise CheckpointError(f"config.json: {error.message}", CONFIG_HINT) from error
     return spec
 
 

@@ -24,7 +24,7 @@ from edgeinfer.export.architectures.base import (
     reader,
 )
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
-from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, OPTIMUM_HINT, HFConfig
 
 # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
 _GEMMA2_PATTERN, _GEMMA3_PATTERN = 2, 6
@@ -110,7 +110,6 @@ _GEMMA3N_PATTERN, _SPARSE_LAYERS, _SPARSITY = 5, 10, 0.95
 _THETA, _LOCAL_THETA = 1e6, 1e4
 HEARING_IGNORABLE = (*SEEING_IGNORABLE, "*audio_tower.*", "*embed_vision.*", "*embed_audio.*")
 SHARED_IGNORABLE = ("*.self_attn.k_proj.weight", "*.self_attn.v_proj.weight", "*.self_attn.k_norm.weight")
-_GEMMA3N_HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _for_each_layer(config: HFConfig, name: str, usual: list[float]) -> list[float]:
@@ -122,7 +121,7 @@ def _for_each_layer(config: HFConfig, name: str, usual: list[float]) -> list[flo
     right = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
     if len(numbers) != len(usual) or not right:
         message = f"config.json: {name}={given!r} must have a number for each of {len(usual)} layers."
-        raise CheckpointError(message, _GEMMA3N_HINT)
+        raise CheckpointError(message, CONFIG_HINT)
     return numbers
 
 
@@ -187,7 +186,6 @@ GEMMA3N = Architecture(
 # Of models that hear as well: their other tensors; and keys and values of layers that read those of others.
 _GEMMA4_PATTERN = 6  # layers of which the last sees everything, where config.json does not say
 _FULL_HEAD_DIM, _WINDOW = 512, 512  # likewise
-_GEMMA4_HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
@@ -201,7 +199,7 @@ def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
     own = {slides[layer]: layer for layer in range(max(first, 0))}
     if set(own) != set(slides):
         message = f"config.json: num_kv_shared_layers={layers - first} leaves no layer of some kind to share."
-        raise CheckpointError(message, _GEMMA4_HINT)
+        raise CheckpointError(message, CONFIG_HINT)
     return tuple(layer if layer < first else own[slides[layer]] for layer in range(layers))
 
 
@@ -252,7 +250,7 @@ def _full_heads(config: HFConfig, slides: list[bool]) -> HeadsSpec:
     values = list(given.values()) if isinstance(given, dict) and set(given) == layers else [None]
     if not isinstance(values[0], dict) or any(each != values[0] for each in values):
         message = f"config.json: per_layer_config={given!r} must say the same of every layer that sees everything."
-        raise CheckpointError(message, _GEMMA4_HINT)
+        raise CheckpointError(message, CONFIG_HINT)
     own = HFConfig(values[0])
     return HeadsSpec(own.integer("num_key_value_heads", usual), own.integer("head_dim", config.head_dim()), shared)
 

@@ -10,11 +10,10 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture
 from edgeinfer.export.architectures.tensors import MixtureNaming
-from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "sliding_attention": "attention", "conv": "conv"}
 _THETA = 1e6  # where config.json does not say
-_HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
@@ -24,11 +23,13 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
         attends = config.get("full_attn_idxs")
         indices = range(layers) if attends is None else attends
         if not isinstance(indices, list | range):
-            raise CheckpointError(f"config.json: full_attn_idxs={attends!r} is not a list of layers.", _HINT)
+            raise CheckpointError(f"config.json: full_attn_idxs={attends!r} is not a list of layers.", CONFIG_HINT)
         types = ["full_attention" if layer in indices else "conv" for layer in range(layers)]
     known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
     if not known or len(types) != layers:
-        raise CheckpointError(f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", _HINT)
+        raise CheckpointError(
+            f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", CONFIG_HINT
+        )
     mixers = tuple(_MIXERS[each] for each in types)
     return mixers if "conv" in mixers else ()
 

@@ -19,9 +19,13 @@ from edgeinfer.export.architectures.base import (
     neighbours,
     reader,
 )
-from edgeinfer.export.architectures.mixtures import GRANITE_MOE_NAMES, read_granite_moe, refine_granite_moe
-from edgeinfer.export.architectures.tensors import TensorPlan
-from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.architectures.mixtures import (
+    GRANITE_MOE_NAMES,
+    read_granite_moe,
+    refine_granite,
+    refine_granite_moe,
+)
+from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
 # Llama and the models published under its class, SmolLM among them.
 LLAMA = Architecture(classes=("LlamaForCausalLM",), model_types=("llama",), read=reader(**ALL_BIASES))
@@ -49,8 +53,7 @@ def _read_smollm3(config: HFConfig, tied: bool) -> DecoderSpec:
         interval = config.integer("no_rope_layer_interval", _SMOLLM3_INTERVAL)
         given = [int((layer + 1) % interval != 0) for layer in range(layers)]
     if not isinstance(given, list) or len(given) != layers or not set(given) <= {0, 1}:
-        hint = "Check that config.json is complete and belongs to this model."
-        raise CheckpointError(f"config.json: no_rope_layers must say 0 or 1 for each of {layers} layers.", hint)
+        raise CheckpointError(f"config.json: no_rope_layers must say 0 or 1 for each of {layers} layers.", CONFIG_HINT)
     slides = config.slides() if config.get("layer_types") is not None else [not each for each in given]
     windows = config.windows_of(slides) if config.flag("use_sliding_window") else ()
     return reader(**ALL_BIASES, rope_layers=tuple(each - 1 for each in given), windows=windows)(config, tied)
@@ -79,19 +82,6 @@ MINISTRAL3 = Architecture(
 
 
 read_granite = reader(**ALL_BIASES, attention_scale=lambda config: config.number("attention_multiplier", 1.0))
-_LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
-
-
-def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
-    """Multiplies embedding, logits and blocks' results into the weights."""
-    embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
-    if plan.name == "embed":
-        return plan.changed(scale=embedding)
-    if plan.name == "final_norm":
-        return plan.changed(scale=1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0)))
-    return plan.changed(scale=residual) if plan.name.removesuffix("_bias").endswith(_LAST_PRODUCTS) else plan
-
-
 # Four multipliers, of which all but the scores' go into the weights.
 GRANITE = Architecture(
     classes=("GraniteForCausalLM",), model_types=("granite",), read=read_granite, refine=refine_granite
@@ -196,7 +186,7 @@ def _rotations(config: HFConfig, spec: DecoderSpec) -> dict[str, Any]:
         return {}
     if not isinstance(given, list) or len(given) != spec.num_layers:
         message = f"config.json: layer_rope_theta={given!r} must be a number for each of {spec.num_layers} layers."
-        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.")
+        raise CheckpointError(message, CONFIG_HINT)
     bases = [HFConfig({"layer_rope_theta": theta}).number("layer_rope_theta") for theta in given if theta != 0]
     kinds = sorted(set(bases)) or [spec.rope.theta]
     first, *others = (dataclasses.replace(spec.rope, theta=theta) for theta in kinds)

@@ -11,12 +11,10 @@ from edgeinfer.bundle.parts import Mamba2Spec, Mixer, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
-from edgeinfer.export.architectures.llama import refine_granite
-from edgeinfer.export.architectures.mixtures import GRANITE_MOE
+from edgeinfer.export.architectures.mixtures import GRANITE_MOE, refine_granite
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
-from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, OPTIMUM_HINT, HFConfig
 
-_HINT = "Check that config.json is complete and belongs to this model."
 # Transformers' names of layers, of today and of version 4.
 _MIXERS: dict[str, Mixer] = {
     "linear_attention": "mamba2",
@@ -35,7 +33,7 @@ def _steps(config: HFConfig) -> dict[str, Any]:
         return {}
     values = [float(each.get("__float__", "nan")) if isinstance(each, dict) else each for each in limit]
     if len(values) != 2 or not all(isinstance(each, int | float) and each >= 0 for each in values):
-        raise CheckpointError(f"config.json: time_step_limit={limit!r} must be two numbers.", _HINT)
+        raise CheckpointError(f"config.json: time_step_limit={limit!r} must be two numbers.", CONFIG_HINT)
     least, most = map(float, values)
     # One without a least and a largest step clips nothing; of one with a least alone the largest is any.
     unbounded = most == float("inf")
@@ -55,7 +53,7 @@ def _scan(config: HFConfig, inner: int, **parts: Any) -> Mamba2Spec:
     size = inner // heads if given in (None, "auto") else config.integer("mamba_d_head")
     if heads * size != inner:
         message = f"config.json: mamba_n_heads={heads} heads of {size} channels are not the {inner} of all."
-        raise CheckpointError(message, _HINT)
+        raise CheckpointError(message, CONFIG_HINT)
     return Mamba2Spec(
         heads=heads,
         head_size=size,
@@ -77,7 +75,7 @@ def _mixers(kinds: Any, layers: int, known: dict[str, Mixer] = _MIXERS) -> tuple
     right = isinstance(kinds, list) and all(isinstance(each, str) and each in known for each in kinds)
     if not right or len(kinds) != layers:
         message = f"config.json: the layers {kinds!r} are not {layers} of {', '.join(known)}."
-        raise CheckpointError(message, _HINT)
+        raise CheckpointError(message, CONFIG_HINT)
     return tuple(known[each] for each in kinds)
 
 
@@ -112,7 +110,7 @@ def _read_mamba2(config: HFConfig, tied: bool) -> DecoderSpec:
     layers, heads, size = config.integer("num_hidden_layers"), config.integer("num_heads"), config.integer("head_dim")
     if int(config.number("expand", 2.0) * config.integer("hidden_size")) != heads * size:
         message = f"config.json: num_heads={heads} heads of {size} channels are not expand times hidden_size."
-        raise CheckpointError(message, _HINT)
+        raise CheckpointError(message, CONFIG_HINT)
     scan = _own_scan(config, heads, size, config.integer("state_size", 128))
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
@@ -147,7 +145,7 @@ def _read_bamba(config: HFConfig, tied: bool) -> DecoderSpec:
     """Bamba: attention in some layers, with half of each head's channels rotated."""
     layers, indices = config.integer("num_hidden_layers"), config.get("attn_layer_indices") or []
     if not isinstance(indices, list) or not all(each in range(layers) for each in indices):
-        raise CheckpointError(f"config.json: attn_layer_indices={indices!r} is not a list of layers.", _HINT)
+        raise CheckpointError(f"config.json: attn_layer_indices={indices!r} is not a list of layers.", CONFIG_HINT)
     mixers = _mixers(["attention" if layer in indices else "mamba" for layer in range(layers)], layers)
     recurrent: dict[str, Any] = {}
     if "mamba2" in mixers:
@@ -196,7 +194,7 @@ def _read_falcon_h1(config: HFConfig, tied: bool) -> DecoderSpec:
 def _factors(config: HFConfig, name: str, count: int) -> Sequence[float]:
     given = config.get(name) or [1.0] * count
     if not isinstance(given, list) or len(given) != count or not all(isinstance(m, int | float) for m in given):
-        raise CheckpointError(f"config.json: {name}={given!r} must be {count} numbers.", _HINT)
+        raise CheckpointError(f"config.json: {name}={given!r} must be {count} numbers.", CONFIG_HINT)
     return given
 
 

@@ -20,7 +20,7 @@ from edgeinfer.export.architectures.latent import latent_spec
 from edgeinfer.export.architectures.layer_norm import read_cohere2, refine_cohere
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, dense_layers
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
-from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, OPTIMUM_HINT, HFConfig
 
 # Experts of a token that Phi-3.5-MoE's router chooses.
 _MIXED = 2
@@ -104,21 +104,26 @@ def read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     return reader(**ATTENTION_BIASES, moe=mixture(config, shared_size=shared or 0))(config, tied)
 
 
-def refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+_LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
+
+
+def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """Multiplies embedding, logits and blocks' results into the weights."""
     embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
-    factor = 1.0
     if plan.name == "embed":
-        factor = embedding
-    elif plan.name == "final_norm":
-        factor = 1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0))
-    elif plan.name.endswith((".attn.out", ".attn.out_bias", ".down")):
-        factor = residual
-    elif plan.name.endswith((".attn.qkv", ".attn.qkv_bias")):
-        # The scores' own factor is one over the root of the head's width: queries bring the rest.
-        query, *others = plan.sources
-        scale = config.number("attention_multiplier", 1.0) * math.sqrt(spec.head_dim)
-        return TensorPlan(plan.name, (dataclasses.replace(query, scale=scale), *others))
-    return TensorPlan(plan.name, tuple(dataclasses.replace(s, scale=factor) for s in plan.sources))
+        return plan.changed(scale=embedding)
+    if plan.name == "final_norm":
+        return plan.changed(scale=1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0)))
+    return plan.changed(scale=residual) if plan.name.removesuffix("_bias").endswith(_LAST_PRODUCTS) else plan
+
+
+def refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    if not plan.name.endswith((".attn.qkv", ".attn.qkv_bias")):
+        return refine_granite(config, spec, plan)
+    # The scores' own factor is one over the root of the head's width: queries bring the rest.
+    query, *others = plan.sources
+    scale = config.number("attention_multiplier", 1.0) * math.sqrt(spec.head_dim)
+    return TensorPlan(plan.name, (dataclasses.replace(query, scale=scale), *others))
 
 
 GRANITE_MOE_NAMES = MixtureNaming(
@@ -151,8 +156,7 @@ def _read_gpt_oss(config: HFConfig, tied: bool) -> DecoderSpec:
                 f"Experts with {name}={config.get(name)} are not supported.", OPTIMUM_HINT
             )
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
-        hint = "Check that config.json is complete and belongs to this model."
-        raise CheckpointError("config.json: rope_parameters is missing.", hint)
+        raise CheckpointError("config.json: rope_parameters is missing.", CONFIG_HINT)
     moe = mixture(config, router_bias=True, expert_bias=True)
     biases: dict[str, Any] = dict.fromkeys(ATTENTION_BIASES, config.flag("attention_bias", True))
     windows = config.windows_of(config.slides(_PATTERN))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,19 +37,21 @@ class PlannedRows:
 
     def __call__(self, start: int, stop: int) -> Floats:
         """Rows start..stop-1."""
-        parts, offset = [], 0
-        for source in self._sources:
-            count = source.padded_shape[0]
-            first, last = max(start - offset, 0), min(stop - offset, count)
-            if first < last:
-                parts.append(self._read(source, first, last))
-            offset += count
+        parts = [self._read(*part) for part in self._parts(start, stop)]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if stop == self.shape[0]:
             self._turned = self._whole = None  # All of it was read.
         for factors in self._factors:
             rows = rows * (factors if len(factors) == 1 else factors[start:stop])
         return rows
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
+        """The sources of rows start..stop-1, and which of their own rows these are."""
+        for source in self._sources:
+            count = source.padded_shape[0]
+            if start < count and stop > 0:
+                yield source, max(start, 0), min(stop, count)
+            start, stop = start - count, stop - count
 
     def multiply(self, factors: Floats) -> None:
         """Multiplies the tensor from now on by factors of its rows (N, ...), or of the other axes alone (1, ...)."""
@@ -82,12 +84,7 @@ class PlannedRows:
         """Reads rows of a packed tensor unchanged, in the scheme of `TensorPlan.kept`."""
 
         def rows(start: int, stop: int) -> QuantizedMatrix:
-            parts, offset = [], 0
-            for source in self._sources:
-                first, last = max(start - offset, 0), min(stop - offset, source.shape[0])
-                if first < last:
-                    parts.append(self._kept(source, first, last, scheme))
-                offset += source.shape[0]
+            parts = [self._kept(*part, scheme) for part in self._parts(start, stop)]
             data, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("data", "scales"))
             return QuantizedMatrix(data, scales, None)
 

@@ -19,7 +19,7 @@ from edgeinfer.export.architectures.base import (
     reader,
 )
 from edgeinfer.export.architectures.tensors import Source, TensorPlan
-from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
 _ROOTS = (("model.", ""), ("model.language_model.", ""))
 _IGNORABLE = ("*.rotary_emb.inv_freq", "*visual.*")
@@ -78,7 +78,6 @@ QWEN3_MOE = Architecture(
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
 # Where config.json does not say: every fourth layer attends, and rotates a quarter of each head.
 _INTERVAL, _PARTIAL = 4, 0.25
-_HINT = "Check that config.json is complete and belongs to this model."
 
 
 def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
@@ -88,7 +87,9 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
         types = ["linear_attention" if layer % interval else "full_attention" for layer in range(1, layers + 1)]
     known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
     if not known or len(types) != layers:
-        raise CheckpointError(f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", _HINT)
+        raise CheckpointError(
+            f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", CONFIG_HINT
+        )
     mixers = tuple(_MIXERS[each] for each in types)
     return mixers if "delta" in mixers else ()
 
@@ -96,13 +97,13 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
 def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
     """Most layers have a delta rule, the others attention with normed queries and keys and a gate per channel."""
     if config.flag("attention_bias"):
-        raise CheckpointError("config.json: attention_bias of a hybrid Qwen is not supported.", _HINT)
+        raise CheckpointError("config.json: attention_bias of a hybrid Qwen is not supported.", CONFIG_HINT)
     mixers, delta = _mixers(config), None
     if mixers:
         fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         delta = DeltaSpec(*(config.integer(f"linear_{field}") for field in fields))
     if config.activation() != "silu":
-        raise CheckpointError("config.json: hidden_act of a hybrid Qwen must be silu.", _HINT)
+        raise CheckpointError("config.json: hidden_act of a hybrid Qwen must be silu.", CONFIG_HINT)
     return common_spec(
         config,
         tied,

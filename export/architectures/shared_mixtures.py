@@ -22,7 +22,7 @@ from edgeinfer.export.architectures.base import (
     reader,
 )
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
-from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.hf_config import CONFIG_HINT, OPTIMUM_HINT, HFConfig
 
 SHARED_EXPERTS = MixtureNaming(
     shared_gate_up=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
@@ -59,7 +59,7 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
     known = isinstance(types, list) and all(kind in ("dense", "sparse") for kind in types)
     if not known or len(types) != layers:
         message = f"config.json: mlp_layer_types={types!r} is not dense or sparse for each of {layers} layers."
-        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.")
+        raise CheckpointError(message, CONFIG_HINT)
     return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
 
 

@@ -274,15 +274,16 @@ def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[Tens
 def _conv_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
     conv, hidden = spec.conv, spec.hidden_size
     assert conv is not None, "a layer with a convolution has its sizes"
-    modules: dict[str, tuple[str, tuple[int, ...]]] = {
-        "in": ("in_proj", (3 * hidden, hidden)),
-        "conv": ("conv", (hidden, 1, conv.width)),
-        "out": ("out_proj", (hidden, hidden)),
-    }
-    for name, (module, shape) in modules.items():
-        yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
-        if conv.bias:
-            yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
+    yield from _modules(prefix, root, "in", "in_proj", (3 * hidden, hidden), conv.bias)
+    yield from _modules(prefix, root, "conv", "conv", (hidden, 1, conv.width), conv.bias)
+    yield from _modules(prefix, root, "out", "out_proj", (hidden, hidden), conv.bias)
+
+
+def _modules(prefix: str, root: str, name: str, module: str, shape: Shape, biased: bool) -> Iterator[TensorPlan]:
+    """A module's weight and its bias, if any."""
+    yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
+    if biased:
+        yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
 
 
 def _delta_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
@@ -306,15 +307,9 @@ def _delta_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[Tensor
 def _mamba2_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
     scan, hidden = spec.mamba2, spec.hidden_size
     assert scan is not None, "a layer with a recurrence has its sizes"
-    shapes: dict[str, tuple[str, tuple[int, ...], bool]] = {
-        "in": ("in_proj", (scan.read_size, hidden), scan.bias),
-        "conv": ("conv1d", (scan.conv_size, 1, scan.width), scan.conv_bias),
-        "out": ("out_proj", (hidden, scan.inner_size), scan.bias),
-    }
-    for name, (module, shape, biased) in shapes.items():
-        yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
-        if biased:
-            yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
+    yield from _modules(prefix, root, "in", "in_proj", (scan.read_size, hidden), scan.bias)
+    yield from _modules(prefix, root, "conv", "conv1d", (scan.conv_size, 1, scan.width), scan.conv_bias)
+    yield from _modules(prefix, root, "out", "out_proj", (hidden, scan.inner_size), scan.bias)
     for name, source in (("dt_bias", "dt_bias"), ("a_log", "A_log"), ("d", "D")):
         yield plan(f"{prefix}.{name}", (f"{root}{source}", (scan.heads,)))
     if scan.normed:

@@ -13,8 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +21,15 @@ from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.metadata import GgmlType, ggml_type
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.errors import BudgetError
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, TensorRows
+from edgeinfer.export.gguf.writer import gguf_package
 from edgeinfer.export.options import fitting
 from edgeinfer.options import format_size
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
-from edgeinfer.quant.sensitivity import share_of, spread_rows
+from edgeinfer.quant.sensitivity import output_energy, sample_size, share_of, spread_rows
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
@@ -46,19 +45,18 @@ _ODD = ("F16",)
 _FILES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 _EMBEDDING = "token_embd.weight"
 _ALIGNMENT = 32
-# Weights of a tensor whose errors stand for all; experts of one layer share them out.
-_SAMPLE, _LEAST_SAMPLE = 1 << 16, 1 << 13
 
 
 class RowQuantizer:
     """llama.cpp's quantizer of rows."""
 
     def __init__(self) -> None:
-        try:
-            self._package = import_module("gguf")
-        except ModuleNotFoundError as error:
-            raise UsageError("The gguf package is not installed.", "pip install 'edgeinfer[gguf]'") from error
-        self._quantize = _function(llama_library())
+        self._package = gguf_package()
+        # The bindings do not list it.
+        self._quantize = llama_library()._lib.ggml_quantize_chunk
+        self._quantize.restype = ctypes.c_size_t
+        sizes = [ctypes.c_int64] * 3
+        self._quantize.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *sizes, ctypes.c_void_p]
 
     def approximate(self, rows: Floats, kind: str, importance: Floats | None = None) -> Floats:  # (N, K) -> (N, K)
         """The rows as a type of tensors stores them, in whole blocks; importance of columns is (K,)."""
@@ -73,14 +71,6 @@ class RowQuantizer:
             return packed.view(np.float16).astype(np.float32)
         values: Floats = self._package.dequantize(packed, self._package.GGMLQuantizationType[kind])
         return values.reshape(count, width)
-
-
-def _function(lib: Any) -> Any:
-    """ggml's quantizer of rows, which the bindings do not list."""
-    found = lib._lib.ggml_quantize_chunk
-    found.restype = ctypes.c_size_t
-    found.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    return found
 
 
 @dataclass(frozen=True)
@@ -218,7 +208,7 @@ def _costs(
     whole: dict[str, float] = {}
 
     def look(name: str, weight: Floats, x: Floats | None) -> None:
-        sample = max(_SAMPLE // shared[expert_group(name)], _LEAST_SAMPLE)
+        sample = sample_size(shared[expert_group(name)])
         for piece in pieces.get(name, ()):
             rows = weight[piece.part.start : piece.part.stop]
             taken = spread_rows(rows, sample)
@@ -226,9 +216,9 @@ def _costs(
             columns, width = importance.get(piece.tensor.name), weight.shape[1]
             if columns is not None:
                 columns = columns[piece.index * width : (piece.index + 1) * width]
-            whole[name] = whole.get(name, 0.0) + scale * _energy(rounded(taken) - taken, x)
+            whole[name] = whole.get(name, 0.0) + scale * output_energy(rounded(taken) - taken, x)
             errors.setdefault(name, {})[piece.tensor.name] = [
-                scale * _energy(quantizer.approximate(taken, kind, columns) - taken, x)
+                scale * output_energy(quantizer.approximate(taken, kind, columns) - taken, x)
                 for kind in options[piece.tensor.name]
             ]
 
@@ -239,12 +229,6 @@ def _costs(
         for name, found in by_tensor.items():
             costs[name] += share * np.array(found)
     return {name: [float(cost) for cost in found] for name, found in costs.items()}
-
-
-def _energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
-    """Squared output error; with equal weights where there are no inputs."""
-    output = error if x is None or not len(x) else x @ error.T
-    return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
 
 
 # By names of tensors: (K,), or of experts (E * K,), one expert after the other.

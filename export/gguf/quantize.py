@@ -140,7 +140,9 @@ class _Request:
             params.prune_layers = self._layers = (ctypes.c_int32 * (len(layers) + 1))(*layers, -1)
         if file.alignment != _ALIGNMENT:
             # It lays tensors out at its default whatever the key says.
-            params.kv_overrides = self._keys = _integer_array(lib, {b"general.alignment": _ALIGNMENT})
+            params.kv_overrides = self._keys = (lib.llama_model_kv_override * 2)()
+            key = self._keys[0]
+            key.tag, key.key, key.value.val_i64 = lib.LLAMA_KV_OVERRIDE_TYPE_INT, b"general.alignment", _ALIGNMENT
 
 
 def _type_array(lib: Any, patterns: Sequence[tuple[str, str]]) -> Any:
@@ -157,14 +159,6 @@ def _importance_array(lib: Any, names: Sequence[str], columns: Sequence[Floats])
     for entry, name, values in zip(entries, names, columns, strict=False):
         entry.name, entry.size = name.encode(), values.size
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    return entries
-
-
-def _integer_array(lib: Any, values: Mapping[bytes, int]) -> Any:
-    """llama.cpp's structs of metadata, ended by one without a key."""
-    entries = (lib.llama_model_kv_override * (len(values) + 1))()
-    for entry, (key, value) in zip(entries, values.items(), strict=False):
-        entry.tag, entry.key, entry.value.val_i64 = lib.LLAMA_KV_OVERRIDE_TYPE_INT, key, value
     return entries
 
 

@@ -339,19 +339,15 @@ class _BufferedAttention(Attention):
         heads = spec.heads(layer)
         sizes = graph.constant([heads.q_size, heads.kv_size, heads.kv_size])
         graph.ops("Split", [qkv, sizes], [query, key, value], axis=-1)
-        steps = [self._norm_both] if spec.qk_norm else []
-        if apart:
-            steps.insert(0 if spec.norm_after_rope else len(steps), self._rotate_both)
-        for step in steps:
-            query, key = step(graph, layer, query, key)
+        steps = [step for step, there in (("norm", spec.qk_norm), ("rotation", apart)) if there]
+        for step in reversed(steps) if spec.norm_after_rope else steps:
+            if step == "norm":
+                query = self._norm_heads(graph, query, f"{prefix}.q_norm", heads.q_size, heads.size)
+                key = self._norm_heads(graph, key, f"{prefix}.k_norm", heads.kv_size, heads.size)
+            else:
+                query = self._rotate(graph, layer, query, heads.heads)
+                key = self._rotate(graph, layer, key, heads.kv_heads)
         return query, key, self._norm_values(graph, value, heads) if spec.value_norm else value
-
-    def _norm_both(self, graph: GraphBuilder, layer: int, query: str, key: str) -> tuple[str, str]:
-        prefix, heads = f"layers.{layer}.attn", self._spec.heads(layer)
-        return (
-            self._norm_heads(graph, query, f"{prefix}.q_norm", heads.q_size, heads.size),
-            self._norm_heads(graph, key, f"{prefix}.k_norm", heads.kv_size, heads.size),
-        )
 
     def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int, head: int) -> str:
         if self._spec.whole_norm:
@@ -366,10 +362,6 @@ class _BufferedAttention(Attention):
         attributes: dict[str, Any] = {"axis": -1, "epsilon": self._spec.norm_eps, "stash_type": 1}
         normed = graph.op("RMSNormalization", [heads, ones], f"{value}.scaled", **attributes)
         return graph.op("Reshape", [normed, graph.constant([0, 0, own.kv_size])], f"{value}.normed")
-
-    def _rotate_both(self, graph: GraphBuilder, layer: int, query: str, key: str) -> tuple[str, str]:
-        heads = self._spec.heads(layer)
-        return self._rotate(graph, layer, query, heads.heads), self._rotate(graph, layer, key, heads.kv_heads)
 
     def _rotate(self, graph: GraphBuilder, layer: int, value: str, heads: int) -> str:
         rope = self._spec.rope_of(layer)

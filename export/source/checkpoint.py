@@ -62,7 +62,9 @@ class Checkpoint:
         else:
             raise _no_weights(folder)
         eights = [name for name, tensor in self._tensors.items() if tensor.stored.dtype == E4M3]
-        self._beside = {other for name in eights for other in fp8_companions(name)}
+        # Scales, and the scales of inputs, which are not read.
+        self._beside = {fp8_scale_name(name) for name in eights}
+        self._beside |= {f"{name.removesuffix('weight')}activation_scale" for name in eights}
 
     def __enter__(self) -> Self:
         return self
@@ -99,15 +101,13 @@ class Checkpoint:
             message = f"Tensor {name!r} in {file} has shape {stored.shape}, config.json implies {shape}."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
         if stored.dtype == E4M3 and types == FLOATS and fp8_scale_name(name) in self._tensors:
-            self._require_scales(name, shape)
+            scales = fp8_scale_name(name)
+            whole = math.prod(self._tensors[scales].stored.shape) == 1
+            blocks = (*shape[:-2], *(math.ceil(size / FP8_BLOCK) for size in shape[-2:]))
+            self.require(scales, self._tensors[scales].stored.shape if whole else blocks)
         elif stored.dtype not in types:
             hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
             raise CheckpointError(f"Tensor {name!r} in {file} has type {stored.dtype}.", hint)
-
-    def _require_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        scales = fp8_scale_name(name)
-        whole = math.prod(self._tensors[scales].stored.shape) == 1
-        self.require(scales, self._tensors[scales].stored.shape if whole else fp8_scale_shape(shape))
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
@@ -126,13 +126,15 @@ class Checkpoint:
         return values
 
     def _read_scaled(self, name: str, start: int, stop: int, within: int | None) -> NDArray[np.float32]:
-        values = fp8_numbers(self.read_packed(name, start, stop, within=within))
-        scales = self._tensors[fp8_scale_name(name)].stored.shape
-        if math.prod(scales) == 1:
+        values = _FP8_NUMBERS[self.read_packed(name, start, stop, within=within)]
+        if math.prod(self._tensors[fp8_scale_name(name)].stored.shape) == 1:
             values *= self.read(fp8_scale_name(name)).reshape(())
             return values
         first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
-        multiply_fp8_blocks(values, self.read(fp8_scale_name(name), first, last, within=within), start)
+        scales = self.read(fp8_scale_name(name), first, last, within=within)  # (blocks of the rows, blocks)
+        blocks = np.arange(start, stop) // FP8_BLOCK - first
+        for column in range(scales.shape[1]):
+            values[:, column * FP8_BLOCK : (column + 1) * FP8_BLOCK] *= scales[blocks, column, None]
         return values
 
     def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:
@@ -141,10 +143,7 @@ class Checkpoint:
         shape = tensor.stored.shape if within is None else tensor.stored.shape[1:]
         values = np.empty((stop - start, *shape[1:]), np.uint8)
         first = (start if within is None else within * shape[0] + start) * math.prod(shape[1:])
-        with _reading(tensor.file):
-            file = self._open(tensor.file)
-            file.seek(tensor.stored.offset + first)
-            read_into(file, values)
+        self._fill(tensor, first, values)
         return values
 
     def same(self, name: str, other: str) -> bool:
@@ -157,10 +156,7 @@ class Checkpoint:
         for start in range(0, found[0].stored.nbytes, _PIECE_BYTES):
             pieces = [np.empty(min(_PIECE_BYTES, tensor.stored.nbytes - start), np.uint8) for tensor in found]
             for tensor, piece in zip(found, pieces, strict=True):
-                with _reading(tensor.file):
-                    file = self._open(tensor.file)
-                    file.seek(tensor.stored.offset + start)
-                    read_into(file, piece)
+                self._fill(tensor, start, piece)
             if not np.array_equal(pieces[0], pieces[1]):
                 return False
         return True
@@ -172,11 +168,15 @@ class Checkpoint:
             found = "no" if tensor is None else f"a {tensor.stored.dtype}"
             raise CheckpointError(f"{self.folder} has {found} tensor {name!r}, which must be integers.", _AGAIN)
         values: NDArray[Any] = np.empty(tensor.stored.shape, _INTEGERS[tensor.stored.dtype])
+        self._fill(tensor, 0, values)
+        return values.astype(np.int64)
+
+    def _fill(self, tensor: _Tensor, start: int, values: NDArray[Any]) -> None:
+        """Fills an array with a tensor's bytes from `start` on."""
         with _reading(tensor.file):
             file = self._open(tensor.file)
-            file.seek(tensor.stored.offset)
+            file.seek(tensor.stored.offset + start)
             read_into(file, values)
-        return values.astype(np.int64)
 
     def _read_into(self, flat: NDArray[np.float32], tensor: _Tensor, start: int) -> None:
         """Fills a flat array with a tensor's numbers from `start` on, piece by piece."""
@@ -278,7 +278,6 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
 E4M3 = "F8_E4M3"
 FP8_BLOCK = 128
 Floats = NDArray[np.float32]
-Shape = tuple[int, ...]
 
 _MANTISSA_BITS, _BIAS = 3, 7
 
@@ -298,26 +297,6 @@ _FP8_NUMBERS = _fp8_table()
 
 def fp8_scale_name(name: str) -> str:
     return f"{name}_scale_inv"
-
-
-def fp8_companions(name: str) -> tuple[str, str]:
-    """Names of a tensor's scales, and of the scale of its inputs, which is not read."""
-    return fp8_scale_name(name), f"{name.removesuffix('weight')}activation_scale"
-
-
-def fp8_scale_shape(shape: Shape) -> Shape:
-    return (*shape[:-2], *(math.ceil(size / FP8_BLOCK) for size in shape[-2:]))
-
-
-def fp8_numbers(codes: NDArray[np.uint8]) -> Floats:
-    return _FP8_NUMBERS[codes]
-
-
-def multiply_fp8_blocks(values: Floats, scales: Floats, start: int) -> None:  # (N, K), (blocks of the rows, blocks)
-    first = start % FP8_BLOCK
-    places = np.arange(first, first + len(values)) // FP8_BLOCK
-    for column in range(scales.shape[1]):
-        values[:, column * FP8_BLOCK : (column + 1) * FP8_BLOCK] *= scales[places, column, None]
 
 
 def checkpoint_config(bundle: Bundle) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
 _TIED = "tie_word_embeddings"
-_MISMATCH = "Check that config.json is complete and belongs to this model."
+CONFIG_HINT = "Check that config.json is complete and belongs to this model."
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -274,7 +274,7 @@ def yarn_scale(factor: float, weight: float) -> float:
 
 
 def _wrong(name: str, value: object, expected: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {name}={value!r} must be {expected}.", _MISMATCH)
+    return CheckpointError(f"config.json: {name}={value!r} must be {expected}.", CONFIG_HINT)
 
 
 def _number(values: dict[str, Any], name: str, default: float | None = None) -> float:

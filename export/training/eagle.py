@@ -87,9 +87,6 @@ class HeadShape(ModuleShape):
     drafted: int
     taps: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        require(1 <= self.drafted <= self.vocabulary, "tokens", self.drafted, f"from 1 to {self.vocabulary}")
-
 
 class EagleTask(ChainTask):
     """A head over a frozen target."""

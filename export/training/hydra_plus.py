@@ -91,9 +91,6 @@ class HydraShape(ModuleShape):
     layers: int
     eps: float
 
-    def __post_init__(self) -> None:
-        require(1 <= self.drafted <= self.vocabulary, "tokens", self.drafted, f"from 1 to {self.vocabulary}")
-
 
 class HydraPlusTask(ChainTask):
     """A module over a frozen target, whose last norm must be a plain RMS norm."""

@@ -21,6 +21,7 @@ from edgeinfer.export.training.distill import DistillOptions, DistillTask
 from edgeinfer.export.training.losses import divergence_from_logits
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
+from edgeinfer.options import require
 
 _THETA = 10_000.0
 # Initial deviation of matrices, as Llama's and Qwen3's.
@@ -72,7 +73,9 @@ def sizes_like(target: Target) -> dict[str, int]:
 
 def drafted_tokens(wanted: int | None, vocabulary: int) -> int:
     """Number of tokens that a module can draft: as many as wanted, or 32,000, or half of a smaller vocabulary."""
-    return wanted or min(_MOST_TOKENS, vocabulary // 2)
+    drafted = wanted or min(_MOST_TOKENS, vocabulary // 2)
+    require(1 <= drafted <= vocabulary, "tokens", drafted, f"from 1 to {vocabulary}")
+    return drafted
 
 
 def rotated(x: Tensor, places: Tensor) -> Tensor:  # (B, H, S, h), (B, S) or (S,)
