@@ -57,31 +57,11 @@ def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str
     record = PlanRecord("gptq", planned, "0" * 64, 4096, 2_000_000)
     (bundle / "edgeinfer.json").write_text(dataclasses.replace(manifest, plan=record).to_json())
     assert main(["inspect", str(bundle)]) == 0
-    out = capsys.readouterr().out
-    for fact in ("layers.*.mlp.down", "4 (1), 8 (1)", "0.375", "gptq, calibrated on 4,096 tokens", "2.0 MB"):
-        assert fact in out
+    out, err = capsys.readouterr()
+    assert err == ""
     check_recorded("cli-inspect", out.splitlines()[1:])
     assert main(["inspect", str(bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["tensors"][1]["bits"] == 8
-
-
-def test_inspect_prints_the_facts(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(bundle)]) == 0
-    out, err = capsys.readouterr()
-    for fact in (
-        "toy",
-        "llama",
-        "4,096",
-        "2.0 KB",
-        "bytes per token in float32; types float32",
-        "layer skipping, early exit",
-        "3.25",
-    ):
-        assert fact in out
-    assert "draft trees" not in out
-    assert err == ""
-    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line}
-    assert (rows["bits"], rows["symmetric"], rows["head_bits"]) == ("4", "no", "none")
 
 
 def test_inspect_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,23 +155,6 @@ def test_facts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     lines = out.splitlines()
     assert lines[0] == str(path)
-    rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines if "  " in line}
-    assert (rows["name"], rows["runs on"], rows["layers"]) == (
-        "some-model",
-        "llama.cpp (extra gguf)",
-        "2, hidden size 8, vocabulary 12",
-    )
-    assert rows["tokenizer.ggml.tokens"] == "12 x string: '<unk>', '<s>', '</s>', 'Ġa', ..."
-    assert rows["general.tags"] == "2 x string: 'small', ''"
-    assert rows["tokenizer.ggml.add_bos_token"] == "yes"
-    assert rows["llama.rope.freq_base"] == "10000"
-    assert rows["x.escape"] == r"'\x1b[2J'"
-    assert rows["x.long"].endswith("... (500 characters)")
-    assert rows["F16"].split() == ["1", "192", "B", "16"]
-    assert rows["KV cache float16"] == "512 bytes per token, 32.8 KB for 64"
-    assert rows["KV cache q8_0"] == "272 bytes per token, 17.4 KB for 64"
-    assert rows["KV cache q4_0"] == "144 bytes per token, 9.2 KB for 64"
-    assert "layout" not in rows and "blk.0.attn_q.weight" not in out and "\x1b" not in out
     check_recorded("cli-inspect-gguf", lines[1:])
 
 
@@ -207,19 +170,9 @@ def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(path), "--json"]) == 0
     data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert data["path"] == str(path)
-    assert data["geometry"]["vocab_size"] == 12
-    gguf = data["gguf"]
-    assert "tensors" not in gguf
-    assert gguf["files"] == [str(path)]
-    assert gguf["metadata"]["tokenizer.ggml.scores"] == {"type": "float32", "count": 12, "first": [0, -1, -2, -3]}
-    assert gguf["metadata"]["x.inf"] == "inf"
-    assert gguf["memory"]["kv_bytes_per_token"] == {"float16": 512, "q8_0": 272, "q4_0": 144}
+    assert data["gguf"]["files"] == [str(path)] and "tensors" not in data["gguf"]
     assert main(["inspect", str(path), "--json", "--tensors"]) == 0
     tensors = json.loads(capsys.readouterr().out)["gguf"]["tensors"]
-    assert tensors[1]["name"] == "blk.0.attn_q.weight"
-    assert tensors[1]["shape"] == [8, 8]
-    assert tensors[1]["bytes"] == 256
-    assert tensors[1]["offset"] % 32 == 0
     check_recorded("cli-inspect-gguf-json", data | {"tensors": tensors}, without=("path", "files"))
 
 

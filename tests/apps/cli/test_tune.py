@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.tools import devices
-from tests import cli
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.gguf_models import random_gguf
 
@@ -95,42 +92,6 @@ def test_bad_requests_are_refused_before_anything_is_measured(
         assert main(["tune", "-m", str(small_bundle), *map(str, options)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and says in err and err.count("\n") == 1
-
-
-def test_an_interrupted_command_keeps_what_there_was(
-    capsys: Capture, small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, long_chunks: None
-) -> None:
-    kept = edgeinfer.tools.tune_device(small_bundle).path
-    assert kept is not None
-    before = kept.read_bytes()
-
-    def interrupted(way: TunedSettings) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(interrupted))
-    assert run(capsys, "tune", "-m", small_bundle, code=130) == ""
-    assert kept.read_bytes() == before and list(kept.parent.iterdir()) == [kept]
-
-
-def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text("{}")
-    options = [
-        "-p",
-        "Once",
-        "-n",
-        "2",
-        "-t",
-        "1",
-        "--speculation",
-        "off",
-        "--profile",
-        str(tmp_path / "bad.json"),
-        "--json",
-    ]
-    done = cli.edgeinfer("run", "-m", small_bundle, *options)
-    assert done.returncode == 0
-    lines = done.stderr.decode().splitlines()
-    assert len(lines) == 1 and "bad.json" in lines[0] and "The default settings are used." in lines[0]
 
 
 @pytest.mark.slow
