@@ -188,13 +188,6 @@ class Turns:
         """Positions of a reply's tokens among all."""
         return [place for place, stream in enumerate(self.streams) if stream is reply._job.stream]
 
-    def spans(self) -> list[tuple[int, int]]:
-        """The first and last position of each reply."""
-        places: dict[int, list[int]] = {}
-        for place, stream in enumerate(self.streams):
-            places.setdefault(id(stream), []).append(place)
-        return [(found[0], found[-1]) for found in places.values()]
-
 
 @contextlib.contextmanager
 def measured_turns() -> Iterator[Turns]:

@@ -134,12 +134,6 @@ def test_head_and_options(server: Local) -> None:
     assert curl(server, "/v1/models", "-X", "OPTIONS") == (204, "")
 
 
-def test_embeddings(server: Local) -> None:
-    status, body = curl(server, "/v1/embeddings", "-d", '{"input": "Hello", "model": "tales"}')
-    assert status == 501
-    assert json.loads(body)["error"]["code"] == "not_supported"
-
-
 def test_a_large_file_is_refused(server: Local, tmp_path: Path) -> None:
     file = tmp_path / "large.json"
     with file.open("wb") as out:

@@ -58,26 +58,22 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return inner
 
 
-def test_unknown_paths() -> None:
-    paths = ("/v1/nothing", "/v1", "/v2/models", "/v1/chat/completions/", "/%00%0a")
-    for path, answer in zip(paths, ask(*(("GET", path, {}) for path in paths)), strict=True):
-        assert answer.status_code == 404, path
-        assert error_of(answer)["code"] == "not_found"
-
-
-def test_wrong_methods() -> None:
-    asked = [("GET", "/v1/chat/completions"), ("POST", "/v1/models"), ("DELETE", "/health"), ("PUT", "/v1/responses")]
-    for method_and_path, answer in zip(asked, ask(*((*each, {}) for each in asked)), strict=True):
-        assert answer.status_code == 405, method_and_path
-        assert error_of(answer)["code"] == "method_not_allowed"
+def test_unknown_paths_and_wrong_methods() -> None:
+    requests = [("GET", path) for path in ("/v1/nothing", "/v1", "/v2/models", "/v1/chat/completions/", "/%00%0a")]
+    requests += [("OPTIONS", "/v1/nothing")]
+    for request, answer in zip(requests, ask(*((*each, {}) for each in requests)), strict=True):
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found"), request
+    requests = [
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/v1/models"),
+        ("DELETE", "/health"),
+        ("PUT", "/v1/responses"),
+    ]
+    for request, answer in zip(requests, ask(*((*each, {}) for each in requests)), strict=True):
+        assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed"), request
         assert answer.headers["allow"]
-
-
-def test_options_lists_methods() -> None:
     answer = ask_one("OPTIONS", "/v1/chat/completions")
-    assert answer.status_code == 204
-    assert answer.headers["allow"] == "POST, OPTIONS"
-    assert ask_one("OPTIONS", "/v1/nothing").status_code == 404
+    assert (answer.status_code, answer.headers["allow"]) == (204, "POST, OPTIONS")
 
 
 def test_without_a_model_requests_are_put_off() -> None:
@@ -94,43 +90,30 @@ def test_without_a_model_requests_are_put_off() -> None:
         assert answer.headers["retry-after"]
 
 
-def test_health_without_a_model() -> None:
-    for path in ("/health", "/v1/health"):
-        answer = ask_one("GET", path)
-        assert answer.status_code == 503
-        assert answer.json()["status"] == "empty"
+def test_health_models_and_metrics_without_a_model() -> None:
+    *health, models, metrics = ask(*(("GET", path, {}) for path in ("/health", "/v1/health", "/v1/models", "/metrics")))
+    for answer in health:
+        assert (answer.status_code, answer.json()["status"]) == (503, "empty")
         error_of(answer)
-
-
-def test_models_and_metrics_without_a_model() -> None:
-    models, metrics = ask(("GET", "/v1/models", {}), ("GET", "/metrics", {}))
     assert models.json() == {"object": "list", "data": []}
     assert 'edgeinfer:requests_total{status="200"} 1' in metrics.text
 
 
-def test_other_hosts_are_refused() -> None:
-    for host in ("evil.com", "evil.com:8080", "localhost.evil.com", "192.168.0.1:8080"):
-        answer = ask_one("GET", "/v1/models", headers={"Host": host})
-        assert answer.status_code == 403, host
-        assert error_of(answer)["code"] == "host_not_allowed"
-
-
-def test_hosts_that_were_allowed() -> None:
-    security = Security(allowed_hosts=("box.lan",))
-    assert ask_one("GET", "/v1/models", security, headers={"Host": "box.lan:80"}).status_code == 200
-
-
-def test_other_origins_are_refused() -> None:
-    for origin in ("http://evil.com", "null", "http://localhost:3000", "https://localhost"):
-        answer = ask_one("GET", "/v1/models", headers={"Origin": origin})
-        assert answer.status_code == 403, origin
-        assert error_of(answer)["code"] == "origin_not_allowed"
-        assert "access-control-allow-origin" not in answer.headers
-
-
-def test_the_own_origin_needs_no_permission() -> None:
-    answer = ask_one("GET", "/v1/models", headers={"Origin": "http://localhost:8080"})
-    assert answer.status_code == 200
+@each_row(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.com"}, "host_not_allowed"),
+        ({"Origin": "http://evil.com"}, "origin_not_allowed"),
+        ({"Origin": "http://localhost:3000"}, "origin_not_allowed"),
+        ({"Host": "localhost:80"}, None),
+        ({"Origin": "http://localhost:8080"}, None),
+    ],
+)
+def test_hosts_and_origins(headers: dict[str, str], code: str | None) -> None:
+    """Which names and origins are known, the tests of `Security` below tell."""
+    answer = ask_one("GET", "/v1/models", headers=headers)
+    assert answer.status_code == (200 if code is None else 403)
+    assert code is None or error_of(answer)["code"] == code
     assert "access-control-allow-origin" not in answer.headers
 
 
@@ -311,13 +294,10 @@ def test_every_answer_has_an_id_and_is_what_it_says() -> None:
         assert "server" not in answer.headers
 
 
-def test_loopback() -> None:
+def test_what_is_loopback_and_what_others_can_reach() -> None:
     for host in ("127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost", "LOCALHOST"):
         assert is_loopback(host), host
         assert Security(host=host).knows_host("localhost:80")
-
-
-def test_others_can_reach_what_is_not_loopback() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.com", "localhost.example.com"):
         assert not is_loopback(host), host
         with pytest.raises(UsageError, match="no API key"):
@@ -325,45 +305,46 @@ def test_others_can_reach_what_is_not_loopback() -> None:
         Security(host=host, api_keys=(ApiKey(KEY),))
 
 
-def test_loopback_names_are_known() -> None:
-    for authority in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:8080", "LocalHost:80"):
-        assert Security().knows_host(authority), authority
+NAMED = Security(host="box.lan", allowed_hosts=("models.example.com", "fe80::1"), api_keys=(ApiKey(KEY),))
+ALL_INTERFACES = Security(host="0.0.0.0", api_keys=(ApiKey(KEY),))
 
 
-def test_other_names_are_not() -> None:
-    for authority in (
-        None,
-        "",
-        "evil.com",
-        "localhost.evil.com",
-        "evil.com:8080",
-        "192.168.1.2",
-        "localhost:",
-        "localhost:8080:1",
-        "user@localhost",
-        "localhost/",
-        "localhost ",
-        "[::2]",
-        "::1",
-        "127.0.0.1.evil.com",
-        "localhost\n",
-    ):
-        assert not Security().knows_host(authority), authority
-
-
-def test_names_that_were_given_are_known() -> None:
-    security = Security(host="box.lan", allowed_hosts=("models.example.com", "fe80::1"), api_keys=(ApiKey(KEY),))
-    for authority in ("box.lan:8080", "MODELS.example.com", "[fe80::1]:80", "localhost"):
-        assert security.knows_host(authority)
-    assert not security.knows_host("192.168.1.2")
-
-
-def test_on_all_interfaces_any_address_is_known_and_no_name() -> None:
-    security = Security(host="0.0.0.0", api_keys=(ApiKey(KEY),))
-    assert security.knows_host("192.168.1.2:8080")
-    assert security.knows_host("[fe80::1]:8080")
-    assert not security.knows_host("evil.com")
-    assert not security.knows_host("999.1.1.1")
+@each_row(
+    ("security", "known", "unknown"),
+    [
+        (
+            Security(),
+            ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:8080", "LocalHost:80"),
+            (
+                *(
+                    None,
+                    "",
+                    "evil.com",
+                    "localhost.evil.com",
+                    "evil.com:8080",
+                    "192.168.1.2",
+                    "localhost:",
+                    "[::2]",
+                    "::1",
+                ),
+                *(
+                    "localhost:8080:1",
+                    "user@localhost",
+                    "localhost/",
+                    "localhost ",
+                    "127.0.0.1.evil.com",
+                    "localhost\n",
+                ),
+            ),
+        ),
+        (NAMED, ("box.lan:8080", "MODELS.example.com", "[fe80::1]:80", "localhost"), ("192.168.1.2",)),
+        # Any address and no name.
+        (ALL_INTERFACES, ("192.168.1.2:8080", "[fe80::1]:8080"), ("evil.com", "999.1.1.1")),
+    ],
+)
+def test_known_names(security: Security, known: tuple[str, ...], unknown: tuple[str | None, ...]) -> None:
+    assert [name for name in known if not security.knows_host(name)] == []
+    assert [name for name in unknown if security.knows_host(name)] == []
 
 
 def test_origins() -> None:
@@ -387,15 +368,7 @@ def test_keys() -> None:
     key = ApiKey(KEY)
     for right in (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} "):
         assert key.is_given(right), right
-    for wrong in (
-        f"Basic {KEY}",
-        f"Bearer {KEY}x",
-        f"Bearer {KEY[:-1]}",
-        "Bearer",
-        "Bearer \u00fc\u00e4",
-        "",
-        None,
-    ):
+    for wrong in (f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer", "Bearer \u00fc\u00e4", "", None):
         assert not key.is_given(wrong), wrong
 
 
@@ -406,10 +379,7 @@ def test_files_of_keys() -> None:
         "",
         "# none",
         "short",
-        f"{KEY} requests",
-        f"{KEY} requests=-1",
-        f"{KEY} requests=0",
-        f"{KEY} a=1",
+        *(f"{KEY} {limit}" for limit in ("requests", "requests=-1", "requests=0", "a=1")),
     ):
         with pytest.raises(UsageError) as caught:
             parse_keys(wrong, "keys.txt")

@@ -80,23 +80,6 @@ except anthropic.NotFoundError as error:
     told["unknown"] = error.status_code
 print(json.dumps(told))
 """
-LANGCHAIN = """
-import json, sys
-from langchain_ollama import ChatOllama, OllamaLLM
-from pydantic import BaseModel, Field
-
-class Animal(BaseModel):
-    kind: str = Field(pattern="^(dog|cat)$")
-    legs: int = Field(ge=0, le=8)
-
-options = {"model": "small", "base_url": sys.argv[1], "num_predict": 12, "temperature": 0}
-chat = ChatOllama(**options)
-told = {"chat": chat.invoke("Tell me about a dog.").content}
-told["stream"] = "".join(part.content for part in chat.stream("Tell me about a dog."))
-told["text"] = OllamaLLM(**options).invoke("Tell me about a dog.")
-told["animal"] = ChatOllama(**options | {"num_predict": 99}).with_structured_output(Animal).invoke("One.").model_dump()
-print(json.dumps(told))
-"""
 LANGCHAIN_OPENAI = """
 import asyncio, json, sys
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
@@ -165,12 +148,6 @@ def test_anthropic_s_client(server: Local) -> None:
     assert told["chat"] == told["stream"] != ""
     assert told["called"] == ["tool_use", "weather", True] and told["streamed call"] and told["after"]
     assert (told["reason"], told["unknown"]) == ("max_tokens", 404) and told["tokens"] > 0
-
-
-def test_langchain_s_client_for_ollama(server: Local) -> None:
-    told = told_by(server, "langchain_ollama", LANGCHAIN)
-    assert told["chat"] == told["stream"] == told["text"] != ""
-    assert told["animal"]["kind"] in ("dog", "cat") and 0 <= told["animal"]["legs"] <= 8
 
 
 def test_langchain_s_client_for_openai(server: Local) -> None:

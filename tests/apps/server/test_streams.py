@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from edgeinfer.apps.server.security import Security
-from tests.apps.server.served import Client, Local, chat_body, held, measured_turns, served, served_process
+from tests.apps.server.served import Client, Local, chat_body, served, served_process
 from tests.cli import handling
 from tests.speculation import needs_builtin
-from tests.waiting import TIME_LIMIT, wait_until
+from tests.waiting import TIME_LIMIT
 
 pytestmark = needs_builtin
 
@@ -129,32 +129,6 @@ def test_a_stream_that_waits_is_kept_alive() -> None:
     # The head and events that need no model are out at once, then comments, then the reply.
     assert "\n: " in text
     assert events(text)[-1] == "[DONE]"
-
-
-def test_streams_take_turns(server: Local) -> None:
-    bodies = [
-        chat_body("A long story.", stream=True, ignore_eos=True, max_tokens=120),
-        *(chat_body(f"Story {name}.", stream=True, ignore_eos=True, max_tokens=20) for name in "bcd"),
-    ]
-    alone = [text_of(events(server.post("/v1/chat/completions", body).text)) for body in bodies]
-
-    async def run() -> list[str]:
-        async with httpx.AsyncClient(timeout=TIME_LIMIT) as client:
-            url = f"{server.url}/v1/chat/completions"
-            with held(server.host):
-                asked = [asyncio.create_task(client.post(url, json=body)) for body in bodies]
-                # Otherwise the first may be through before the last has come.
-                await asyncio.to_thread(wait_until, lambda: server.host.running == 4, "four replies")
-            return [text_of(events((await task).text)) for task in asked]
-
-    with measured_turns() as turns:
-        assert asyncio.run(run()) == alone
-    spans = turns.spans()
-    assert len(spans) == 4
-    # None ends before all have started, and the short ones do not wait for the long one.
-    assert max(first for first, _ in spans) < min(last for _, last in spans)
-    ends = sorted(last for _, last in spans)
-    assert ends[3] - ends[2] > 60
 
 
 async def until_cancelled(server: Client, stop: Callable[[], object]) -> str:
