@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from edgeinfer.bundle.gguf import normalizer as names
 from edgeinfer.bundle.gguf.library import llama_library
@@ -33,7 +33,7 @@ from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import MappedTokenizer
 from edgeinfer.runtime.text.tokenizer import Tokenizer as Tokenized
-from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
+from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, split
 from tests.factories import make_checkpoint
 from tests.rare_texts import rare_texts
 
@@ -133,20 +133,6 @@ def test_marks_beside_text_that_looks_like_marks_are_the_same_ids(name: str, tmp
             controls = [id_ for id_ in ids if id_ in ours.special_tokens.ids.values()]
             assert controls == [ours.special_tokens.ids[text] for text in parts[1::2]], parts
     model.close()
-
-
-def test_special_ids_and_what_is_put_around_a_text(tmp_path: Path) -> None:
-    path, vocabulary = written(tmp_path, pieces())
-    assert vocabulary.add_bos and not vocabulary.add_eos
-    assert vocabulary.ids["bos"] == 1 and vocabulary.tokens[vocabulary.ids["eos"]] == "</s>"
-    bundle = open_gguf(path)
-    assert bundle.read_object("generation_config.json")["bos_token_id"] == 1
-    tokenizer = byte_level(use_regex=True)
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    path, vocabulary = written(tmp_path / "both", tokenizer)
-    assert (vocabulary.add_bos, vocabulary.add_eos) == (True, True)
-    with llama_encoder(path) as encode:
-        assert encode("a dog") == tokenizer.encode("a dog").ids
 
 
 def test_words_taken_whole_that_merges_lead_to_anyway_make_no_difference(tmp_path: Path) -> None:

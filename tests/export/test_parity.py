@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE, Layout
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import LIBRARY
@@ -78,41 +77,3 @@ def test_masked_blocks_leave_hidden_states_and_cache_untouched(llama: tuple[Any,
         np.testing.assert_array_equal(hidden, embedded)
         np.testing.assert_equal(runner.buffers, before)
         assert any(buffer.any() for buffer in before.values())
-
-
-@pytest.mark.parametrize("arch", ["llama-tied", "qwen2", "llama-mha-odd-sizes"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_quantized_graph_computes_with_the_dequantized_weights(arch: str, bits: int, tmp_path: Path) -> None:
-    config = ExportConfig(bits=bits, head_bits=bits, keep_small=False, layout="portable")
-    model, (runner,) = export_random(tmp_path, arch, config)
-    bundle = open_bundle(tmp_path / "bundle")
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.from_numpy(bundle.tensor("embed")))
-        model.lm_head.weight.copy_(torch.from_numpy(bundle.tensor("head")))
-        for i, layer in enumerate(model.model.layers):
-            load_layer(layer, bundle, i)
-    expected = expected_logits(model, TOKENS)
-    logits, _ = runner.run(TOKENS, list(range(len(TOKENS))))
-    # Activations are rounded to int8 before every product, which is all that may differ.
-    error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
-    assert error < 0.05
-
-
-def load_layer(layer: Any, bundle: Any, index: int) -> None:
-    """Puts a bundle's dequantized matrices into a transformers layer, undoing the padding of heads."""
-    attention, mlp, spec = layer.self_attn, layer.mlp, bundle.manifest.decoder
-    q, kv, width = spec.q_size, spec.kv_size, attention.head_dim
-    wide = spec.head_dim
-    packed = bundle.tensor(f"layers.{index}.attn.qkv")
-    parts = np.split(packed, [q, q + kv])
-    scales = (np.sqrt(wide / width), 1.0, 1.0)
-    for module, rows, scale in zip((attention.q_proj, attention.k_proj, attention.v_proj), parts, scales, strict=True):
-        narrow = rows.reshape(-1, wide, rows.shape[1])[:, :width].reshape(-1, rows.shape[1])
-        module.weight.copy_(torch.from_numpy(narrow / np.float32(scale)))
-    out = bundle.tensor(f"layers.{index}.attn.out")
-    narrow = out.reshape(len(out), -1, wide)[:, :, :width].reshape(len(out), -1)
-    attention.o_proj.weight.copy_(torch.from_numpy(np.ascontiguousarray(narrow)))
-    gate, up = np.split(bundle.tensor(f"layers.{index}.mlp.gate_up"), 2)
-    mlp.gate_proj.weight.copy_(torch.from_numpy(gate))
-    mlp.up_proj.weight.copy_(torch.from_numpy(up))
-    mlp.down_proj.weight.copy_(torch.from_numpy(bundle.tensor(f"layers.{index}.mlp.down")))
