@@ -116,14 +116,10 @@ class ReplyThread:
 
     A single reply has the model to itself. When others come, they share passes if the model supports that and was
     loaded for several; replies that cannot share, such as searches, are made before or after these.
-
-    Args:
-        open_batch: a method that opens a batch of replies that share passes, or returns None where they cannot; held
-            weakly.
     """
 
     def __init__(self, open_batch: Callable[[], ReplyBatch | None]) -> None:
-        self._open_batch = weakref.WeakMethod(open_batch)
+        self._open_batch = weakref.WeakMethod(open_batch)  # returns None where replies cannot share passes
         self.renew()
         renewed_in_children(self)
 

@@ -39,16 +39,13 @@ if TYPE_CHECKING:
 class ShownLogprobs:
     """Matches log-probabilities with text, which may appear later than its tokens, or never, like a stop string.
 
-    Args:
-        found: grows with the reply's tokens; stays empty where log-probabilities were not asked for.
-
     Attributes:
         given: those of all text that was shown.
     """
 
     def __init__(self, tokenizer: TokenizerLike, found: Sequence[TokenLogprobs]) -> None:
         self._tokenizer = tokenizer
-        self._found = found
+        self._found = found  # grows with the reply's tokens
         self.given: list[TokenLogprob] = []
         self._tokens = 0
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
@@ -67,11 +64,7 @@ class ShownLogprobs:
         self._decoded += len(decoded)
 
     def show(self, text: str, *, rest: bool = False) -> tuple[TokenLogprob, ...]:
-        """Return those of the tokens whose text starts in this piece, the next to be shown.
-
-        Args:
-            rest: include all tokens that wait, at the end of a reply without a stop string.
-        """
+        """Return those of the tokens whose text starts in this piece, the next to be shown; with `rest` all."""
         self._shown += len(text)
         shown = []
         while self._waiting and (rest or self._waiting[0][0] < self._shown):

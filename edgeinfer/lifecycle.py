@@ -168,22 +168,16 @@ class Facts:
 
 
 class ModelLifecycle:
-    """Loads the parts of a model when they are needed, and frees them when they were idle.
-
-    Args:
-        make: loads the parts; takes time.perf_counter() of the request, and the plan to load by except for the first
-            time.
-        started: time of the first request, which is served at once.
-        idle_s: seconds without use after which the model is unloaded; None never does.
-        aside: keep the cache's contents in a file while the model is unloaded.
-    """
+    """Loads the parts of a model when they are needed, and frees them when they were idle."""
 
     def __init__(
         self,
-        make: Callable[[float, MemoryPlan | None], ModelParts],
-        started: float,
-        idle_s: float | None,
-        aside: bool,
+        make: Callable[
+            [float, MemoryPlan | None], ModelParts
+        ],  # of the request's time, and of the plan after the first
+        started: float,  # time of the first request, which is served at once
+        idle_s: float | None,  # seconds without use after which the model is unloaded
+        aside: bool,  # keep the cache's contents in a file while the model is unloaded
     ) -> None:
         self._make = make
         self._idle_s = idle_s
@@ -250,11 +244,7 @@ class ModelLifecycle:
 
     @contextmanager
     def acquire(self, *, verified: bool = True) -> Iterator[ModelParts]:
-        """The parts, which stay in memory inside the block.
-
-        Args:
-            verified: wait until all files are verified; unnecessary where no results of the weights are returned.
-        """
+        """The parts, which stay in memory inside the block; `verified` waits until all files are verified."""
         parts = self.take()
         try:
             if verified:
@@ -396,11 +386,7 @@ def _remove(path: Path) -> None:
 
 
 def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
-    """Write the tokens and rows of the cache to a file.
-
-    Args:
-        tokens: write only the common prefix with these, or up to a saved state in recurrent layers; None writes all.
-    """
+    """Write the cache to a file, of the common prefix with `tokens` as far as it can be resumed; None writes all."""
     engine = parts.engine
     shared = len(engine.cached_tokens) if tokens is None else engine.shared(tokens)
     cached = engine.cached_tokens[: engine.backend.cache.resumable(shared)]

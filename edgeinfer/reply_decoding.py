@@ -168,11 +168,7 @@ def require_shareable(config: GenerationConfig) -> None:
 
 
 def require_plain(config: GenerationConfig, *, remote: bool = False) -> None:
-    """Refuses options by which a reply is not decided token by token.
-
-    Args:
-        remote: a server may be the large model of two that take turns.
-    """
+    """Refuse options by which a reply is not decided token by token, except turns with a server's model (`remote`)."""
     plain = {name: getattr(config, name) is None for name in ("logprobs", "quality_floor", "checker")}
     plain |= {"search": config.search == "off", "verification": find_verification(config.verification).exact}
     if remote and config.compute != "full":

@@ -56,11 +56,7 @@ _CHARACTERS = 4
 
 
 def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> None:
-    """Refuse a text that is far too long before all of it is tokenized; `Engine.check` judges the rest.
-
-    Args:
-        what: name of the text in the error.
-    """
+    """Refuse a text that is far too long before all of it is tokenized; `Engine.check` judges the rest."""
     most = _most_tokens(parts)
     if len(text) > most and surely_longer(parts.tokenizer, text, most, lambda: parts.longest_token):
         raise _too_long(len(text), most, what)

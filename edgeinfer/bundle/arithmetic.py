@@ -69,15 +69,11 @@ def attend(
     values: Floats,  # (H, T, h)
     visible: NDArray[np.bool_],  # (S, T)
     *,
-    scale: float = 0.0,
-    softcap: float = 0.0,
+    scale: float = 0.0,  # 0 is one over the root of the width
+    softcap: float = 0.0,  # 0 is none
     sinks: Floats | None = None,  # (H, g)
 ) -> Floats:  # (H, g, S, h)
-    """The values that each query sees, weighted by the softmax of their keys' scores.
-
-    Args:
-        scale, softcap: of the scores; 0 is one over the root of the width, and no cap.
-    """
+    """The values that each query sees, weighted by the softmax of their keys' scores."""
     products = queries @ keys[:, None].swapaxes(-1, -2)  # (H, g, S, T)
     scores = products * np.float32(scale) if scale else products / np.float32(np.sqrt(queries.shape[-1]))
     scores = np.where(visible, softcapped(scores, softcap), np.float32(-np.inf))
@@ -93,20 +89,13 @@ def route(
     scores: Floats,  # (S, E)
     moe: MoESpec,
     *,
-    count: int | None = None,
-    bias: Floats | None = None,  # (E,)
-    choice_bias: Floats | None = None,  # (E,)
-    norm: Floats | None = None,  # (E,)
-    eps: float = 1e-6,
+    count: int | None = None,  # experts of a token; None for all of the model's `top_k`
+    bias: Floats | None = None,  # (E,), 0 or, for a barred expert, -1e9: its weight is 0 where no other is left
+    choice_bias: Floats | None = None,  # (E,), added to the shares where experts are chosen, and not to their factors
+    norm: Floats | None = None,  # (E,), of a "relu" router; its weight is 0 for scores that are not positive
+    eps: float = 1e-6,  # of the norm
 ) -> tuple[Ints, Floats]:  # (S, count), (S, count)
-    """The experts each token uses, by falling score, and the factors of their results.
-
-    Args:
-        count: experts of a token; None for all of the model's `top_k`.
-        bias: 0, or -1e9 for a barred expert, whose weight is zero where no other is left.
-        choice_bias: added to the shares where experts are chosen, and not to their factors.
-        norm, eps: the RMS norm of a "relu" router; its weight is zero for scores that are not positive.
-    """
+    """The experts each token uses, by falling score, and the factors of their results."""
     if moe.router == "sparsemixer":
         return _sparse_mixer(scores if bias is None else scores + bias, moe, count or moe.top_k)
     logits = moe.router == "relu" or (moe.router == "softmax" and moe.renormalize and not moe.choice_bias)
@@ -281,13 +270,9 @@ _PLAIN: Mapping[Activation, Callable[[Floats], Floats]] = {
 def inner_values(
     activation: Activation,
     x: Floats,  # (..., F)
-    xielu: Floats | None = None,  # (2,)
+    xielu: Floats | None = None,  # (2,), alpha_p and alpha_n
 ) -> Floats:  # (..., F)
-    """An MLP's activation of the product of one matrix.
-
-    Args:
-        xielu: alpha_p and alpha_n of an "xielu".
-    """
+    """An MLP's activation of the product of one matrix."""
     if activation != "xielu":
         return _PLAIN[activation](x)
     assert xielu is not None, "xielu has two constants"

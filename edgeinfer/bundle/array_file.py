@@ -104,11 +104,7 @@ def encode_arrays(arrays: Arrays, notes: Mapping[str, str]) -> bytes:
 
 
 def decode_arrays(data: bytes, types: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """The arrays of a whole file, which are read-only, and its notes.
-
-    Args:
-        types: that the arrays may have, of those in NUMPY_TYPES.
-    """
+    """The arrays of a whole file, read-only and of the given types of NUMPY_TYPES, and its notes."""
     index = parse_index(data, len(data))
     notes = index.notes
     if not all(isinstance(text, str) for text in notes.values()):
@@ -178,8 +174,7 @@ def _read_entry(name: str, entry: Any, base: int) -> StoredArray:
         raise ArrayFileError(f"has an array {name!r} of an unknown type, so its entry is malformed")
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != nbytes:
-        message = f"has {offsets[1] - offsets[0]} bytes of {name!r}, whose shape and type need {nbytes}"
-        raise ArrayFileError(message)
+        raise ArrayFileError(f"has {offsets[1] - offsets[0]} bytes of {name!r}, whose shape and type need {nbytes}")
     return StoredArray(name, dtype, tuple(shape), base + offsets[0], nbytes)
 
 

@@ -24,7 +24,7 @@ from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors
 from edgeinfer.bundle.writing import new_file, seal, write_bundle
 from edgeinfer.errors import BundleError, UsageError
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # a tensor's name, how many tensors are done and how many there are
 _COPY_VALUES = 1 << 18
 
 
@@ -32,9 +32,6 @@ def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Prog
     """Writes the bundle's weights in another layout to the file `target`, whole or not at all.
 
     The file ends in a stamp that says what it was made of, for `is_converted`. Memory is a few MB.
-
-    Args:
-        progress: called with a tensor's name, how many tensors are done and how many there are.
     """
     _require_other(bundle, layout)
     bundle.check(WEIGHTS)

@@ -121,11 +121,7 @@ def covering_tiles(shape: QuantizedShape, start: int, stop: int) -> tuple[int, i
 
 
 def pack_tiles(rows: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
-    """Packs the rows of whole tiles, given in the order of `tile_rows`.
-
-    Args:
-        rows: their scales must be representable in bfloat16.
-    """
+    """Packs the rows of whole tiles, in the order of `tile_rows`; their scales must be representable in bfloat16."""
     values = unpack(rows.data, shape.bits, shape.block_size)  # (R, blocks, block_size)
     padding = _padding(shape)
     if padding.start < shape.block_size:

@@ -95,8 +95,7 @@ def _check_file(target: Path, name: str, entry: FileEntry) -> None:
         raise BundleError(f"{target} is missing.", _AGAIN)
     size = target.stat().st_size
     if size != entry.bytes:
-        message = f"{name} has {size} bytes, the manifest says {entry.bytes}."
-        raise BundleError(message, _AGAIN)
+        raise BundleError(f"{name} has {size} bytes, the manifest says {entry.bytes}.", _AGAIN)
 
 
 def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:

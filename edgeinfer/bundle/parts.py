@@ -447,11 +447,7 @@ def parts_of(mixer: Mixer) -> tuple[Mixer, ...]:
 def check_mixers(
     mixers: tuple[Mixer, ...], layers: int, sizes: Mapping[str, object | None], no_mlp: tuple[int, ...]
 ) -> None:
-    """Checks the mixers of all layers.
-
-    Args:
-        sizes: of each kind of recurrence; None where no layer has it.
-    """
+    """Checks the mixers of all layers; the sizes of a recurrence are None where no layer has it."""
     require_described(len(mixers) in (0, layers), "mixers must name every layer or none")
     require_described(all(mixer in get_args(Mixer) for mixer in mixers), "mixers must be known")
     require_described(not mixers or set(mixers) != {"attention"}, "mixers are for layers without attention")

@@ -130,10 +130,7 @@ def _is_symbol(text: str, model: dict[str, Any]) -> bool:
 
 
 class TokenizerTable:
-    """A mapped table.
-
-    Args:
-        path: of the file, which must not change while this is used.
+    """A mapped file, which must not change while this is used; ArrayFileError where it is of another version or none.
 
     Attributes:
         tokenizer: the small tokenizer.json.
@@ -141,10 +138,6 @@ class TokenizerTable:
         size: number of tokens, added ones included.
         whole_words: words that the vocabulary has are not made by merges.
         symbols: ids by those of the small tokenizer.json.
-
-    Raises:
-        ArrayFileError: the file is not such a table, or one of another version.
-        OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:

@@ -63,29 +63,17 @@ __all__ = [
 ]
 
 # Where each name is defined; the module is imported when the name is first used.
-_HOMES = {
-    name: module
-    for module, names in {
-        "cache": (
-            "BUILTIN",
-            "CachedModel",
-            "builtin",
-            "cached",
-            "cached_models",
-            "is_bundle",
-            "is_checkpoint",
-            "last_uses",
-            "note_use",
-            "remove_cached",
-        ),
-        "catalog_models": ("CatalogModel", "FoundModel", "catalog", "catalog_model", "search_hub"),
-        "download": ("Offer", "offers", "pull"),
-        "folder": ("Converted", "converted_models", "models_folder", "remove_converted"),
-        "placing": ("Place", "places", "shown_name"),
-        "resolving": ("find", "find_checkpoint", "local", "resolve", "update"),
-    }.items()
-    for name in names
+_NAMES = {
+    "cache": (
+        "BUILTIN CachedModel builtin cached cached_models is_bundle is_checkpoint last_uses note_use remove_cached"
+    ),
+    "catalog_models": "CatalogModel FoundModel catalog catalog_model search_hub",
+    "download": "Offer offers pull",
+    "folder": "Converted converted_models models_folder remove_converted",
+    "placing": "Place places shown_name",
+    "resolving": "find find_checkpoint local resolve update",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
 

@@ -101,11 +101,7 @@ class DecoderSizes:
 
 
 def gguf_memory(file_bytes: int, sizes: DecoderSizes | None = None) -> int:
-    """Bytes that running a GGUF file takes: the file, a cache for 2048 tokens, and the process.
-
-    Args:
-        sizes: of its decoder; None estimates the cache as a tenth of the file.
-    """
+    """Bytes that running a GGUF file takes: it, a cache for 2048 tokens (a tenth without `sizes`), and the process."""
     kv = file_bytes // 10 if sizes is None else sizes.kv_bytes() * _GGUF_KV_BYTES // _KV_BYTES
     return file_bytes + kv + _PROCESS_BYTES
 

@@ -27,11 +27,7 @@ def library() -> ModuleType:
 
 
 def bar_class(progress: bool | Progress) -> type | None:
-    """The class of progress bars that the library should use; None takes its own.
-
-    Args:
-        progress: True draws bars on stderr, False is silent, a callable gets (file, bytes done, bytes in all).
-    """
+    """The class of progress bars that the library should use; None takes its own, which draws on stderr."""
     if progress is True:
         return None
     hub = library()

@@ -69,11 +69,7 @@ def fetch(
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
 ) -> Path:
-    """Does a job, logging what happens; returns the bundle's directory or the GGUF file.
-
-    Args:
-        progress: called with a stage, and bytes or steps done and in all; an exception that it raises ends the work.
-    """
+    """Does a job, logging what happens; returns the bundle's directory or the GGUF file."""
     subject = job.name or job.directory
     with _running(dataclasses.replace(job, asks=choose is not None)) as (process, words):
         for said in _heard(process, subject, cancelled):

@@ -133,11 +133,7 @@ def models_folder() -> Path:
 
 
 def find_converted(source: CheckpointSource, bits: int | None = None, revision: str | None = None) -> Converted | None:
-    """The latest conversion of a checkpoint; None where there is none.
-
-    Args:
-        bits, revision: None takes any. For a directory only conversions of the files that are in it now count.
-    """
+    """The latest conversion of a checkpoint, of a directory only of its present files; None where there is none."""
     if source.directory is not None and revision is None:
         revision = source.revision()
     found = [

@@ -79,15 +79,9 @@ def places() -> list[Place]:
 
 
 def find_place(name: str, bits: int | None = None) -> Place | None:
-    """The model on this machine that a short name means, ignoring case; None where there is none.
+    """The model on this machine that a short name means, ignoring case; ModelError where it means several.
 
     Of several conversions of one checkpoint it is the last. A file elsewhere that was loaded before counts too.
-
-    Args:
-        bits: of a conversion, where there are several; None takes any.
-
-    Raises:
-        ModelError: the name means several models.
     """
     wanted, here = name.casefold(), places()
     found = [place for place in here if place.name.casefold() == wanted]

@@ -45,12 +45,7 @@ class Found:
 
 
 def find_model(model: str | Path | None, bits: int | None = None) -> Found:
-    """Looks a name up on this machine, without asking the hub.
-
-    Args:
-        model: as `resolve` takes it.
-        bits: of a checkpoint's conversion; None takes any.
-    """
+    """Looks a name up on this machine, without asking the hub; `bits` are those of a conversion, None takes any."""
     if model is None:
         return Found(builtin())
     path = existing(model)

@@ -30,11 +30,7 @@ _KINDS: dict[str, Callable[[Mapping[str, Any], ChatModel[Any]], Completion]] = {
 
 
 def make_completion(kind: str, body: Mapping[str, Any], model: ChatModel[Any]) -> Completion:
-    """A request, checked.
-
-    Args:
-        kind: "chat.completion", "text_completion" or "response".
-    """
+    """A request of one of `_KINDS`, checked."""
     if kind not in _KINDS:
         raise UsageError(f"There is no kind of request {kind!r}.", f"Choose one of {', '.join(_KINDS)}.")
     return _KINDS[kind](body, model)

@@ -44,14 +44,7 @@ _INTERNAL = "The model could not answer; the server's own output says why."
 
 
 class RequestError(UsageError):
-    """A field of a request that cannot be followed.
-
-    Args:
-        param: its place in the request, such as "messages[0].content".
-        code: an identifier for programs.
-        status: the HTTP status.
-        sizes: as for ContextLengthError.
-    """
+    """A field of a request that cannot be followed, by its place such as "messages[0].content"."""
 
     def __init__(
         self,

@@ -175,8 +175,7 @@ class Fields:
         return {to: value}
 
     def wrong(self, name: str, value: Any, hint: str) -> RequestError:
-        message = f"{self._where}{name}={shown(value)} cannot be used."
-        return RequestError(message, hint, param=self._where + name)
+        return RequestError(f"{self._where}{name}={shown(value)} cannot be used.", hint, param=self._where + name)
 
     def missing(self, name: str, hint: str) -> RequestError:
         return RequestError(f"{self._where}{name} is missing.", hint, param=self._where + name)
@@ -188,8 +187,7 @@ class Fields:
             close = _misspelt(name, self._followed) if place < _MOST_NAMED else None
             if close or strict:
                 hint = f"Did you mean {close!r}?" if close else "Leave it out; the reference of the API lists fields."
-                message = f"Unknown field {shown(self._where + name)}."
-                raise RequestError(message, hint, param=self._where + name)
+                raise RequestError(f"Unknown field {shown(self._where + name)}.", hint, param=self._where + name)
             if not changes_nothing(name, value):
                 self.leave_out(name)
 
@@ -368,9 +366,7 @@ def _form(inner: Fields) -> dict[str, Any]:
 def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) -> dict[str, Any]:
     """Variables of the chat template from the fields that say whether and how much to think.
 
-    Args:
-        options: of the reply; the token budget of thoughts is added, unless the reply follows a grammar.
-        calls: whether the reply may hold calls, which a grammar constrains.
+    The token budget of thoughts is added to `options`, unless the reply follows a grammar, as one with calls does.
     """
     variables: dict[str, Any] = {}
     budgets: dict[str, dict[str, Any]] = {}

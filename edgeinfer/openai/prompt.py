@@ -216,13 +216,7 @@ class PromptReplies:
 
 
 class CompletionReplies(PromptReplies):
-    """Replies in the form of OpenAI's completions: choices with a head, token counts and times.
-
-    Args:
-        kind: of the answer, such as "text_completion".
-        prefix: of its id.
-        usage_wanted: a stream ends with the count of tokens.
-    """
+    """Replies in the form of OpenAI's completions: choices with a head, token counts and times."""
 
     def __init__(
         self,
@@ -259,11 +253,7 @@ class CompletionReplies(PromptReplies):
 
 @contextmanager
 def naming(prompt: str, form: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Name the field at fault in errors about a request.
-
-    Args:
-        form: the field for the form of the reply, unless one of our own is given.
-    """
+    """Name the field at fault in errors about a request; `form` is the field for the form of the reply."""
     try:
         yield
     except GrammarError as error:

@@ -191,15 +191,11 @@ class PlainReader:
 
 
 class CallReader:
-    """Reads replies that may hold calls in one format. Text that turns out to be no call stays text.
-
-    Args:
-        marker_id: token id of the marker where it is a special token, which has no text; else None.
-    """
+    """Reads replies that may hold calls in one format. Text that turns out to be no call stays text."""
 
     def __init__(self, form: ToolFormat, marker_id: int | None = None) -> None:
         self._form = form
-        self._marker_id = marker_id
+        self._marker_id = marker_id  # of a marker that is a special token, which has no text
         self._head = _head_pattern(form)
         self._buffer = ""
         self._state: Callable[[], list[Piece] | None] = self._in_text

@@ -40,8 +40,8 @@ _CALLS = {
     "local_shell_call": "action",
     "shell_call": "action",
     "apply_patch_call": "operation",
+    "mcp_call": "arguments",
 }
-_CALLS |= {"mcp_call": "arguments"}
 _ANSWERS = {f"{kind}_output" for kind in ("function_call", *_CALLS)}
 
 
@@ -133,10 +133,6 @@ def _echoed_format(options: Mapping[str, Any]) -> dict[str, Any]:
     if "json_schema" in options:
         return {"type": "json_schema", "name": "schema", "schema": options["json_schema"], "strict": True}
     return {"type": "json_object" if "json_object" in options else "text"}
-
-
-def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"parameters": None, "strict": True, "description": None, **tool}
 
 
 class Item:
@@ -247,7 +243,7 @@ class ResponseCompletion(PromptReplies):
             "temperature": used.temperature,
             "text": {"format": _echoed_format(options)},
             "tool_choice": wanted or "auto",
-            "tools": [_echoed_tool(tool) for tool in tools],
+            "tools": [{"parameters": None, "strict": True, "description": None, **tool} for tool in tools],
             "top_logprobs": alternatives or 0,
             "top_p": used.top_p,
         }

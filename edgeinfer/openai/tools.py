@@ -69,11 +69,9 @@ class ToolFunction:
 def read_functions(
     tools: Sequence[Any], *, flat: bool = False, leave_out: Callable[[str], None] | None = None
 ) -> tuple[ToolFunction, ...]:
-    """Read the functions of a request's tools.
+    """Read the functions of a request's tools, which in /v1/responses hold their fields themselves (`flat`).
 
-    Args:
-        flat: the tool holds the function's fields itself, as in /v1/responses.
-        leave_out: called with each tool that only another server can run and that is not offered; None refuses it.
+    `leave_out` is called with each tool that only another server can run; without it such tools are refused.
     """
     if len(tools) > _MOST:
         raise RequestError(f"The request has {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
@@ -177,11 +175,9 @@ _ANY = "/(?s:.*)/"
 def calls_grammar(
     form: ToolFormat, choice: ToolChoice, marker_id: int | None, content: Mapping[str, Any] | None = None
 ) -> str:
-    """A grammar in Lark's notation: free text up to the marker, from there on only valid calls.
+    """A grammar in Lark's notation: free text, or `content`, up to the marker, from there on only valid calls.
 
-    Args:
-        marker_id: token id of the marker where it is a special token, which no text spells; else None.
-        content: schema of a reply without calls; None leaves it free.
+    `marker_id` is the marker's token where that is a special one, which no text spells.
     """
     marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
     more = f" ({json.dumps(form.between)} call)*" if choice.several and form.several else ""

@@ -195,13 +195,9 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
 def documented(configuration: type[C]) -> type[C]:
     """Add the help of each option to a configuration's docstring."""
     declared = (field for field in dataclasses.fields(configuration) if field.metadata)  # type: ignore[arg-type]
-    lines = [f"    {each.name}: {_off(each)}{each.metadata['help']}." for each in declared]
+    lines = [f"    {f.name}: {'False: ' if f.default is True else ''}{f.metadata['help']}." for f in declared]
     configuration.__doc__ = "\n".join([inspect.cleandoc(configuration.__doc__ or ""), "", "Attributes:", *lines])
     return configuration
-
-
-def _off(field: dataclasses.Field[Any]) -> str:
-    return "False: " if field.default is True else ""
 
 
 def check_options(configuration: Any) -> None:
@@ -290,12 +286,7 @@ class FlatOptions:
 def require_known(
     kind: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse names that are no options.
-
-    Args:
-        kind: what they are in messages, such as "load option".
-        elsewhere: hints for names that are options of something else.
-    """
+    """Refuse names that are no options of a kind such as "load option", with the hints for those that are another's."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -338,11 +329,7 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 
 def nearest(name: object, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The known name that is most like a name that is none of them; None if no name is like it.
-
-    Args:
-        alike: how much they have in common at least, from 0 to 1.
-    """
+    """The known name that is most like a name that is none of them; None if no name is as `alike`, from 0 to 1."""
     from difflib import get_close_matches  # only errors need it
 
     short = isinstance(name, str) and len(name) <= _SHOWN

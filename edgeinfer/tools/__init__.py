@@ -69,47 +69,19 @@ __all__ = [
 ]
 
 # Where each name is defined; the module is imported when the name is first used.
-_HOMES = {
-    name: module
-    for module, names in {
-        "cache_policies": ("CacheLoss", "CacheTuning", "Foreseen", "tune_cache"),
-        "devices": (
-            "DeviceTuning",
-            "PartGain",
-            "TunedSettings",
-            "forget_tuning",
-            "list_devices",
-            "measure_device",
-            "tune_device",
-        ),
-        "drafters": ("DrafterGain", "DraftersTuning", "tune_drafters"),
-        "evaluation": ("Divergence", "Evaluation", "evaluate", "measure_kv"),
-        "measuring": (
-            "ReplyReading",
-            "WorkTimes",
-            "drafting_state",
-            "expert_counts",
-            "measure_decode",
-            "measure_passes",
-            "measure_prefill",
-            "measure_work",
-            "pass_work",
-            "read_reply",
-            "restore_drafting",
-        ),
-        "steering": ("SteeringGain", "tune_steering"),
-        "tuning": (
-            "EntropyFacts",
-            "SkipLevel",
-            "TuneResult",
-            "tune_drafting",
-            "tune_entropy",
-            "tune_method",
-            "tune_skips",
-        ),
-    }.items()
-    for name in names
+_NAMES = {
+    "cache_policies": "CacheLoss CacheTuning Foreseen tune_cache",
+    "devices": "DeviceTuning PartGain TunedSettings forget_tuning list_devices measure_device tune_device",
+    "drafters": "DrafterGain DraftersTuning tune_drafters",
+    "evaluation": "Divergence Evaluation evaluate measure_kv",
+    "measuring": (
+        "ReplyReading WorkTimes drafting_state expert_counts measure_decode measure_passes measure_prefill "
+        "measure_work pass_work read_reply restore_drafting"
+    ),
+    "steering": "SteeringGain tune_steering",
+    "tuning": "EntropyFacts SkipLevel TuneResult tune_drafting tune_entropy tune_method tune_skips",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
 

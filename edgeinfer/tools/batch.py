@@ -68,11 +68,7 @@ def answer_batch(
     defaults: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> BatchSummary:
-    """Answers a file of requests. Prompts with a common beginning are answered one after the other.
-
-    Args:
-        progress: called with a stage, the replies that are there, and all.
-    """
+    """Answers a file of requests. Prompts with a common beginning are answered one after the other."""
     started = time.perf_counter()
     info = model.info
     origin = {
@@ -212,13 +208,7 @@ class ReplyLine:
 class ReplyFile:
     """The replies of a batch, kept in a file next to the output and written in the order of the requests at the end.
 
-    Args:
-        output: where the replies are wanted.
-        origin: what they follow from; replies of an earlier run that differs there are not mixed in.
-
-    Raises:
-        UsageError: an unfinished output of another batch is there.
-        StorageError: the place cannot be written.
+    Replies of an earlier run are taken over where they have the same `origin`, and else refused.
 
     Attributes:
         partial: the file that keeps replies until all are there; each is on disk before the next one starts.

@@ -76,11 +76,7 @@ def measure_drafter(
     progress: Progress | None = None,
     **options: Any,
 ) -> DraftFigures:
-    """Compares drafting for a target with plain decoding of the same replies, in turns.
-
-    Args:
-        target, drafter: as `edgeinfer.load` takes them; without a drafter, what the target's bundle brings drafts.
-    """
+    """Compares drafting for a target, by its bundle's own drafter if none is given, with plain decoding, in turns."""
     if not prompts:
         raise UsageError("There are no prompts to measure with.", "Give more text.")
     drafted = accepted = rounds = made = 0

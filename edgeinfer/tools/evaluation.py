@@ -131,11 +131,7 @@ class Evaluation:
 
 
 def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], report: Report) -> Doubles:
-    """Log-probability of every token of each window but its first. (N,)
-
-    Args:
-        report: called with the number of tokens that were read since the last call.
-    """
+    """Log-probability of every token of each window but its first; reports the tokens read since the last call. (N,)"""
     parts = []
     for ids in windows:
         start = 0

@@ -345,11 +345,7 @@ def device_fault(lib: Any, device: int) -> str:
 
 @contextmanager
 def _model(lib: Any, device: int | None) -> Iterator[tuple[Any, _Feed]]:
-    """A context of the model, and what gives the logits behind some of the tokens.
-
-    Args:
-        device: that has all layers; None is the CPU.
-    """
+    """A context of the model on a device, by default the CPU, and what gives the logits behind some of the tokens."""
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder, ExitStack() as stack:
         path = Path(folder) / "smoke.gguf"
         path.write_bytes(tiny_gguf())

@@ -198,24 +198,12 @@ class GgufArray:
 Value = bool | int | float | str | GgufArray
 
 
-class Metadata(Mapping[str, Value]):
-    """The metadata of a file, with look-ups that insist on a type.
+class Metadata(dict[str, Value]):
+    """The metadata of a file, with look-ups that raise BundleError for a missing value or one of another type."""
 
-    They raise BundleError where the value has another type, or is missing and has no default.
-    """
-
-    def __init__(self, path: Path, values: dict[str, Value]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
+        super().__init__(values)
         self._path = path
-        self._values = values
-
-    def __getitem__(self, key: str) -> Value:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._value(key, default)
@@ -251,7 +239,7 @@ class Metadata(Mapping[str, Value]):
         return value
 
     def _value(self, key: str, default: Value | None) -> Value:
-        value = self._values.get(key, default)
+        value = self.get(key, default)
         if value is None:
             raise damaged(self._path, f"it does not say {key}")
         return value

@@ -123,15 +123,7 @@ STEPS: dict[str, Callable[[str], str]] = {
 
 
 class GgufNormalizer:
-    """The steps of a file.
-
-    Args:
-        steps: names of STEPS.
-        special: spellings of the tokens between which a text is normalized.
-
-    Raises:
-        BundleError: a step is unknown.
-    """
+    """The steps of a file, by their names in STEPS, on the runs of a text between spellings of special tokens."""
 
     def __init__(self, steps: Sequence[str], special: Iterable[str] = ()) -> None:
         unknown = [step for step in steps if step not in STEPS]
