@@ -104,14 +104,12 @@ def test_export_and_import(window: Window) -> None:
 
 
 def test_settings(window: Window) -> None:
+    """What is refused of them, tests/apps/desktop/test_settings.py and test_hostile_requests.py have."""
     changed = window.call("PATCH", "/settings", {"theme": "dark", "system": "Be kind.", "options": {"top_k": 4}})
     assert (changed["theme"], changed["options"]["top_k"]) == ("dark", 4)
     assert window.call("POST", "/conversations", {}, status=201)["system"] == "Be kind."
-    refused: list[dict[str, Any]] = [{"colour": 1}, {"theme": "blue"}, {"recent": []}, {"memory": 0}]
-    for body in [*refused, {"options": {"temperature": -1}}]:
-        window.refused("PATCH", "/settings", body, status=400, code="invalid")
-    assert window.call("GET", "/state")["settings"] == changed
-    window.call("PATCH", "/settings", {"system": ""})
+    window.refused("PATCH", "/settings", {"recent": []}, status=400, code="invalid")
+    assert window.call("PATCH", "/settings", {"system": ""}) == changed | {"system": ""}
 
 
 @pytest.mark.slow
@@ -194,17 +192,6 @@ def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(window: Windo
     # What a model leaves in the heap counts, and a process takes some more or less from one moment to the next.
     assert plan["planned_bytes"] < loaded["planned_bytes"] + 12e6
     assert plan["fits"]
-
-
-@pytest.mark.slow
-def test_plans_under_a_budget(window: Window) -> None:
-    free = window.call("POST", "/plan", {"model": "built-in", "memory": None, "context": 256})
-    # What a process takes differs a little from one moment to the next, as the window allows for too.
-    enough = int(1.02 * free["minimum_bytes"])
-    tight = window.call("POST", "/plan", {"model": "built-in", "memory": enough, "context": 256})
-    assert (tight["budget_bytes"], tight["fits"]) == (enough, True)
-    small = window.call("POST", "/plan", {"model": "built-in", "memory": 10_000_000, "context": 256})
-    assert (small["fits"], small["budget_bytes"]) == (False, 10_000_000)
 
 
 @pytest.mark.slow

@@ -236,7 +236,11 @@ def test_markdown_is_the_branch_on_show(conversation: Conversation) -> None:
         (lambda d: d.update(leaf="nothing"), "leaf must be"),
         (lambda d: d.update(leaf=[]), "leaf must be"),
         (lambda d: d.update(title=3), "title must be a string"),
+        (lambda d: d.update(title="a\nb"), "control characters"),
         (lambda d: d.update(system="\ud800"), "half of a surrogate pair"),
+        (lambda d: d.update(system="\0"), "NUL character"),
+        (lambda d: d["messages"][0].update(content="\0"), "NUL character"),
+        (lambda d: d["messages"][0].update(id="\ud800"), "half of a surrogate pair"),
         (lambda d: d.update(created=float("nan")), "too large"),
         (lambda d: d.update(created=-5), "created must be"),
         (lambda d: d.update(options={"memory": 1}), "Unknown option"),
@@ -253,6 +257,7 @@ def test_markdown_is_the_branch_on_show(conversation: Conversation) -> None:
         (lambda d: d["messages"][1].update(figures={"speed": 1}), "figures must be"),
         (lambda d: d["messages"][1]["figures"].update(model=1), "wrong type"),
         (lambda d: d["messages"][1].update(error={}), "lacks 'message'"),
+        (lambda d: d["messages"][1].update(error={"message": "", "minimum_bytes": 10**400}), "number that is too large"),
     ],
 )
 def test_what_cannot_be_is_refused(

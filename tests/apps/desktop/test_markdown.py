@@ -16,25 +16,8 @@ from tests.tables import each_row
 
 SHOWN = {
     *("a", "blockquote", "br", "button", "code", "del", "details", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6"),
-    *(
-        "hr",
-        "li",
-        "ol",
-        "p",
-        "pre",
-        "s",
-        "span",
-        "strong",
-        "summary",
-        "sup",
-        "table",
-        "tbody",
-        "td",
-        "th",
-        "thead",
-        "tr",
-    ),
-    *("input", "ul"),
+    *("hr", "input", "li", "ol", "p", "pre", "s", "span", "strong", "summary", "sup", "table", "tbody", "td", "th"),
+    *("thead", "tr", "ul"),
 }
 ATTRIBUTES = {
     "a": {"href", "title", "rel", "target"},
@@ -55,22 +38,8 @@ FRAGMENTS = [
     *("<script>", "</script>", "<img src=x onerror=alert(1)>", "![a](", "[a](", ")", "javascript:", "data:text/html,"),
     *("`", "```", "```html\n", "\n", "\n\n", "    ", "<", ">", '"', "'", "&", "&#x3c;", "|", "|-|\n", "[x]: ", "\\"),
     *("http://a/", "onload=", "*", "_", "~~", "<think>", "</think>", "> ", "- ", "1. ", "# ", "\x00", "é", "\t"),
-    *(
-        "$",
-        "$$",
-        "\\(",
-        "\\)",
-        "\\[",
-        "\\]",
-        "\\begin{align}",
-        "\ue000",
-        "\ue001",
-        "%EE%80%80",
-        "0",
-        "[^1]",
-        "[^1]: ",
-        "[ ] ",
-    ),
+    *("$", "$$", "\\(", "\\)", "\\[", "\\]", "\\begin{align}", "\ue000", "\ue001", "%EE%80%80", "0", "[^1]"),
+    *("[^1]: ", "[ ] "),
 ]
 
 

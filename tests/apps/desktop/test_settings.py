@@ -78,7 +78,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any]) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@each_row("text", ["", "{", "[]", '{"colour": 1}', '{"theme": 3}', "\x00"])
+@each_row(
+    "text", ["", "{", "[]", '{"colour": 1}', '{"theme": 3}', "\x00", '{"model": "\\u0000"}', '{"system": "\\ud800"}']
+)
 def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text)
