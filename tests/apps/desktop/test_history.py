@@ -257,7 +257,7 @@ def test_markdown_is_the_branch_on_show(conversation: Conversation) -> None:
         (lambda d: d["messages"][1].update(figures={"speed": 1}), "figures must be"),
         (lambda d: d["messages"][1]["figures"].update(model=1), "wrong type"),
         (lambda d: d["messages"][1].update(error={}), "lacks 'message'"),
-        (lambda d: d["messages"][1].update(error={"message": "", "minimum_bytes": 10**400}), "number that is too large"),
+        (lambda d: d["messages"][1].update(error={"message": "", "minimum_bytes": 10**400}), "too large"),
     ],
 )
 def test_what_cannot_be_is_refused(
