@@ -103,7 +103,7 @@ def _smallest(
     choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
 ) -> tuple[Allocation, int]:
     """Chooses the smallest options, or raises an error that says how large they are."""
-    chosen = [min(range(len(c.options)), key=_Sized(c.options)) for c in choices]
+    chosen = [min(range(len(c.options)), key=_by_size(c.options)) for c in choices]
     measured = measure(chosen)
     if measured > budget:
         raise _too_small(measured, budget)
@@ -119,7 +119,7 @@ def _too_small(least: int, budget: int) -> BudgetError:
 def _undominated(choice: Choice) -> list[int]:
     """Indices of options that no smaller or equal one undercuts, by rising size and falling cost."""
     kept: list[int] = []
-    for index in sorted(range(len(choice.options)), key=_Sized(choice.options)):
+    for index in sorted(range(len(choice.options)), key=_by_size(choice.options)):
         if not kept or choice.options[index].cost < choice.options[kept[-1]].cost:
             kept.append(index)
     return kept
@@ -178,30 +178,17 @@ def _lagrangian(choices: Sequence[Choice], kept: list[list[int]], budget: int) -
     return _filled(choices, kept, priced, budget), priced.cost + high * (priced.nbytes - budget)
 
 
-@dataclass(frozen=True)
-class _Sized:
-    """The order of options, by index, by size; of equal ones the cheapest is first."""
-
-    options: tuple[PricedOption, ...]
-
-    def __call__(self, index: int) -> tuple[int, float]:
-        return self.options[index].nbytes, self.options[index].cost
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """The order of options, by index, at a price per byte; of equal ones the smallest is first."""
-
-    options: tuple[PricedOption, ...]
-    price: float
-
-    def __call__(self, index: int) -> tuple[float, int]:
-        option = self.options[index]
-        return option.cost + self.price * option.nbytes, option.nbytes
+def _by_size(options: tuple[PricedOption, ...]) -> Callable[[int], tuple[int, float]]:
+    """Returns a key of indices that orders options by size; of equal ones the cheapest is first."""
+    return lambda index: (options[index].nbytes, options[index].cost)
 
 
 def _priced(choices: Sequence[Choice], kept: list[list[int]], price: float) -> Allocation:
-    chosen = [min(indices, key=_Priced(choice.options, price)) for choice, indices in zip(choices, kept, strict=True)]
+    """The best option of each choice at a price per byte; of equal ones the smallest."""
+    chosen = []
+    for choice, indices in zip(choices, kept, strict=True):
+        ranks = {index: (o.cost + price * o.nbytes, o.nbytes) for index, o in enumerate(choice.options)}
+        chosen.append(min(indices, key=ranks.__getitem__))
     return _summed(choices, chosen)
 
 

@@ -226,7 +226,6 @@ class _State:
         return np.ascontiguousarray(values.transpose(2, 0, 1)).reshape(self.size, -1)
 
     def values(self) -> Floats:  # (K, n)
-        """Values of all codes."""
         return np.concatenate([self.steps(block) * scale for block, scale in enumerate(self.scales)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from edgeinfer.export.architectures import (
     gemma,
@@ -31,13 +30,9 @@ def find_architecture(config: HFConfig) -> Architecture:
     for family in ARCHITECTURES:
         if config.architecture in family.classes:
             return family
-        if config.model_type in family.model_types and config.architecture in ("", *_base_models(family)):
+        # The classes without a head, which transformers' AutoModel loads and saves.
+        roots = [re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in family.classes]
+        bases = {f"{root}{kind}" for root in roots for kind in ("Model", "TextModel")}
+        if config.model_type in family.model_types and config.architecture in ("", *bases):
             return family
     raise refusal(config)
-
-
-def _base_models(family: Architecture) -> Iterator[str]:
-    """The classes without a head, which transformers' AutoModel loads and saves."""
-    for name in family.classes:
-        root = re.sub("For(CausalLM|ConditionalGeneration)$", "", name)
-        yield from (f"{root}Model", f"{root}TextModel")

@@ -300,16 +300,16 @@ def _xielu_plan(name: str, sources: list[str]) -> TensorPlan:
 def common_spec(config: HFConfig, tied: bool, *, norm_eps: str = "rms_norm_eps", **parts: Any) -> DecoderSpec:
     """Reads the config fields that all families share."""
     heads = config.integer("num_attention_heads")
-    if "head_dim" not in parts:
-        parts["head_dim"] = config.head_dim()
-    if "num_kv_heads" not in parts:
-        parts["num_kv_heads"] = config.integer("num_key_value_heads", heads)
-    if "rope" not in parts:
-        parts["rope"] = config.rope(parts["head_dim"])
-    if "activation" not in parts:
-        parts["activation"] = config.activation()
-    if "intermediate_size" not in parts:
-        parts["intermediate_size"] = config.integer("intermediate_size")
+    usual: dict[str, Callable[[], Any]] = {
+        "head_dim": config.head_dim,
+        "num_kv_heads": lambda: config.integer("num_key_value_heads", heads),
+        "rope": lambda: config.rope(parts["head_dim"]),
+        "activation": config.activation,
+        "intermediate_size": lambda: config.integer("intermediate_size"),
+    }
+    for name, read in usual.items():
+        if name not in parts:
+            parts[name] = read()
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),

@@ -132,10 +132,6 @@ class TensorPlan:
             return None
         return PACKINGS[packing].scheme(self.shape[1], bits)
 
-    @property
-    def is_vocabulary(self) -> bool:
-        return self.name == "head" or is_looked_up(self.name)
-
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
     """Plans a tensor that concatenates whole checkpoint tensors, given by name and shape."""

@@ -153,7 +153,6 @@ def _padded(size: int) -> int:
 
 
 def _fixed_bytes(tensors: Iterable[PlannedGgufTensor]) -> int:
-    """Bytes of the float32 tensors."""
     return sum(_padded(4 * math.prod(tensor.shape)) for tensor in tensors if tensor.exact)
 
 

@@ -105,18 +105,25 @@ _OLMO = GgufArchitecture(
     always_slides=False,
     lacks=_olmo_lacks,
 )
-_GRANITE_SWA = GgufArchitecture(
-    "granite_swa",
+_GEMMA = GgufArchitecture("gemma", free_heads=True, qkv_bias=False, activation="gelu_tanh", norm_offset=1.0)
+_GRANITE = GgufArchitecture(
+    "granite",
     neighbours=True,
-    ropes=("default", "linear"),
+    ropes=_EVERY_ROPE,
     free_heads=True,
     output_bias=True,
     mlp_bias=True,
+    parts=("attention_scale",),
+    multipliers=GRANITE,
+)
+_GRANITE_SWA = dataclasses.replace(
+    _GRANITE,
+    name="granite_swa",
+    ropes=("default", "linear"),
     tensors={"mlp.shared.gate_up": ("ffn_up_shexp.weight",)},
     parts=("attention_scale", "sinks", "rope_layers"),
     full_every=-1,
     mixture=_GRANITE_MIXTURE,
-    multipliers=GRANITE,
     keys=_granite_swa_keys,
     lacks=_granite_swa_lacks,
 )
@@ -140,39 +147,25 @@ DENSE = {
     "olmoe": GgufArchitecture(
         "olmoe", grouped=False, own_head=True, mixture=GgufMixture(False, length=False, shared="")
     ),
-    "granitemoe": GgufArchitecture(
-        "granitemoe",
-        neighbours=True,
-        ropes=_EVERY_ROPE,
-        free_heads=True,
-        output_bias=True,
-        mixture=_GRANITE_MIXTURE,
-        multipliers=GRANITE,
-    ),
+    "granitemoe": dataclasses.replace(_GRANITE, name="granitemoe", mlp_bias=False, parts=(), mixture=_GRANITE_MIXTURE),
     "granite_swa": _GRANITE_SWA,
     "granitemoe_swa": _GRANITE_SWA,
-    "gemma": GgufArchitecture("gemma", free_heads=True, qkv_bias=False, activation="gelu_tanh", norm_offset=1.0),
-    "gemma2": GgufArchitecture(
-        "gemma2",
-        free_heads=True,
-        qkv_bias=False,
-        activation="gelu_tanh",
+    "gemma": _GEMMA,
+    "gemma2": dataclasses.replace(
+        _GEMMA,
+        name="gemma2",
         tensors=_SANDWICH,
         parts=("post_norm", "attention_scale", "attention_softcap", "logit_softcap"),
         needs=("attention_softcap", "logit_softcap"),
         full_every=2,
-        norm_offset=1.0,
     ),
-    "gemma3_text": GgufArchitecture(
-        "gemma3",
-        free_heads=True,
-        qkv_bias=False,
-        activation="gelu_tanh",
+    "gemma3_text": dataclasses.replace(
+        _GEMMA,
+        name="gemma3",
         tensors=_SANDWICH,
         parts=("post_norm", "attention_scale", "more_ropes", "rope_layers"),
         needs=("more_ropes",),
         full_every=6,
-        norm_offset=1.0,
     ),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
@@ -215,16 +208,7 @@ DENSE = {
         needs=("tied",),
         keys=_bitnet_keys,
     ),
-    "granite": GgufArchitecture(
-        "granite",
-        neighbours=True,
-        ropes=_EVERY_ROPE,
-        free_heads=True,
-        output_bias=True,
-        mlp_bias=True,
-        parts=("attention_scale",),
-        multipliers=GRANITE,
-    ),
+    "granite": _GRANITE,
     "smollm3": GgufArchitecture(
         "smollm3", neighbours=True, free_heads=True, qkv_bias=False, parts=("rope_layers",), unrotated_every=4
     ),
@@ -312,17 +296,11 @@ SHARED_MIXTURES = {
         "afmoe",
         free_heads=True,
         qkv_bias=False,
-        tensors={
-            "attn.gate": ("attn_gate.weight",),
-            "attn_post_norm": ("post_attention_norm.weight",),
-            "mlp_post_norm": ("post_ffw_norm.weight",),
-        },
+        tensors=_SANDWICH | {"attn.gate": ("attn_gate.weight",)},
         parts=("post_norm", "output_gate", "rope_layers"),
         full_every=4,
         unrotated_every=4,
-        mixture=GgufMixture(
-            None, leading=True, router="sigmoid", gating=True, scale=True, shared="count", parts=("choice_bias",)
-        ),
+        mixture=dataclasses.replace(_SIGMOID, groups=False),
         lacks=_afmoe_lacks,
     ),
     "cohere2_moe": GgufArchitecture(

@@ -12,15 +12,11 @@ from edgeinfer.bundle.parts import DeltaSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
-from edgeinfer.export.gguf.mamba import decayed
+from edgeinfer.export.gguf.mamba import conv_form, decayed
 from edgeinfer.export.source.hf_config import HFConfig
 
 # Of pairs of a head, those that turn by time, height and width: transformers' configuration of Qwen3.5.
 _SECTIONS = (11, 11, 10)
-
-
-def _conv_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    return GgufForm((shape[0], shape[2]))
 
 
 def _lfm_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
@@ -107,16 +103,8 @@ def _read_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
     return GgufForm(flat, parts=_by_turns(delta, delta.value_size, 2 * delta.keys))
 
 
-def _gate_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    return GgufForm(shape, parts=_by_turns(_sizes(spec), _sizes(spec).value_size))
-
-
 def _head_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
     return GgufForm(shape, parts=_by_turns(_sizes(spec), 1))
-
-
-def _decay_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    return GgufForm(shape, decayed, parts=_by_turns(_sizes(spec), 1))
 
 
 def _out_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
@@ -139,7 +127,7 @@ _DELTA = GgufArchitecture(
         "mixer.norm": ("ssm_norm.weight",),
         "mixer.out": ("ssm_out.weight",),
     },
-    forms={"mixer.conv": _conv_form, "mixer.a_log": lambda spec, shape: GgufForm(shape, decayed)},
+    forms={"mixer.conv": conv_form, "mixer.a_log": lambda spec, shape: GgufForm(shape, decayed)},
     parts=("mixers", "delta", "output_gate"),
     mixture=GgufMixture(True),
     refined=True,
@@ -149,12 +137,12 @@ _DELTA = GgufArchitecture(
 )
 _TURNED: dict[str, Callable[[DecoderSpec, Shape], GgufForm]] = {
     "attn_qkv.weight": _read_form,
-    "attn_gate.weight": _gate_form,
+    "attn_gate.weight": lambda spec, shape: GgufForm(shape, parts=_by_turns(_sizes(spec), _sizes(spec).value_size)),
     "ssm_beta.weight": _head_form,
     "ssm_alpha.weight": _head_form,
     "mixer.conv": _read_form,
     "mixer.dt_bias": _head_form,
-    "mixer.a_log": _decay_form,
+    "mixer.a_log": lambda spec, shape: GgufForm(shape, decayed, parts=_by_turns(_sizes(spec), 1)),
     "mixer.out": _out_form,
 }
 _QWEN35 = dataclasses.replace(_DELTA, name="qwen35", mixture=None, forms=_TURNED, keys=_turned_keys)
@@ -167,7 +155,7 @@ _LFM = GgufArchitecture(
         "mixer.conv": ("shortconv.conv.weight",),
         "mixer.out": ("shortconv.out_proj.weight",),
     },
-    forms={"mixer.conv": _conv_form},
+    forms={"mixer.conv": conv_form},
     parts=("mixers", "conv"),
     mixed_heads=True,
     keys=_lfm_keys,

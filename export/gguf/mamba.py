@@ -40,14 +40,15 @@ def decayed(rows: Floats) -> Floats:  # (heads,) -> (heads,)
     return -np.exp(rows)
 
 
-def _column(spec: DecoderSpec, shape: Shape) -> GgufForm:
-    return GgufForm((*shape, 1))
+def conv_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
+    """One row of weights per channel."""
+    return GgufForm((shape[0], shape[2]))
 
 
 _FORMS = {
-    "mixer.conv": lambda spec, shape: GgufForm((shape[0], shape[2])),
+    "mixer.conv": conv_form,
     "mixer.a_log": lambda spec, shape: GgufForm((*shape, 1), decayed),
-    "mixer.d": _column,
+    "mixer.d": lambda spec, shape: GgufForm((*shape, 1)),
     "mixer.norm": lambda spec, shape: GgufForm((_sizes(spec).groups, shape[0] // _sizes(spec).groups)),
 }
 

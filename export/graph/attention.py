@@ -153,7 +153,6 @@ class PagedLayer:
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:
-        """The attributes of a decoder's layer."""
         rope, heads, latent = spec.rope_of(layer), spec.heads(layer), spec.latent
         return cls(
             num_heads=heads.heads,

@@ -105,7 +105,6 @@ class GraphBuilder:
 
     @staticmethod
     def type(dtype: str) -> int:
-        """ONNX's number of a type."""
         return int(_TYPES[dtype])
 
     def op(self, op_type: str, inputs: Sequence[str], output: str, *, domain: str = "", **attributes: Any) -> str:

@@ -151,7 +151,6 @@ class Operators:
         return graph.op("Add", [product, bias], result)
 
     def _bias(self, graph: GraphBuilder, name: str) -> str:
-        """The initializer of a matrix's bias; empty where it has none."""
         return self.vector(graph, f"{name}_bias")
 
     def _table(self, entry: TensorEntry) -> str:
@@ -270,7 +269,6 @@ class Experts:
 
     @property
     def into(self) -> str:
-        """The first matrix's part."""
         return "gate_up" if self.moe.gated else "up"
 
     def entry(self, expert: int, part: str) -> TensorEntry:

@@ -72,7 +72,6 @@ class DflashOptions(KindOptions["DflashTask"]):
         require(self.length >= 2 * self.block, "length", self.length, f"{2 * self.block} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> DflashTask:
-        """A drafter of the sizes of the target's layers."""
         config = target.config.get_text_config()
         layers = config.num_hidden_layers
         shallow = tuple(sorted({0, (layers - 2) // 2, layers - 2}))
@@ -152,7 +151,6 @@ class DflashTask(ModuleTask):
 
     @torch.no_grad()
     def figures(self, validation: TokenFile) -> dict[str, float]:
-        """See `by_place`."""
         block = self.shape.block
         right, reached = np.zeros(block - 1), np.zeros(block - 1)
         for batch in self._windows(validation):
@@ -170,7 +168,6 @@ class DflashTask(ModuleTask):
         return by_place(right, reached)
 
     def save(self, folder: Path) -> None:
-        """Writes the drafter in its published layout."""
         shape = self.shape
         config = common_config(shape, _EPS) | {
             "architectures": ["DFlashDraftModel"],

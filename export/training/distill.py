@@ -74,7 +74,6 @@ class DistillOptions:
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
 
     def training(self, steps: int, seed: int | None = None) -> TrainOptions:
-        """The trainer's options for a number of steps."""
         return TrainOptions(
             steps,
             self.learning_rate,
@@ -110,12 +109,10 @@ class DistillTask(ABC):
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        """Digests of target and text, and the settings."""
         digests = {"target": self._target.digest, "sources": [tokens.digest for tokens in self._sources]}
         return digests | {"rows": self._options.rows, "length": self._options.length} | dict(self._settings)
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All parameters of the module."""
         return dict(self.module.named_parameters())
 
     @abstractmethod
@@ -166,7 +163,6 @@ class Distilled(Generic[T]):
     prompts: Sequence[NDArray[np.int64]]
 
     def facts(self) -> dict[str, Any]:
-        """The facts of a report."""
         return {
             "before": self.before,
             "after": self.after,

@@ -85,7 +85,6 @@ class StudentSize:
 
     @classmethod
     def parse(cls, text: str) -> StudentSize:
-        """Width and layers, as 128x1."""
         width, _, layers = text.partition("x")
         if not (width.isdecimal() and layers.isdecimal()):
             raise UsageError(f"{text!r} is not a drafter size.", "Write width and layers like 128x1.")
@@ -317,7 +316,6 @@ class _StudentTask:
         self.configuration = data | {"rows": options.rows, "size": asdict(options.size), "nested": options.nested}
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All parameters of the student."""
         return dict(self._student.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
@@ -362,7 +360,6 @@ class DrafterTraining:
     prompts: Sequence[NDArray[Any]]
 
     def facts(self) -> dict[str, Any]:
-        """The facts of a report."""
         curves = {"reading": self.reading.losses, "distilling": self.distilling.losses}
         stages = {"untrained": self.untrained, "after_reading": self.read, "after_distilling": self.distilled}
         stages |= {f"after_{depth}_layers": each for depth, each in self.depths.items()}

@@ -61,7 +61,6 @@ class EagleOptions(KindOptions["EagleTask"]):
         require(self.length >= 2 * self.depth, "length", self.length, f"{2 * self.depth} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> EagleTask:
-        """A head of the sizes of the target's layers."""
         sizes = sizes_like(target)
         taps = _default_taps(target.config.get_text_config().num_hidden_layers)
         shape = HeadShape(**sizes, drafted=drafted_tokens(self.tokens, sizes["vocabulary"]), taps=taps)
@@ -101,7 +100,6 @@ class EagleTask(ChainTask):
         self.module = self._draw(lambda: EagleHead(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        """Writes the head in its published layout."""
         config = common_config(self.shape, _EPS) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",

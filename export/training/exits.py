@@ -66,7 +66,6 @@ class ExitsOptions:
         self.training()
 
     def training(self) -> TrainOptions:
-        """The trainer's options."""
         warmup = min(30, max(1, self.steps // 10))
         return TrainOptions(
             self.steps,
@@ -98,7 +97,6 @@ class ExitsTraining:
     seconds: float
 
     def facts(self) -> dict[str, Any]:
-        """The facts of a report."""
         facts = {name: value for name, value in asdict(self).items() if name != "trained"}
         losses = list(self.trained.losses)
         steps = {"steps": len(losses), "resumed_at": self.trained.resumed_at}
@@ -149,7 +147,6 @@ class ExitsTask:
         self.configuration |= {"probabilities": taught.digest, "target": target}
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All parameters of the model."""
         return dict(self._model.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:

@@ -58,23 +58,17 @@ class HeadsOptions(KindOptions["HeadsTask"]):
 
 @dataclass(frozen=True)
 class MedusaOptions(HeadsOptions):
-    """How Medusa's heads are trained."""
-
     kind = "medusa"
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> MedusaTask:
-        """Untrained heads."""
         return MedusaTask(target, sources, self)
 
 
 @dataclass(frozen=True)
 class HydraOptions(HeadsOptions):
-    """How Hydra's heads are trained."""
-
     kind = "hydra"
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> HydraTask:
-        """Untrained heads."""
         return HydraTask(target, sources, self)
 
 
@@ -135,7 +129,6 @@ class HeadsTask(DistillTask):
         return total / weights
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
-        """The trained heads as a bundle stores them."""
         return Heads(self.kind, self._arrays(), notes)
 
     @torch.no_grad()

@@ -63,7 +63,6 @@ class HydraPlusOptions(KindOptions["HydraPlusTask"]):
         require(self.length >= 2 * self.count, "length", self.length, f"{2 * self.count} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> HydraPlusTask:
-        """A module whose prefix layer has the sizes of the target's layers."""
         sizes = sizes_like(target)
         shape = HydraShape(
             **sizes,
@@ -108,7 +107,6 @@ class HydraPlusTask(ChainTask):
         self.module = self._draw(lambda: HydraModule(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        """Writes the module in its published layout."""
         config = common_config(self.shape, self.shape.eps) | {
             "architectures": ["HydraPlusPlusModel"],
             "model_type": "llama",

@@ -71,12 +71,10 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """Its configuration in transformers."""
         return self.model.config
 
     @property
     def device(self) -> torch.device:
-        """Its device."""
         device: torch.device = self.model.device
         return device
 

@@ -52,7 +52,6 @@ class ModuleShape:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The sizes as JSON."""
         fields = asdict(self).items()
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
 
@@ -144,8 +143,6 @@ class ModuleLayer(torch.nn.Module):
 
 
 class _GatedMLP(torch.nn.Module):
-    """The MLP of Llama and Qwen3."""
-
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.gate_proj = torch.nn.Linear(width, inner, bias=False)
@@ -210,7 +207,6 @@ class ModuleTask(DistillTask):
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        """Digests, settings and sizes."""
         return dict(super().configuration) | self.shape.facts
 
     @abstractmethod
@@ -312,7 +308,6 @@ class ChainTask(ModuleTask):
 
     @torch.no_grad()
     def figures(self, validation: TokenFile) -> dict[str, float]:
-        """See `by_place`."""
         right, reached = np.zeros(self._places), np.zeros(self._places)
         for batch in self._windows(validation):
             taught = self._read(batch)

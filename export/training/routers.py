@@ -50,7 +50,6 @@ class RoutersOptions(KindOptions["RoutersTask"]):
         require(0 < self.keep <= 1, "keep", self.keep, "above 0 and at most 1")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> RoutersTask:
-        """Untrained routers."""
         return RoutersTask(target, sources, self)
 
 
@@ -71,7 +70,6 @@ class RoutersTask(DistillTask):
             self._scale = self.run(torch.from_numpy(sources[0].windows(options.length, _SCALED)).to(device))[3]
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The parameters of all routers."""
         return {"weight": self._weight, "bias": self._bias}
 
     def loss(self, step: int) -> torch.Tensor:
@@ -109,7 +107,6 @@ class RoutersTask(DistillTask):
         return lost, torch.stack(soft, 1), torch.stack(hard, 1), torch.stack(lengths)
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
-        """The trained routers as a bundle stores them."""
         weight = (self._weight / self._scale[:, None]).detach().cpu().numpy()
         return Heads("routers", {"weight": weight, "bias": self._bias.detach().cpu().numpy()}, notes)
 

@@ -147,11 +147,9 @@ class TorchReplier:
 
     @property
     def context(self) -> int:
-        """Most tokens of a prompt and its reply."""
         return int(self.target.config.max_position_embeddings)
 
     def replies(self, prompts: Sequence[Ints], temperatures: Sequence[float], most: int, seed: int) -> list[list[int]]:
-        """As `Replier.replies`."""
         generator = torch.Generator().manual_seed(seed)
         room = self.context - max(map(len, prompts))
         return _Replies(self.target, prompts, torch.tensor(temperatures), generator).draw(min(most, room))

@@ -27,6 +27,8 @@ from edgeinfer.results import Progress
 DEVICES = ("auto", "cpu", "cuda")
 _STATE = "training.safetensors"
 _ANOTHER = "Give another working folder, or remove this one to start again."
+# The options that the result depends on; a training resumes only with the same ones.
+_DECISIVE = ("steps", "learning_rate", "weight_decay", "warmup", "clip", "seed")
 _BETAS = (0.9, 0.95)
 _EPSILON = 1e-8
 # The optimizer's tensors of a parameter; "step" counts its own, as not every step reaches every parameter.
@@ -72,12 +74,6 @@ class TrainOptions:
         """The learning rate of a step, counted from 0."""
         rising = min(1.0, (step + 1) / max(1, self.warmup))
         return self.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / self.steps))
-
-    @property
-    def decisive(self) -> dict[str, Any]:
-        """The options that the result depends on; a training resumes only with the same ones."""
-        names = ("steps", "learning_rate", "weight_decay", "warmup", "clip", "seed")
-        return {name: getattr(self, name) for name in names}
 
 
 class Task(Protocol):
@@ -154,14 +150,14 @@ class Trainer:
             [group for group in groups if group["params"]], lr=options.learning_rate, betas=_BETAS, eps=_EPSILON
         )
         self._losses: list[float] = []
-        self._configuration = {"task": task.name} | dict(task.configuration) | options.decisive
+        self._configuration = {"task": task.name} | dict(task.configuration)
+        self._configuration |= {name: getattr(options, name) for name in _DECISIVE}
         if folder is not None and (folder / _STATE).exists():
             self._load(folder / _STATE)
         self._resumed_at = len(self._losses)
 
     @property
     def step(self) -> int:
-        """Number of finished steps."""
         return len(self._losses)
 
     def run(self, progress: Progress | None = None, until: int | None = None) -> Trained:
@@ -242,7 +238,6 @@ class Trainer:
         self._losses = losses
 
     def _require_same(self, folder: Path, saved: Mapping[str, Any]) -> None:
-        """Refuses to resume a training with another configuration."""
         now = json.loads(json.dumps(self._configuration))
         names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
         if names:

@@ -45,7 +45,7 @@ def write_weights(
     progress: Progress | None = None,
 ) -> None:
     """Writes all tensors as planned."""
-    if plan.text is not None and plan.is_calibrated:
+    if plan.text is not None and any(plan.quant.schemes.values()):
         write_calibrated(file, spec, tensors, entries, plan.quant, plan.text.texts, progress)
     else:
         write_plain(file, tensors, entries, plan.quant, progress)

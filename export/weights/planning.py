@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
 from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
-from edgeinfer.bundle.tables import Outline
+from edgeinfer.bundle.tables import Outline, is_looked_up
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -38,10 +38,6 @@ class WeightPlan:
 
     quant: QuantPlan
     text: CalibrationText | None
-
-    @property
-    def is_calibrated(self) -> bool:
-        return self.text is not None and any(self.quant.schemes.values())
 
     def record(self) -> PlanRecord:
         """The plan for the manifest."""
@@ -115,8 +111,9 @@ FloatRows = Callable[[int, int], NDArray[np.float32]]
 
 def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
     if scheme is None:
+        vocabulary = plan.name == "head" or is_looked_up(plan.name)
         # Linear layers are stored as MatMul takes them; vocabulary matrices by rows, which the embedding gathers.
-        return Outline(plan.name, plan.shape, transposed=len(plan.shape) == 2 and not plan.is_vocabulary)
+        return Outline(plan.name, plan.shape, transposed=len(plan.shape) == 2 and not vocabulary)
     return Outline(plan.name, plan.shape, _shape(plan.name, plan.shape, scheme))
 
 
