@@ -26,6 +26,7 @@ from edgeinfer.errors import BackendError, ContextLengthError, ModelError, UserE
 from edgeinfer.options.reply import GenerationConfig
 from tests.cli import handling
 from tests.fakes import FakeStream
+from tests.tables import each_row
 from tests.tools.terminal_pictures import PICTURES, draw
 
 
@@ -152,14 +153,10 @@ def test_pasted_lines_are_one_message(model: FakeModel) -> None:
     assert model.log[1:] == [("stream", "/show\n  of two lines", {"seed": 1})]
 
 
-@pytest.mark.parametrize("line", ["/nope", "/save", "/load", "fail"])
-def test_a_mistake_does_not_end_the_chat_of_a_person(model: FakeModel, line: str) -> None:
+@each_row("line", ["/nope", "/save", "/load", "fail"])
+def test_a_mistake_ends_the_chat_of_a_script_and_not_of_a_person(model: FakeModel, line: str) -> None:
     assert "error: " in (said := talk(model, line, "hello"))
     assert "You said hello" in said
-
-
-@pytest.mark.parametrize("line", ["/nope", "/save", "/load", "fail"])
-def test_a_mistake_ends_the_chat_of_a_script(model: FakeModel, line: str) -> None:
     with pytest.raises(UserError):
         talk(model, line, "hello", interactive=False)
 

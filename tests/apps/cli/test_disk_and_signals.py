@@ -99,12 +99,6 @@ def with_mount(folder: Path, options: str, script: str) -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    script = f'folder=$1; shift; "$@" export {checkpoint} $folder/out --bits 32; code=$?; ls -A $folder; exit $code'
-    refuses(5, "The disk is full", with_mount(tmp_path, "size=300k", script))
-
-
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_bundle(checkpoint: Path, good_bundle: Path, tmp_path: Path) -> None:
     script = (
         f'folder=$1; shift; cp -r {good_bundle} $folder/out; "$@" export {checkpoint} $folder/out --bits 32 --force;'

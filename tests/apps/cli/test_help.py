@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
-from edgeinfer.apps.cli.options import GENERATION, LOADING
 from edgeinfer.apps.cli.parser import Parser, help_text, usage
-from edgeinfer.options import ConfigOption, options_of
+from edgeinfer.options import options_of
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.reply import GenerationConfig
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
@@ -102,21 +101,6 @@ def test_help_of_chats_tells_what_they_sample_at(capsys: pytest.CaptureFixture[s
         told = " ".join(capsys.readouterr().out.split())
         for text, value in zip(texts, ("0.7", "0.9"), strict=False):
             assert f"{text} (default: {value}, or the model's)" in told
-
-
-def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
-    run = next(parser for parser in parsers if parser.prog == "edgeinfer run")
-    for name in (*LOADING, *GENERATION):
-        declared: ConfigOption = DECLARED[name]
-        dashed = name.replace("_", "-")
-        # One text for each --choice, and --choices for a file of them.
-        others = {"choices": {"--choice"}, "adapters": {"--lora"}}  # the latter is llama.cpp's
-        others["method_options"] = {"--method-option"}
-        expected = {f"--{dashed}", f"--no-{dashed}"} | others.get(name, set())
-        long = [flag for flag in declared.flags if flag.startswith("--")]
-        assert len(long) == 1 and long[0] in expected, declared.flags
-        for flag in declared.flags:
-            assert run._option_string_actions[flag].dest == name
 
 
 def test_every_option_of_a_reply_has_a_flag() -> None:

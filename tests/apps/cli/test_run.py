@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import signal
@@ -212,12 +211,6 @@ def test_prompt_from_a_file(model: FakeModel, tmp_path: Path) -> None:
     assert model.prompts[0][0] == "Zwölf\n"
 
 
-def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("día".encode()), encoding="ascii"))
-    assert main(["run", "-f", "-"]) == 0
-    assert model.prompts[0][0] == "día"
-
-
 def test_what_is_piped_in_is_the_prompt_or_stands_behind_it(model: FakeModel, tmp_path: Path) -> None:
     file, schema = tmp_path / "file.txt", '{"type": "object"}'
     file.write_text("From a file.")
@@ -290,13 +283,6 @@ def test_bad_usage_is_one_line_and_2(
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert model.loaded is None
-
-
-def test_prompt_file_that_is_not_utf8(model: FakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "latin1.txt"
-    file.write_bytes(b"caf\xe9")
-    assert main(["run", "-f", str(file)]) == 2
-    assert "not UTF-8 text (byte 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

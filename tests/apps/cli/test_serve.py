@@ -81,29 +81,18 @@ def serve(*arguments: str | Path) -> Iterator[tuple[str, Client]]:
     assert out.said.get(timeout=TIME_LIMIT) == ""
 
 
-def check_clean_end(number: int) -> None:
-    process = start("serve", "--port", "0", *SMALL)
-    assert process.stdout is not None
-    with process:
+@needs_builtin
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_one_line_when_it_is_ready_and_a_clean_end(number: int) -> None:
+    with start("serve", "--port", "0", *SMALL) as process:
+        assert process.stdout is not None
         line = process.stdout.readline().decode()
         url = next(word for word in line.split() if word.startswith("http://127.0.0.1:"))
         assert line.startswith("tales is served at ")
         assert httpx.get(f"{url}/health", timeout=TIME_LIMIT).json() == {"status": "ok"}
         process.send_signal(number)
         rest, _ = process.communicate(timeout=TIME_LIMIT)
-        assert process.returncode == 0
-        assert rest == b""
-
-
-@needs_builtin
-def test_one_line_when_it_is_ready_and_a_clean_end() -> None:
-    check_clean_end(signal.SIGINT)
-
-
-@needs_builtin
-@pytest.mark.slow
-def test_a_clean_end_when_it_is_told_to_stop() -> None:
-    check_clean_end(signal.SIGTERM)
+        assert (process.returncode, rest) == (0, b"")
 
 
 @needs_builtin
@@ -169,13 +158,6 @@ def test_what_is_refused(
 @needs_builtin
 def test_a_budget_that_is_too_small() -> None:
     refuses(4, "20.0 MB", edgeinfer("serve", "--port", "0", *SMALL, "--memory", "20MB"))
-
-
-@each_row("text", ["", "\n", "short", "two words here"])
-def test_keys_that_cannot_be_used(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "key"
-    file.write_text(text)
-    refuses(2, "key", edgeinfer("serve", "--port", "0", "--api-key-file", file))
 
 
 @needs_builtin

@@ -117,24 +117,6 @@ def test_a_chat_with_drafts(capsys: Capture, small_bundle: Path, monkeypatch: py
     assert replies[0] and len(set(replies)) == 1
 
 
-# Planning.
-
-
-def plan_json(capsys: Capture, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(run(capsys, "plan", "--json", *arguments, code=code))
-    return data
-
-
-def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -> None:
-    for options in ("--speculation copy", "--draft-max 15"):
-        plan = plan_json(capsys, "-m", small_bundle, "--memory", "1MB", *options.split(), code=4)
-        assert plan["terms"]["drafting"] > 0
-    plan = plan_json(capsys, "-m", small_bundle, "--memory", "1MB", code=4)
-    assert plan["planned_bytes"] == plan["minimum_bytes"] == min(way["planned_bytes"] for way in plan["alternatives"])
-    done = edgeinfer("run", "-m", small_bundle, "-p", "Once", "--memory", "1MB", "--speculation", "copy")
-    refuses(4, "The model needs", done)
-
-
 # Tuning.
 
 

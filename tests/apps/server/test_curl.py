@@ -124,6 +124,8 @@ def test_wrong_tokens(server: Local) -> None:
             answer = server.post(path, body)
             assert answer.status_code == 400, body
             assert answer.json()["error"]["param"]
+    answer = server.post("/detokenize", {"tokens": [5, 10**6]})
+    assert answer.status_code == 400 and "1000000" in answer.json()["error"]["message"]
 
 
 def test_head_and_options(server: Local) -> None:

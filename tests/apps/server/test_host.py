@@ -289,15 +289,6 @@ def test_room_for_turns_keeps_to_the_budget() -> None:
     hosted(work, memory=for_one.planned_bytes + 3 * for_one.terms["kv"])
 
 
-def test_numbers_of_replies() -> None:
-    async def work() -> None:
-        for options in ({"parallel": 0}, {"queue": 0}):
-            with pytest.raises(UsageError, match="1 or more"):
-                ModelHost(**options)
-
-    asyncio.run(work())
-
-
 @needs_builtin
 @pytest.mark.slow
 def test_a_budget_keeps_room_for_replies_by_a_schema_where_there_is_some() -> None:

@@ -91,18 +91,6 @@ def test_ollama(server: Local, expected: str) -> None:
     assert running["name"] == listed["name"] and running["expires_at"] > "2100"
 
 
-def test_ollama_s_calls_are_answered(server: Local) -> None:
-    call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    talk = [
-        *MESSAGES,
-        {"role": "assistant", "content": "", "tool_calls": [call, call]},
-        {"role": "tool", "tool_name": "weather", "content": "sunny"},
-        {"role": "tool", "content": "rainy"},
-    ]
-    body = {"model": "small", "messages": talk, "tools": [FUNCTION], "stream": False, "options": {"num_predict": 4}}
-    assert ok(server.post("/api/chat", body))["message"]["content"]
-
-
 def test_a_tool_beyond_the_engine_is_loosened_in_every_protocol(server: Local) -> None:
     """One of several tools, whole and streamed; a strict one is refused by name."""
     tags = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
@@ -324,8 +312,3 @@ def test_no_limit_of_tokens(server: Local) -> None:
     for path, value in (("/v1/messages", -1), ("/v1/chat/completions", -1.5)):
         refused = server.post(path, {"messages": MESSAGES, "max_tokens": value})
         assert refused.status_code == 400 and "out of range" in refused.text
-
-
-def test_ids_that_are_no_tokens_have_no_text(server: Local) -> None:
-    refused = server.post("/detokenize", {"tokens": [5, 10**6]})
-    assert refused.status_code == 400 and "1000000" in refused.json()["error"]["message"]
