@@ -170,7 +170,7 @@ class ContextModel:
             parts.engine.use_adapter(adapter)
             reader = _Reader(parts, prefix, adapter, progress)
             rows = reader.read_all(list(zip(self.contexts, texts, strict=True)))
-            reader.finish()
+            parts.engine.restart()
             edited = sum(each.edits > 0 for each in rows)
             lossless = len(rows) == 1 and not edited and self._temperature == 1
             tokens = sum(map(len, texts))
@@ -255,9 +255,6 @@ class _Reader:
                 raise
             _log.warning("The rows of %s cannot be kept: %s", context.path, error.message)
         return RowsInMemory.of(tokens, rows, edits)
-
-    def finish(self) -> None:
-        self._engine.restart()
 
     def _kept(self, context: Context) -> tuple[Path | None, KeptRows | None]:
         """The path for the rows of a context, and the rows that it holds."""

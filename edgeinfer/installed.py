@@ -107,7 +107,8 @@ def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int
         ModelError: there is no such model, or edgeinfer did not put it there.
         StorageError: its files cannot be removed.
     """
-    wanted = _hub_names(name)
+    short = hub.catalog_model(name)
+    wanted = {name.casefold()} if short is None else {name.casefold(), short.repo.casefold()}
     here = hub.places()
     places = [place for place in here if place.name.casefold() in wanted or str(place.path) == name]
     if not places:
@@ -127,7 +128,10 @@ def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int
             raise UsageError(message, f"Delete {place.path} yourself if you want to.")
     if confirm is not None and not confirm():
         return 0
-    return sum(_remove(place) for place in places) + sum(hub.remove_cached(model) for model in cached)
+    freed = 0
+    for each in (*(file for place in places for file in place.files), *cached):
+        freed += hub.remove_cached(each) if isinstance(each, hub.CachedModel) else hub.remove_converted(each)
+    return freed
 
 
 def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
@@ -152,19 +156,6 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
         last_used=None if used is None else datetime.fromtimestamp(used, UTC),
         error=error,
     )
-
-
-def _hub_names(name: str) -> set[str]:
-    """The lower-case names that a name may mean: itself, and the hub's name of a short one."""
-    short = hub.catalog_model(name)
-    return {name.casefold()} if short is None else {name.casefold(), short.repo.casefold()}
-
-
-def _remove(place: hub.Place) -> int:
-    freed = 0
-    for each in place.files:
-        freed += hub.remove_cached(each) if isinstance(each, hub.CachedModel) else hub.remove_converted(each)
-    return freed
 
 
 @dataclass(frozen=True)

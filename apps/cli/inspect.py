@@ -269,8 +269,8 @@ def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
 def _gguf_facts(gguf: GgufFile, *, with_tensors: bool) -> dict[str, Any]:
     """Facts for JSON; arrays are cut."""
     facts: dict[str, Any] = {
-        "version": gguf.version,
-        "alignment": gguf.alignment,
+        "version": gguf.splits[0].version,
+        "alignment": gguf.splits[0].alignment,
         "files": [str(split.path) for split in gguf.splits],
         "fingerprint": gguf.fingerprint,
         "metadata": {key: _as_json(value) for key, value in gguf.metadata.items()},

@@ -37,7 +37,8 @@ PAGE_BYTES = 4096
 LINE_BYTES = 64
 
 
-_UNNAMED = operator.attrgetter(*({each.name for each in dataclasses.fields(TensorEntry)} - {"name", "modules"}))
+# Everything that two tensors of the same bytes share.
+_of_bytes = operator.attrgetter(*({each.name for each in dataclasses.fields(TensorEntry)} - {"name", "modules"}))
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def tensors_in(manifest: Manifest, layout: Layout) -> tuple[TensorEntry, ...]:
 def _outlines(tensors: Iterable[TensorEntry]) -> Iterator[Outline]:
     owners: dict[tuple[object, ...], str] = {}
     for tensor in tensors:
-        owner = owners.setdefault(_unnamed(tensor), tensor.name)
+        owner = owners.setdefault(_of_bytes(tensor), tensor.name)
         quantized = tensor.quantized if tensor.bits < 32 else None
         shares = owner if owner != tensor.name else ""
         yield Outline(tensor.name, tensor.shape, quantized, tensor.transposed, shares)
@@ -184,13 +185,8 @@ def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
     """The tensors with bytes of their own: not a head that is the embedding."""
     owners: dict[tuple[object, ...], TensorEntry] = {}
     for tensor in tensors:
-        owners.setdefault(_unnamed(tensor), tensor)
+        owners.setdefault(_of_bytes(tensor), tensor)
     return list(owners.values())
-
-
-def _unnamed(tensor: TensorEntry) -> tuple[object, ...]:
-    """Everything that two tensors of the same bytes share."""
-    return _UNNAMED(tensor)
 
 
 def is_looked_up(name: str) -> bool:

@@ -74,18 +74,14 @@ class DecoderSizes:
         )
 
     @property
-    def vocabulary_parameters(self) -> int:
-        """Parameters of embedding and output layer."""
-        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-
-    @property
     def parameters(self) -> int:
         """Parameters of all matrices; norms and biases are left out."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         mlp = 3 * self.hidden_size * (self.intermediate_size * max(self.experts, 1) + self.shared)
         router = self.hidden_size * self.experts
         layer = self.hidden_size * self.head_dim * heads + mlp + router
-        return layer * self.num_hidden_layers + self.vocabulary_parameters
+        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return layer * self.num_hidden_layers + vocabulary
 
     def weight_bytes(self, bits: int) -> int:
         """Bytes of the converted model's weights."""

@@ -65,14 +65,9 @@ class HubName:
         return self.repo_id if self.tag is None else f"{self.repo_id}:{self.tag}"
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name has the form ORG/NAME."""
-    return _HUB_ID.fullmatch(name) is not None
-
-
 def parse_name(model: str) -> HubName | None:
     """Takes a hub name apart; None for other names."""
-    if is_hub_id(model):
+    if _HUB_ID.fullmatch(model) is not None:
         return HubName(model)
     match = _TAGGED.fullmatch(model)
     if match is None:

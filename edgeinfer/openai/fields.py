@@ -193,17 +193,14 @@ class Fields:
 
     def leave_out(self, name: str) -> None:
         if len(self.ignored) < _MOST_NAMED:
-            self.ignored.append(ignored_name(self._where + name))
+            shortened = (self._where + name)[:_LONGEST_NAME]
+            # Only what fits into answers and headers.
+            self.ignored.append(re.sub(r"[^\w.\[\]() -]", "?", shortened, flags=re.ASCII))
             self.ignored.sort()
 
     def _pop(self, name: str) -> Any:
         self._followed.add(name)
         return self._left.pop(name, None)
-
-
-def ignored_name(name: str) -> str:
-    """A name from a request in a form that fits into answers and headers."""
-    return re.sub(r"[^\w.\[\]() -]", "?", name[:_LONGEST_NAME], flags=re.ASCII)
 
 
 def _misspelt(name: str, known: set[str]) -> str | None:

@@ -165,7 +165,8 @@ class _Alternative:
         if other.listed is None:
             return False
         certain = (self.required | other.required) & self.listed.keys() & other.listed.keys()
-        return any(_differ(self.listed[name], other.listed[name]) for name in certain)
+        pairs = ((self.listed[name], other.listed[name]) for name in certain)
+        return any(one and two and not any(value in two for value in one) for one, two in pairs)
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -178,10 +179,6 @@ def _values(schema: Any) -> list[Any]:
     if not isinstance(schema, Mapping):
         return []
     return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
-
-
-def _differ(one: list[Any], two: list[Any]) -> bool:
-    return bool(one and two) and not any(value in two for value in one)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -188,7 +188,8 @@ def calls_grammar(
     if content is not None:
         return "\n".join([f"start: content | {marker} {calls}", f"content: {json_rule(content)}", *rules])
     if not form.anywhere:
-        free = f"TEXT: {_ANY} & ~/{_escaped(form.marker)}(?s:.*)/"
+        escaped = re.escape(form.marker).replace("/", r"\/")
+        free = f"TEXT: {_ANY} & ~/{escaped}(?s:.*)/"
         return "\n".join([f"start: TEXT | {marker} {calls}", free, *rules])
     if marker_id is not None:
         return "\n".join([f"start: TEXT | TEXT {marker} {calls}", f"TEXT: {_ANY}", *rules])
@@ -208,10 +209,6 @@ def _call_rules(form: ToolFormat, choice: ToolChoice) -> list[str]:
 
 def _alternatives(heads: Sequence[str], tail: str) -> str:
     return " | ".join(f"{json.dumps(head)} args_{i} {json.dumps(tail)}" for i, head in enumerate(heads))
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
 
 
 def conversation(messages: Sequence[Message], dialect: Dialect, functions: Sequence[ToolFunction]) -> list[Message]:

@@ -367,16 +367,12 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
             message = f"{engine} runs this model, and takes no adapters."
             raise UsageError(message, "Load a bundle where the native kernel works, or leave the adapters out.")
 
-    def refuse_gpu_layers(self, engine: str) -> None:
-        """Refuse layers on a graphics processor where the engine does not divide the model."""
-        if self.gpu_layers not in (None, 0):
-            message = f"{engine} runs this model, which does not divide it between processors."
-            raise UsageError(message, "Leave " + Setting("gpu_layers") + " out, or load a GGUF file.")
-
-    def refuse_rpc(self, engine: str) -> None:
-        if self.rpc is not None:
-            message = f"{engine} runs this model, which does not divide it between machines."
-            raise UsageError(message, "Leave " + Setting("rpc") + " out, or load a GGUF file.")
+    def refuse_division(self, engine: str) -> None:
+        """Refuse to divide the model between processors or machines, which the engine cannot do."""
+        for name, among, usual in (("gpu_layers", "processors", (None, 0)), ("rpc", "machines", (None,))):
+            if getattr(self, name) not in usual:
+                message = f"{engine} runs this model, which does not divide it between {among}."
+                raise UsageError(message, "Leave " + Setting(name) + " out, or load a GGUF file.")
 
     def _check_adapters(self) -> None:
         given = self.adapters

@@ -90,16 +90,16 @@ def _work(run: _Run) -> Path:
     job = run.job
     if job.directory:
         source = CheckpointSource.of_directory(Path(job.directory))
-        return _convert(run, source, _Origin(source.revision(), Path(job.directory)))
+        return _convert(run, source, source.revision(), Path(job.directory))
     name = parse_name(job.name)
     if name is None:
         raise InternalError(f"{job.name!r} is no name of the hub.", "Write it as OWNER/NAME.")
     cached = None if job.refresh or name.tag is not None else cached_snapshot(name.repo_id)
     if cached is not None and not is_bundle(cached):
-        return _convert(run, CheckpointSource(name.repo_id), _Origin(cached.name, cached))
+        return _convert(run, CheckpointSource(name.repo_id), cached.name, cached)
     found = look_up(name.repo_id, job.revision)
     if found.kind == "checkpoint":
-        return _convert(run, CheckpointSource(name.repo_id), _Origin(found.commit, None, found))
+        return _convert(run, CheckpointSource(name.repo_id), found.commit, None, found)
     wanted = job.name
     if found.kind == "gguf":
         require_gguf(wanted)
@@ -110,33 +110,22 @@ def _work(run: _Run) -> Path:
     return _pull(run, wanted, found, size)
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Where a checkpoint comes from.
-
-    Attributes:
-        folder: that it is in already; None where it is in the repository.
-    """
-
-    revision: str
-    folder: Path | None
-    repository: Repository | None = None
-
-
-def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
-    job, revision = run.job, origin.revision
+def _convert(
+    run: _Run, source: CheckpointSource, revision: str, folder: Path | None, found: Repository | None = None
+) -> Path:
+    """Converts the checkpoint in a folder, or in the repository where there is none."""
+    job = run.job
     with _locked(source, run.progress):
-        sizes = _sizes(_read_config(origin.folder or pull_config(source.name, job.revision)))
+        sizes = _sizes(_read_config(folder or pull_config(source.name, job.revision)))
         bits = job.bits or _bits(sizes, room(job.memory), run, source.name)
         done = find_converted(source, bits, revision)
         if done is not None:
             return done.path
         place = source.place(bits, revision)
-        found = origin.repository
         download = 0 if found is None else _missing_bytes(found, source.name)
         converted = sizes.weight_bytes(bits) + _SMALL_FILES_BYTES
         _require_disk(source.name, download, converted, place)
-        folder = origin.folder or _pull(run, source.name, found, download)
+        folder = folder or _pull(run, source.name, found, download)
         source.record()
         run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
         _export(run, source, folder, place, bits)

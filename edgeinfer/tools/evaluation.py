@@ -244,8 +244,9 @@ def evaluate(
         )
     bundle = _bundle(model)
     compared = None if reference is None else _bundle(reference)
-    if bundle is not None and compared is not None:
-        _check_same_tokens(bundle, compared)
+    if bundle is not None and compared is not None and (difference := vocabulary_difference(bundle, compared)):
+        message = f"{bundle.manifest.name} cannot be compared with {compared.manifest.name}: {difference}."
+        raise ModelError(message, "Choose a reference with the same tokenizer, such as the model unquantized.")
     length = context or min([_LONGEST, *(each.manifest.geometry.max_positions for each in (bundle, compared) if each)])
     plain: dict[str, Any] = {"context": length, "speculation": "off", "remember": False}
     with ExitStack() as opened:
@@ -269,13 +270,6 @@ def evaluate(
 def _bundle(model: str | Path | Predictor | None) -> Bundle | None:
     """The bundle to load; None for a loaded model."""
     return open_bundle(resolve(model)) if model is None or isinstance(model, str | Path) else None
-
-
-def _check_same_tokens(bundle: Bundle, reference: Bundle) -> None:
-    difference = vocabulary_difference(bundle, reference)
-    if difference is not None:
-        message = f"{bundle.manifest.name} cannot be compared with {reference.manifest.name}: {difference}."
-        raise ModelError(message, "Choose a reference with the same tokenizer, such as the model unquantized.")
 
 
 def _loaded(

@@ -138,7 +138,7 @@ class _Request:
             params.imatrix = self._importance = _importance_array(lib, list(importance), self._columns)
         if layers:
             params.prune_layers = self._layers = (ctypes.c_int32 * (len(layers) + 1))(*layers, -1)
-        if file.alignment != _ALIGNMENT:
+        if file.splits[0].alignment != _ALIGNMENT:
             # It lays tensors out at its default whatever the key says.
             params.kv_overrides = self._keys = (lib.llama_model_kv_override * 2)()
             key = self._keys[0]

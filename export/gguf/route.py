@@ -126,7 +126,7 @@ def shrink(
     importance = None
     if texts is not None:
         importance = gather_importance(model.spec, model.reader, texts, model.tensors, progress)
-    plan = _plan(config, model, texts, importance, written.data_offset, progress)
+    plan = _plan(config, model, texts, importance, written.splits[0].data_offset, progress)
     names = {renumbered(t.name, pruned): t.name for t in described.tensors if not _lacks(t, pruned)}
     quantize_gguf(
         source,

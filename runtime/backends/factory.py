@@ -72,8 +72,7 @@ class BackendFactory(ABC):
         return bundle.manifest.layout
 
     def device(self, config: LoadConfig) -> Device:
-        config.refuse_gpu_layers(self.engine())
-        config.refuse_rpc(self.engine())
+        config.refuse_division(self.engine())
         return choose_device(config, self.graphs)
 
     @abstractmethod

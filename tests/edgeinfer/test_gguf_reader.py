@@ -102,9 +102,9 @@ def test_tensors_are_what_was_written(written: GgufFile) -> None:
         ("experts", (4, 2, 32), "Q4_0", 144, 256),
         ("four", (4, 3, 2, 1), "BF16", 48, 24),
     ]
-    assert [t.offset - written.data_offset for t in written.tensors] == [0, 32, 256, 416]
-    assert written.data_offset % 32 == 0
-    assert written.header_bytes <= written.data_offset < written.header_bytes + 32
+    assert [t.offset - written.splits[0].data_offset for t in written.tensors] == [0, 32, 256, 416]
+    assert written.splits[0].data_offset % 32 == 0
+    assert written.splits[0].header_bytes <= written.splits[0].data_offset < written.splits[0].header_bytes + 32
     assert written.tensor_bytes == 12 + 204 + 144 + 48
     assert written.size == written.path.stat().st_size
 
@@ -113,7 +113,7 @@ def test_version_2_and_other_alignments_are_read(tmp_path: Path) -> None:
     builder = small_model(general__alignment=(UINT32, 256))
     builder.alignment, builder.version = 256, 2
     gguf = read_gguf(builder.write(tmp_path / "m.gguf"))
-    assert (gguf.version, gguf.alignment) == (2, 256)
+    assert (gguf.splits[0].version, gguf.splits[0].alignment) == (2, 256)
     assert all(tensor.offset % 256 == 0 for tensor in gguf.tensors)
 
 
@@ -124,8 +124,8 @@ def test_tensors_off_multiples_of_32_cannot_be_mapped(tmp_path: Path) -> None:
         builder = small_model(general__alignment=(UINT32, 8), general__description=(STRING, "x" * 8 * filler))
         builder.alignment = 8
         made.append(read_gguf(builder.write(tmp_path / "model.gguf")))
-    assert [gguf.mappable for gguf in made] == [not gguf.data_offset % 32 for gguf in made]
-    assert sorted(gguf.data_offset % 32 for gguf in made) == [0, 8, 16, 24]
+    assert [gguf.mappable for gguf in made] == [not gguf.splits[0].data_offset % 32 for gguf in made]
+    assert sorted(gguf.splits[0].data_offset % 32 for gguf in made) == [0, 8, 16, 24]
     fits = next(gguf for gguf in made if gguf.mappable)
     parts = dataclasses.replace(fits, tensors=fits.tensors + made[made[0].mappable].tensors)
     assert fits.mappable and not parts.mappable

@@ -197,7 +197,7 @@ def test_files_of_another_alignment_stay_readable(tmp_path: Path, llama: tuple[P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert read_gguf(tmp_path / "wide.gguf").alignment == 64
+    assert read_gguf(tmp_path / "wide.gguf").splits[0].alignment == 64
     quantize_gguf(tmp_path / "wide.gguf", tmp_path / "q.gguf", "COPY", prune_layers=[1])
     written: GgufFile = read_gguf(tmp_path / "q.gguf")
     np.testing.assert_array_equal(tensor(written.path, DOWN), tensor(llama[0], DOWN))

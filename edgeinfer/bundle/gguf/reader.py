@@ -379,24 +379,6 @@ class GgufFile:
         return self.splits[0].path
 
     @property
-    def version(self) -> int:
-        return self.splits[0].version
-
-    @property
-    def alignment(self) -> int:
-        return self.splits[0].alignment
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes up to the end of the (first) file's tensor table."""
-        return self.splits[0].header_bytes
-
-    @property
-    def data_offset(self) -> int:
-        """Where the (first) file's tensors begin."""
-        return self.splits[0].data_offset
-
-    @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(split.size for split in self.splits)

@@ -93,12 +93,12 @@ def realigned(path: Path, alignment: int) -> Path:
         head = data[:8] + struct.pack("<QQ", tensors, pairs + 2)
         head += _key("general.alignment") + struct.pack("<II", 4, alignment)
         head += _key("general.description") + struct.pack("<IQ", 8, filler) + b"x" * filler
-        head += data[24 : gguf.header_bytes]
+        head += data[24 : gguf.splits[0].header_bytes]
         head += bytes(-len(head) % alignment)
         if len(head) % 32:
             break
     target = path.with_name(f"aligned-{alignment}-{path.name}")
-    target.write_bytes(head + data[gguf.data_offset :])
+    target.write_bytes(head + data[gguf.splits[0].data_offset :])
     return target
 
 
