@@ -138,8 +138,7 @@ class ReplyThread:
             self._wake()
 
     def close(self) -> None:
-        """Cancel replies that share passes, and let the thread end after its remaining work; later work gets a new
-        thread."""
+        """Cancel replies that share passes; the thread ends after its remaining work, and later work gets a new one."""
         with self._lock:
             for production in self._sharing:
                 production.cancel()

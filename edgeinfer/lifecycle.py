@@ -400,10 +400,7 @@ def _digests(engine: Engine) -> dict[str | None, str]:
 
 
 def resume(parts: ModelParts, session: SessionFile) -> bool:
-    """Take over the rows of a session file if this model, as it runs here, would make the same; return whether it did.
-
-    Otherwise the log says why: replies only start more slowly then.
-    """
+    """Take over the rows of a session file if this model would make the same; return whether it did, or log why not."""
     if session.sampling != SAMPLING:
         _log.warning(
             "The conversation in %s was sampled by version %d: a seed now gives other text (version %d).",

@@ -156,10 +156,7 @@ def read_heads(bundle: Bundle, kind: str) -> Heads | None:
 
 
 def add_heads(path: Path, heads: Heads) -> Bundle:
-    """Puts heads into the bundle at `path`, replacing any of their kind, and opens it again.
-
-    The bundle can be opened at every moment: without these heads, or with them.
-    """
+    """Puts heads into the bundle at `path`, replacing any of their kind, and opens it again."""
     bundle = _open_folder(path)
     heads.check(bundle.manifest.geometry)
     return add_file(bundle, heads_file(heads.kind), heads.to_bytes())

@@ -206,8 +206,7 @@ class DecoderSpec:
 
     @property
     def native_only(self) -> bool:
-        """Whether only our own operators compute it: those of recurrences, latent attention, shared caches,
-        streams, and experts with GELU."""
+        """Whether only our own operators compute it: ONNX Runtime has none for some of its parts."""
         own = self.mixers or self.kv_sources or self.streams or self.sparsity or self.latent is not None
         # ONNX Runtime's gated experts have these two activations.
         return bool(own or (self.moe and self.moe.gated and self.activation not in ("silu", "swiglu_oai")))

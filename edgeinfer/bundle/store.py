@@ -83,10 +83,7 @@ class Bundle:
         return self.file(model_name(self.manifest.layout, layout))
 
     def weights_file(self, layout: Layout) -> Path:
-        """Path of the weights in a layout, where its graph looks for them.
-
-        Weights of a layout that is not stored are there only once they were converted (edgeinfer.bundle.conversion).
-        """
+        """Path of the weights in a layout, where its graph looks for them once they are converted to it."""
         return self.path / weights_name(self.manifest.layout, layout, quantized=self.quantized)
 
     @property

@@ -123,8 +123,7 @@ def _added_ids(tokens: list[dict[str, Any]], vocab: dict[str, int]) -> dict[str,
 
 
 def _is_symbol(text: str, model: dict[str, Any]) -> bool:
-    """Whether words are cut into this before anything is merged: characters, bytes for those that the vocabulary
-    lacks, and what stands for the rest."""
+    """Whether words are cut into this before merging: characters, bytes of unknown ones, and what is for the rest."""
     in_bytes = bool(model.get("byte_fallback")) and _BYTE.fullmatch(text) is not None
     return len(text) == 1 or in_bytes or text == model.get("unk_token")
 
@@ -160,8 +159,7 @@ class TokenizerTable:
         self.whole_words: bool = json.loads(notes["whole_words"])
 
     def merge(self, left: int, right: int) -> int | None:
-        """The rank of the merge of two tokens, in the bits from 32 on, and the id of the token it makes, in those
-        below; None where there is none."""
+        """The rank of the merge of two tokens, from bit 32 on, and below that the id it makes; None without one."""
         pair = left << _HALF | right
         at = bisect_left(self._pairs, pair)
         return self._merges[at] if at < len(self._pairs) and self._pairs[at] == pair else None

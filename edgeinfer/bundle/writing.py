@@ -49,10 +49,7 @@ class FileIdentity:
 
 
 def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> tuple[str, FileIdentity] | None:
-    """The sha256 of a file and its identity when it was opened; None if stopped.
-
-    Takes one buffer of memory, and releases the interpreter while it reads and computes.
-    """
+    """The sha256 of a file, read through one buffer, and its identity when it was opened; None if stopped."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file, mmap.mmap(-1, _PIECE) as room, memoryview(room) as buffer:
         identity, done = FileIdentity.of(file.fileno()), 0
@@ -78,10 +75,7 @@ def _read(file: FileIO, buffer: memoryview) -> int:
 
 
 def _behind(file: FileIO, size: int) -> Callable[[int, int], None]:
-    """What to do behind each piece: nothing, or where a file leaves no room in memory for others, let go of its pages.
-
-    Those of a smaller file stay in the system's cache, where whoever runs the model finds them.
-    """
+    """What to do after each piece: let go of its pages, where the file leaves no room in memory for others."""
     if sys.platform != "linux":
         return lambda start, count: None
     handle = file.fileno()

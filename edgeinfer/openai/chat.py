@@ -170,8 +170,7 @@ def _prompt(
 
 
 def _contexts(fields: Fields) -> tuple[Context, ...]:
-    """Texts to evaluate before the messages. Requests give names, which the server maps to texts: a name never becomes
-    a path here."""
+    """Texts to evaluate before the messages. The server maps names to texts: a name never becomes a path here."""
     given = fields.items("contexts")
     if not all(isinstance(each, Context) for each in given):
         raise fields.wrong("contexts", given, "They are names of texts that the server was started with.")

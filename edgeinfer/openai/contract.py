@@ -246,9 +246,7 @@ class Completion(Protocol):
         """Fields of the request that other servers support and that are ignored here."""
 
     def check(self, model: ChatModel[Any]) -> None:
-        """Validate the form that the reply must have, such as a JSON Schema. This may take seconds, which `start` then
-        saves. Safe from any thread.
-        """
+        """Validate the form of the reply, which may take seconds that `start` then saves. Safe from any thread."""
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Tokenize the prompts, which `start` then need not do. Call it once at most; from any thread where the model

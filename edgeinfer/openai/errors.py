@@ -74,10 +74,7 @@ def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
 
 
 def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
-    """The HTTP status of an error, and its JSON object.
-
-    An error may bring its own `status`, `code` and `param`. Details of internal failures are left out.
-    """
+    """The HTTP status of an error, which may bring its own, and its JSON object, without internal details."""
     status, code = status_and_code(error, _KINDS)
     message = _INTERNAL if status == 500 else _cut(str(error))
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

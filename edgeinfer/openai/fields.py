@@ -214,8 +214,7 @@ def _misspelt(name: str, known: set[str]) -> str | None:
 
 
 def _asked(option: str, value: Any) -> Any:
-    """A field's value in the form of its option, None where it has no effect: an empty text, or another server's
-    value for "off"."""
+    """A field's value in the form of its option; None without an effect, such as another server's value for "off"."""
     if value is None or value == "":
         return None
     declared = options_of(GenerationConfig).get(option)

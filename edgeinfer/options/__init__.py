@@ -126,31 +126,20 @@ class ConfigOption:
 def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
-    low: float | None = None,
+    low: float | None = None,  # without it, the option takes no numbers
     high: float = LARGEST_COUNT,
-    metavar: str | None = None,
+    metavar: str | None = None,  # by default N for whole numbers and X for others
     *,
-    above: bool = False,
+    above: bool = False,  # the range does not include `low`
     choices: tuple[str, ...] = (),
-    cli: bool = True,
-    flag: str = "",
-    short: str = "",
-    wire: bool | tuple[str, ...] = True,
-    factory: Any = dataclasses.MISSING,
+    cli: bool = True,  # commands offer it, as --name or, where it is on by default, as --no-name
+    flag: str = "",  # the command's long flag where it is not called like the option
+    short: str = "",  # a further flag of one letter
+    wire: bool | tuple[str, ...] = True,  # whether requests give it, or the further fields that do
+    factory: Any = dataclasses.MISSING,  # makes the default where that is mutable
     **rest: Any,
 ) -> Any:
-    """Declare a field of a configuration; `options_of` gives what was declared, `ConfigOption` says what `rest` may be.
-
-    Args:
-        low, high: its range; without `low` it takes no numbers.
-        metavar: N for whole numbers and X for others where it is left out.
-        above: the range does not include `low`.
-        cli: commands offer it, as --name or, where it is on by default, as --no-name.
-        flag: the command's long flag where it is not called like the option.
-        short: a further flag of one letter.
-        wire: whether requests give it, or the further fields that do.
-        factory: makes the default where that is mutable.
-    """
+    """Declare a field of a configuration, read by `options_of`; `ConfigOption` says what `rest` may be."""
     ends = None if low is None else (low, high, above)
     flags = (cli, flag, short)
     declared = {"help": help, "ends": ends, "choices": choices, "flags": flags, "metavar": metavar, "wire": wire}

@@ -81,9 +81,7 @@ def llama_library() -> Any:
 
 
 def logged_error() -> str:
-    """The first line that llama.cpp logged as an error since the last call, without the names of its functions; empty
-    without one. Later lines only say that each caller failed too.
-    """
+    """The first error that llama.cpp logged since the last call, without its functions' names; empty without one."""
     line = _PREFIX.sub("", _log[0].strip()) if _log else ""
     _log.clear()
     return line.rstrip(".")

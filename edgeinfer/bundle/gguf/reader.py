@@ -282,10 +282,7 @@ class _Header:
         return at
 
     def _check_encoding(self, places: NDArray[np.int64], end: int, what: str) -> None:  # (count,)
-        """Refuses arrays with a string that is not UTF-8.
-
-        Many are decoded at a time: their lengths are made spaces, which also separate the strings.
-        """
+        """Refuses strings that are not UTF-8; many are decoded at a time, with their lengths as spaces between them."""
         first = 0
         while first < len(places):
             last = max(first + 1, int(np.searchsorted(places, places[first] + _RUN)))
