@@ -115,12 +115,11 @@ def choose_types(
         budget: bytes of all tensors, with the padding between them.
     """
     # An impossible budget is refused before the model is probed, which takes a while.
-    check_budget(tensors, budget, given)
-    options = {t.name: _candidates(t, (given or {}).get(t.name)) for t in tensors if not t.exact}
-    sizes = {t.name: [tensor_bytes(t.shape, kind) for kind in options[t.name]] for t in tensors if not t.exact}
+    sizes = check_budget(tensors, budget, given)
+    options = {name: tuple(by_kind) for name, by_kind in sizes.items()}
     costs = _costs(spec, reader, texts, tensors, options, importance or {}, progress)
     choices = [
-        Choice(tuple(PricedOption(size, cost) for size, cost in zip(sizes[name], costs[name], strict=True)))
+        Choice(tuple(PricedOption(size, cost) for size, cost in zip(sizes[name].values(), costs[name], strict=True)))
         for name in options
     ]
     chosen = dict(zip(options, allocate(choices, budget - _fixed_bytes(tensors)).chosen, strict=True))
@@ -129,18 +128,21 @@ def choose_types(
     return TensorTypes(file_kind(types, tensors), types, predicted, budget)
 
 
-def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:
-    """Refuses a budget that not even the smallest types fit."""
-    smallest = (
-        min(tensor_bytes(t.shape, kind) for kind in _candidates(t, (given or {}).get(t.name)))
+def check_budget(
+    tensors: Sequence[PlannedGgufTensor], budget: int, given: Mapping[str, str] | None = None
+) -> dict[str, dict[str, int]]:
+    """Refuses a budget that not even the smallest types fit; returns bytes by tensor and possible type."""
+    sizes = {
+        t.name: {kind: tensor_bytes(t.shape, kind) for kind in _candidates(t, (given or {}).get(t.name))}
         for t in tensors
         if not t.exact
-    )
-    least = _fixed_bytes(tensors) + sum(smallest)
+    }
+    least = _fixed_bytes(tensors) + sum(min(by_kind.values()) for by_kind in sizes.values())
     if least > budget:
         message = f"The tensors cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
         hint = f"The smallest possible tensors take {format_size(least)} ({least:,} bytes): allow as much."
         raise BudgetError(message, hint, minimum_bytes=least)
+    return sizes
 
 
 def tensor_bytes(shape: tuple[int, ...], kind: str) -> int:

@@ -63,6 +63,11 @@ def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
         raise UsageError(f"Not all {count} layers of the model can be left out.", "Keep at least one.")
 
 
+def is_pruned(tensor: str, pruned: Sequence[int]) -> bool:
+    found = _LAYER.match(tensor)
+    return found is not None and int(found[1]) in pruned
+
+
 def renumbered(tensor: str, pruned: Sequence[int]) -> str:
     """A tensor's name after layers were left out."""
     found = _LAYER.match(tensor)

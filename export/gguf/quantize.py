@@ -23,7 +23,7 @@ from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
-from edgeinfer.export.gguf.pruning import check_prunable, renumbered
+from edgeinfer.export.gguf.pruning import check_prunable, is_pruned, renumbered
 from edgeinfer.export.options import COPY, PACKED_KIND, FileType, find_file_type, find_tensor_type, needs_importance
 from edgeinfer.results import Progress
 
@@ -129,7 +129,7 @@ class _Request:
         self.params = params = lib.llama_model_quantize_default_params()
         params.ftype, params.only_copy = kind.number, kind is COPY
         params.max_buf_size = _BUFFER_BYTES
-        kept = {name: wanted for name, wanted in types.items() if not _is_pruned(name, layers)}
+        kept = {name: wanted for name, wanted in types.items() if not is_pruned(name, layers)}
         patterns = _patterns({renumbered(name, layers): wanted for name, wanted in kept.items()})
         if patterns and kind is not COPY:
             params.tt_overrides = self._types = _type_array(lib, patterns)
@@ -240,7 +240,7 @@ def _check_result(path: Path, source: GgufFile, layers: tuple[int, ...]) -> None
         raise BackendError(
             f"llama.cpp wrote a file that is damaged: {error.message}", "Choose another type."
         ) from error
-    kept = [tensor for tensor in source.tensors if not _is_pruned(tensor.name, layers)]
+    kept = [tensor for tensor in source.tensors if not is_pruned(tensor.name, layers)]
     wanted = {renumbered(tensor.name, layers): _counted(tensor.shape) for tensor in kept}
     differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
     if differing:
@@ -254,8 +254,3 @@ def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape
-
-
-def _is_pruned(name: str, layers: tuple[int, ...]) -> bool:
-    found = _LAYER.fullmatch(name)
-    return found is not None and int(found[1]) in layers

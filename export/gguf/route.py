@@ -41,7 +41,14 @@ from edgeinfer.export.gguf.allocation import (
     gather_importance,
 )
 from edgeinfer.export.gguf.architectures import FILE_TYPES, ONNX_HINT, context_length
-from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers, prune_tokens, renumbered
+from edgeinfer.export.gguf.pruning import (
+    check_layers,
+    check_prunable,
+    choose_layers,
+    is_pruned,
+    prune_tokens,
+    renumbered,
+)
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
@@ -127,7 +134,7 @@ def shrink(
     if texts is not None:
         importance = gather_importance(model.spec, model.reader, texts, model.tensors, progress)
     plan = _plan(config, model, texts, importance, written.splits[0].data_offset, progress)
-    names = {renumbered(t.name, pruned): t.name for t in described.tensors if not _lacks(t, pruned)}
+    names = {renumbered(t.name, pruned): t.name for t in described.tensors if not is_pruned(t.name, pruned)}
     quantize_gguf(
         source,
         target,
@@ -170,7 +177,7 @@ class _Model:
         kept = [layer for layer in range(self.spec.num_layers) if layer not in pruned]
         windows = tuple(self.spec.windows[layer] for layer in kept) if self.spec.windows else ()
         spec = dataclasses.replace(self.spec, num_layers=len(kept), windows=windows)
-        tensors = [_moved(tensor, pruned) for tensor in self.tensors if not _lacks(tensor, pruned)]
+        tensors = [_moved(tensor, pruned) for tensor in self.tensors if not is_pruned(tensor.name, pruned)]
         return _Model(spec, _Shortened(self.reader, kept), tensors)
 
 
@@ -188,11 +195,6 @@ class _Shortened:
 
     def _original(self, name: str) -> str:
         return _LAYER.sub(lambda found: f"layers.{self._kept[int(found[1])]}.", name, count=1)
-
-
-def _lacks(tensor: PlannedGgufTensor, pruned: Sequence[int]) -> bool:
-    found = re.match(r"blk\.(\d+)\.", tensor.name)
-    return found is not None and int(found[1]) in pruned
 
 
 def _moved(tensor: PlannedGgufTensor, pruned: tuple[int, ...]) -> PlannedGgufTensor:

@@ -118,7 +118,9 @@ class Operators:
         return graph.op("Reshape", [gated, graph.constant([0, 0, self._spec.q_size])], result)
 
     def softcap(self, graph: GraphBuilder, value: str, cap: float, result: str) -> str:
-        return add_softcap(graph, value, cap, result)
+        scaled = graph.op("Div", [value, graph.scalar(f"cap_{cap:g}", cap)], f"{result}.scaled")
+        bent = graph.op("Tanh", [scaled], f"{result}.bent")
+        return graph.op("Mul", [bent, graph.scalar(f"cap_{cap:g}", cap)], result)
 
     def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool, cut: float) -> str:
         assert not cut, "rows are cut by our own operators"
@@ -213,12 +215,6 @@ def add_gated_oai(graph: GraphBuilder, gate: str, up: str, result: str) -> str:
     bounded = graph.op("Clip", [up, below, limit], f"{result}.bounded")
     raised = graph.op("Add", [bounded, graph.scalar("one", 1.0)], f"{result}.raised")
     return graph.op("Mul", [swish, raised], result)
-
-
-def add_softcap(graph: GraphBuilder, value: str, cap: float, result: str) -> str:
-    scaled = graph.op("Div", [value, graph.scalar(f"cap_{cap:g}", cap)], f"{result}.scaled")
-    bent = graph.op("Tanh", [scaled], f"{result}.bent")
-    return graph.op("Mul", [bent, graph.scalar(f"cap_{cap:g}", cap)], result)
 
 
 # Activations of QMoE are quantized to int8 per block, as those of MatMulNBits.

@@ -138,15 +138,10 @@ class HFConfig:
         if kind == "linear":
             return RopeSpec("linear", theta, dim, factor=_number(given, "factor"))
         if kind == "llama3":
-            return RopeSpec(
-                "llama3",
-                theta,
-                dim,
-                factor=_number(given, "factor"),
-                low_freq_factor=_number(given, "low_freq_factor"),
-                high_freq_factor=_number(given, "high_freq_factor"),
-                original_max_positions=int(_number(given, "original_max_position_embeddings")),
-            )
+            names = ("factor", "low_freq_factor", "high_freq_factor")
+            factors: dict[str, Any] = {name: _number(given, name) for name in names}
+            original = int(_number(given, "original_max_position_embeddings"))
+            return RopeSpec("llama3", theta, dim, original_max_positions=original, **factors)
         raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
 
     def rope_number(self, name: str) -> float:
@@ -225,22 +220,6 @@ class HFConfig:
 
     def windows_of(self, slides: list[bool]) -> tuple[int, ...]:
         """Windows of the layers that slide, and 0 of the others; empty where none does."""
-        return self._windows(slides)
-
-    def uniform_windows(self) -> tuple[int, ...]:
-        return self._windows([True] * self.integer("num_hidden_layers"))
-
-    def windows_by_layer(self) -> tuple[int, ...]:
-        """Qwen's windows: by `layer_types`, or from layer `max_window_layers` on, if `use_sliding_window` is set."""
-        layers = self.integer("num_hidden_layers")
-        if not self.flag("use_sliding_window"):
-            return ()
-        if self._values.get("layer_types") is None:
-            first = self._values.get("max_window_layers", 0)
-            return self._windows([layer >= first for layer in range(layers)])
-        return self._windows(self.slides())
-
-    def _windows(self, slides: list[bool]) -> tuple[int, ...]:
         given = self._values.get("sliding_window")
         if given is None or not any(slides):
             return ()
@@ -249,6 +228,19 @@ class HFConfig:
         if window >= self.integer("max_position_embeddings"):
             return ()
         return tuple(window if s else 0 for s in slides)
+
+    def uniform_windows(self) -> tuple[int, ...]:
+        return self.windows_of([True] * self.integer("num_hidden_layers"))
+
+    def windows_by_layer(self) -> tuple[int, ...]:
+        """Qwen's windows: by `layer_types`, or from layer `max_window_layers` on, if `use_sliding_window` is set."""
+        layers = self.integer("num_hidden_layers")
+        if not self.flag("use_sliding_window"):
+            return ()
+        if self._values.get("layer_types") is None:
+            first = self._values.get("max_window_layers", 0)
+            return self.windows_of([layer >= first for layer in range(layers)])
+        return self.windows_of(self.slides())
 
 
 def read_config(folder: Path) -> HFConfig:

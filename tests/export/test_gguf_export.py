@@ -123,14 +123,6 @@ def test_nothing_is_written_where_it_will_not_fit(source: Path, tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bundle_is_replaced_only_when_asked(source: Path, tmp_path: Path) -> None:
-    export_checkpoint(source, tmp_path / "out", gguf("F16"))
-    with pytest.raises(StorageError, match="already exists"):
-        export_checkpoint(source, tmp_path / "out", gguf("F16"))
-    export_checkpoint(source, tmp_path / "out", gguf("Q8_0", force=True))
-    assert open_bundle(tmp_path / "out").manifest.export["type"] == "Q8_0"
-
-
 def test_without_llama_cpp_plain_types_are_written_and_the_check_is_skipped(
     source: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -156,18 +148,6 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(source: Path, tmp_path: Pat
     (tmp_path / "checkpoint" / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="no tokenizer"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", gguf("F16"))
-
-
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    import torch
-
-    model = make_checkpoint(tmp_path / "checkpoint", "Llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    model.save_pretrained(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="not finite"):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", gguf("F16"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_export_is_recorded_as_json(source: Path, tmp_path: Path) -> None:
