@@ -30,37 +30,11 @@ if TYPE_CHECKING:
     from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
 
 __all__ = [
-    "BUILTIN",
-    "CachedModel",
-    "CatalogModel",
-    "Converted",
-    "FoundModel",
-    "Offer",
-    "Place",
-    "builtin",
-    "cached",
-    "cached_models",
-    "catalog",
-    "catalog_model",
-    "converted_models",
-    "find",
-    "find_checkpoint",
-    "is_bundle",
-    "is_checkpoint",
-    "last_uses",
-    "local",
-    "models_folder",
-    "note_use",
-    "offers",
-    "places",
-    "pull",
-    "remove_cached",
-    "remove_converted",
-    "resolve",
-    "search_hub",
-    "shown_name",
-    "update",
-]
+    "BUILTIN", "CachedModel", "CatalogModel", "Converted", "FoundModel", "Offer", "Place", "builtin", "cached",
+    "cached_models", "catalog", "catalog_model", "converted_models", "find", "find_checkpoint", "is_bundle",
+    "is_checkpoint", "last_uses", "local", "models_folder", "note_use", "offers", "places", "pull", "remove_cached",
+    "remove_converted", "resolve", "search_hub", "shown_name", "update",
+]  # fmt: skip
 
 # Where each name is defined; the module is imported when the name is first used.
 _NAMES = {
