@@ -121,25 +121,9 @@ def check_float_logits(shared: Path, exported: Export, stories: list[str], name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
-def test_eight_bits_choose_the_same_tokens(scores: Callable[[str, int], Scores], name: str) -> None:
-    agreement = float((scores(name, 8)[1] == scores(name, 32)[1]).mean())
-    assert agreement >= BOUNDS[name].agreement_8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BOUNDS)
-def test_eight_bits_keep_the_perplexity(scores: Callable[[str, int], Scores], name: str) -> None:
-    assert scores(name, 8)[0] / scores(name, 32)[0] <= BOUNDS[name].perplexity_8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BOUNDS)
-def test_four_bits_keep_the_perplexity(scores: Callable[[str, int], Scores], name: str) -> None:
-    assert scores(name, 4)[0] / scores(name, 32)[0] <= BOUNDS[name].perplexity_4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BOUNDS)
-def test_perplexity_is_that_of_a_trained_model(scores: Callable[[str, int], Scores], name: str) -> None:
-    """Text these models were made for: a broken tokenizer or rotation shows here before anywhere else."""
-    assert scores(name, 32)[0] < 6
+def test_few_bits_keep_tokens_and_perplexity(scores: Callable[[str, int], Scores], name: str) -> None:
+    bounds, (perplexity, best) = BOUNDS[name], scores(name, 32)
+    assert perplexity < 6, "a broken tokenizer or rotation shows on text that these models were made for"
+    assert float((scores(name, 8)[1] == best).mean()) >= bounds.agreement_8
+    assert scores(name, 8)[0] / perplexity <= bounds.perplexity_8
+    assert scores(name, 4)[0] / perplexity <= bounds.perplexity_4
