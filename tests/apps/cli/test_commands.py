@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,36 +94,14 @@ def test_plan_without_a_budget(planned: list[tuple[Any, dict[str, Any]]], capsys
     assert planned[-1] == (None, options | {"speculation": "copy,model", "draft_model": "small"})
 
 
-@dataclass(frozen=True)
-class FakeExportConfig:
-    """The options the command can set."""
-
-    bits: int = 4
-    group_size: int = 32
-    symmetric: bool = False
-    head_bits: int | None = None
-    layout: str = "native"
-    exporter: str = "native"
-    name: str | None = None
-    force: bool = False
-    keep_small: bool = True
-    method: str | None = None
-    calibration: Path | None = None
-    calibration_tokens: int = 0
-    budget_bits: float | None = None
-    target_size: int | None = None
-    bits_for: tuple[tuple[str, int], ...] = ()
-    static: object | None = None
-
-
 class FakeExport:
     """An exporter that takes no time."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Path, Path, FakeExportConfig]] = []
+        self.calls: list[tuple[Path, Path, ExportConfig]] = []
         self.fails: BaseException | None = None
 
-    def export_checkpoint(self, source: Path, out: Path, config: FakeExportConfig, progress: Progress) -> Path:
+    def export_checkpoint(self, source: Path, out: Path, config: ExportConfig, progress: Progress) -> Path:
         self.calls.append((source, out, config))
         if self.fails is not None:
             raise self.fails
@@ -137,7 +114,6 @@ class FakeExport:
 def export(monkeypatch: pytest.MonkeyPatch) -> FakeExport:
     fake = FakeExport()
     monkeypatch.setattr("edgeinfer.export.exporter.export_checkpoint", fake.export_checkpoint)
-    monkeypatch.setattr("edgeinfer.export.options.ExportConfig", FakeExportConfig)
     return fake
 
 
@@ -151,7 +127,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_export(export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["export", str(checkpoint), str(out)]) == 0
-    assert export.calls == [(checkpoint, out, FakeExportConfig())]
+    assert export.calls == [(checkpoint, out, ExportConfig())]
     stdout, stderr = capsys.readouterr()
     assert stdout == ""
     assert "1.5 KB" in stderr
@@ -163,7 +139,16 @@ def test_export_options(
 ) -> None:
     line = "--bits 8 --group-size 64 --symmetric --head-bits 8 --portable --exporter optimum --name toy --force --json"
     assert main(["export", str(checkpoint), str(tmp_path / "out"), *line.split()]) == 0
-    assert export.calls[0][2] == FakeExportConfig(8, 64, True, 8, "portable", "optimum", "toy", True)
+    assert export.calls[0][2] == ExportConfig(
+        bits=8,
+        group_size=64,
+        symmetric=True,
+        head_bits=8,
+        layout="portable",
+        exporter="optimum",
+        name="toy",
+        force=True,
+    )
     data = json.loads(capsys.readouterr().out)
     assert data["bytes"] == 1500
     assert data["bundle"] == str(tmp_path / "out")
