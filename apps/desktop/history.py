@@ -54,9 +54,10 @@ class Attachments:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        if database.rows(f"SELECT 1 FROM attachments WHERE {_DRAFT} AND created < ? LIMIT 1", (_oldest(),)):
+        old, oldest = f"{_DRAFT} AND created < ?", time.time() - _DRAFT_S
+        if database.rows(f"SELECT 1 FROM attachments WHERE {old} LIMIT 1", (oldest,)):
             with database.transaction() as connection:
-                connection.execute(f"DELETE FROM attachments WHERE {_DRAFT} AND created < ?", (_oldest(),))
+                connection.execute(f"DELETE FROM attachments WHERE {old}", (oldest,))
 
     def add(self, attachment: Attachment) -> None:
         """Add a file of a draft."""
@@ -145,10 +146,6 @@ def insert(connection: sqlite3.Connection, message: str | None, attachment: Atta
     )
     if done.rowcount == 0:
         raise NotFoundError(f"{a.name} has been sent with another message.", "Attach it again.")
-
-
-def _oldest() -> float:
-    return time.time() - _DRAFT_S
 
 
 _LONGEST_TITLE = 60
@@ -461,12 +458,7 @@ def _title(content: str) -> str:
 
 def _message(row: sqlite3.Row, files: tuple[Attachment, ...]) -> Message:
     return Message(
-        id=row["id"],
-        parent=row["parent"],
-        role=row["role"],
-        content=row["content"],
-        created=row["created"],
-        status=row["status"],
+        **{name: row[name] for name in ("id", "parent", "role", "content", "created", "status")},
         failure=None if row["failure"] is None else from_json(ReplyFailure, json.loads(row["failure"])),
         figures=None if row["figures"] is None else from_json(Figures, json.loads(row["figures"])),
         attachments=files,

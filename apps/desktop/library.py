@@ -124,7 +124,13 @@ class Library:
             for id, source in self._find(recent):
                 # A searched folder may contain a download, which is listed as such.
                 found.setdefault(id, source)
-            return _told_apart([self._describe(id, source, context) for id, source in found.items()])
+            models = [self._describe(id, source, context) for id, source in found.items()]
+        counts = Counter(model.name for model in models)
+        # Models that share a name are shown with their origin.
+        return [
+            replace(model, place=_place(model)) if counts[model.name] > 1 and model.source != "built-in" else model
+            for model in models
+        ]
 
     def facts(self, model: str | None) -> edgeinfer.ModelFacts | None:
         """Describe a model; None if its files cannot be read."""
@@ -178,15 +184,6 @@ class Library:
             planned_bytes=plan["planned_bytes"],
             minimum_bytes=plan["minimum_bytes"],
         )
-
-
-def _told_apart(models: Sequence[ListedModel]) -> list[ListedModel]:
-    """Add the origin to models that share a name."""
-    counts = Counter(model.name for model in models)
-    return [
-        replace(model, place=_place(model)) if counts[model.name] > 1 and model.source != "built-in" else model
-        for model in models
-    ]
 
 
 def _place(model: ListedModel) -> str:

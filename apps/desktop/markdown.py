@@ -249,12 +249,11 @@ class _Renderer(RendererHTML):
     td_open = th_open
 
     def link_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
-        if not tokens[index].attrGet("href"):
-            # An empty link would lead to this page.
+        if tokens[index].attrGet("href"):
+            tokens[index].attrSet("rel", "noopener noreferrer")
+            tokens[index].attrSet("target", "_blank")
+        else:  # an empty link would lead to this page
             tokens[index].attrs.pop("href", None)
-            return self.renderToken(tokens, index, options, env)
-        tokens[index].attrSet("rel", "noopener noreferrer")
-        tokens[index].attrSet("target", "_blank")
         return self.renderToken(tokens, index, options, env)
 
     def image(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:

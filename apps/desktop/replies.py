@@ -292,8 +292,7 @@ class ConversationReplies:
         return message
 
     def stop(self, conversation: str) -> None:
-        running = self._running.get(conversation)
-        if running is not None:
+        if (running := self._running.get(conversation)) is not None:
             running.stop()
 
     async def close(self) -> None:

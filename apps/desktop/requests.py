@@ -66,16 +66,12 @@ def _answered(endpoint: Endpoint) -> Endpoint:
                 check_name(value, name)
             return await endpoint(request)
         except EdgeInferError as error:
-            return _refusal(error)
+            status, code = status_and_code(error, _KINDS)
+            if status == 500 and not isinstance(error, UserError):
+                _log.error("%s", error, exc_info=error)
+            return JSONResponse({"error": error_view(error) | {"code": code}}, status_code=status)
 
     return answer
-
-
-def _refusal(error: EdgeInferError) -> Response:
-    status, code = status_and_code(error, _KINDS)
-    if status == 500 and not isinstance(error, UserError):
-        _log.error("%s", error, exc_info=error)
-    return JSONResponse({"error": error_view(error) | {"code": code}}, status_code=status)
 
 
 async def fields(request: Request, security: Security, **kinds: Any) -> dict[str, Any]:

@@ -91,12 +91,6 @@ class AppSettings:
                 check_name(model, name)
             object.__setattr__(self, name, tuple(listed)[:_MOST_RECENT])
 
-    @classmethod
-    def of(cls, data: Any) -> Self:
-        """Read settings from JSON."""
-        _require(isinstance(data, dict), "settings", "an object")
-        return cls().changed(data)
-
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return a changed copy; options are merged, and None removes one."""
         known = {f.name for f in dataclasses.fields(self)}
@@ -154,7 +148,9 @@ class SettingsFile:
 
     def _read(self) -> AppSettings:
         try:
-            return AppSettings.of(json.loads(self._path.read_text("utf-8")))
+            data = json.loads(self._path.read_text("utf-8"))
+            _require(isinstance(data, dict), "settings", "an object")
+            return AppSettings().changed(data)
         except FileNotFoundError:
             return AppSettings()
         except OSError as error:

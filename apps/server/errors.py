@@ -78,10 +78,6 @@ def shape_of(path: str) -> Shape:
 Shape = Callable[[int, dict[str, Any]], dict[str, Any]]
 
 
-def _as_ollama(_: int, body: dict[str, Any]) -> dict[str, Any]:
-    return {"error": body["error"]["message"]}
-
-
 _ANTHROPIC = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 _ANTHROPIC |= {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"}
 
@@ -95,4 +91,7 @@ def _as_anthropic(status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-_SHAPES: Mapping[str, Shape] = {"/api/": _as_ollama, "/v1/messages": _as_anthropic}
+_SHAPES: Mapping[str, Shape] = {
+    "/api/": lambda _, body: {"error": body["error"]["message"]},
+    "/v1/messages": _as_anthropic,
+}

@@ -71,7 +71,10 @@ class Guard:
     async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
         headers = Headers(scope=scope)
         try:
-            self._admit(headers)
+            if not self.security.knows_host(headers.get("host")):
+                message = "The server does not answer to this host name."
+                hint = "Address it as localhost or 127.0.0.1, or start it with --allow-host NAME."
+                raise RequestError(message, hint, status=403, code="host_not_allowed")
             origin = headers.get("origin")
             if origin is not None and not self.security.is_same_origin(origin, headers["host"]):
                 self._admit_origin(origin, answer)
@@ -84,12 +87,6 @@ class Guard:
             raise
         except Exception as error:  # the last resort: the client gets an answer of the usual shape
             await answer.instead(error_response(error, scope["path"]), scope, body.receive)
-
-    def _admit(self, headers: Headers) -> None:
-        if not self.security.knows_host(headers.get("host")):
-            message = "The server does not answer to this host name."
-            hint = "Address it as localhost or 127.0.0.1, or start it with --allow-host NAME."
-            raise RequestError(message, hint, status=403, code="host_not_allowed")
 
     def _admit_origin(self, origin: str, answer: _Answer) -> None:
         if not self.security.allows_origin(origin):

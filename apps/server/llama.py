@@ -90,8 +90,7 @@ class LlamaCompletion(NoFrame):
         return [event | self._probabilities(reply.take_logprobs())]
 
     def finished(self, index: int, result: Result) -> list[Event]:
-        reply = self._replies[index]
-        reply.finish(result)
+        self._replies[index].finish(result)
         return [self._last(index, "", [])]
 
     def whole(self) -> Any:

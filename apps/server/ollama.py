@@ -236,10 +236,7 @@ def _answered(messages: Any) -> Any:
     if not isinstance(messages, list):
         return messages
     open_calls: list[dict[str, Any]] = []
-    made: list[Any] = []
-    for message in messages:
-        made.append(_message(message, open_calls) if isinstance(message, dict) else message)
-    return made
+    return [_message(message, open_calls) if isinstance(message, dict) else message for message in messages]
 
 
 def _message(message: Mapping[str, Any], open_calls: list[dict[str, Any]]) -> Message:

@@ -86,15 +86,6 @@ class _Session:
         """Append tokens verified after the first `verified` of the reply."""
         self.reply += tokens[len(self.reply) - verified :]
 
-    def go_on_from(self, former: _Session) -> None:
-        """Take over the statistics of the device's previous session."""
-        self.right, self.seen, self.made = former.right, former.seen, former.made
-
-    def leave_round(self) -> None:
-        """End the previous round: the device has left its stream."""
-        if (made := self.made()) is not None:
-            made.give_up()
-
 
 def _is_short(value: object) -> bool:
     """Whether a value is scalar and short."""
@@ -117,7 +108,7 @@ class VerifySessions:
         with self._lock:
             for known in (former, name):
                 if known is not None and (before := self._sessions.pop(known, None)) is not None:
-                    session.go_on_from(before)
+                    session.right, session.seen, session.made = before.right, before.seen, before.made
             self._sessions[name] = session
             while len(self._sessions) > 1 and self._is_full:
                 self._sessions.popitem(last=False)
@@ -187,7 +178,8 @@ class VerifyCompletion(NoFrame):
             self._session, self._name = sessions.find(name, model), name
             self._reply = _cut(self._session, fields)
             fields.end(strict=True)
-        self._session.leave_round()
+        if (made := self._session.made()) is not None:
+            made.give_up()  # the device has left its previous round
         self._sessions, self._session.heard = sessions, self._came
         self._made: VerificationStream | None = None
         self._sent = 0
