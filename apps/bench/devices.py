@@ -75,11 +75,6 @@ class DeviceTarget:
     environment: Mapping[str, str] = field(default_factory=dict)
     hardware: str = ""
 
-    @property
-    def in_ordinary_memory(self) -> bool:
-        """Whether all its memory is the process's own, so that a budget can be kept."""
-        return self.device == "cpu"
-
 
 def find_targets(wanted: Sequence[str] = ()) -> list[DeviceTarget]:
     """Targets by name, or all; in the order in which "auto" looks for a device, the CPU by every path of its kernel."""
@@ -168,7 +163,8 @@ def run_target(target: DeviceTarget, model: Path, repeats: int) -> dict[str, Any
     if found and found["device"] != target.device:
         error, found = f"it ran on {found['device']}: {found['note']}", {}
     if found:
-        slack = _SLACK if target.in_ordinary_memory else None
+        # A budget can be kept only where all memory is the process's own.
+        slack = _SLACK if target.device == "cpu" else None
         memory = _job("fill", target, {"model": str(model), "slack": slack})
         error = memory.pop("error", "")
     return judged({"name": target.name, "files": target.files, "error": error, "found": found, "memory": memory})

@@ -130,12 +130,6 @@ def print_table(table: Table) -> None:
     console.print()
 
 
-def section_markdown(section: Section) -> str:
-    """A section as Markdown, without its charts."""
-    facts = ", ".join(f"{name}: {value}" for name, value in section.facts)
-    return "\n\n".join([f"## {section.title}", *([facts] if facts else []), *markdown(section.parts)]) + "\n"
-
-
 def markdown(parts: Sequence[Part]) -> list[str]:
     """Tables and paragraphs as Markdown."""
     return [

@@ -217,7 +217,8 @@ class RemoteDecoding(DecodingStrategy):
     def _answer(self, most: int) -> tuple[Decided, float]:
         """The next answer, and when it came; until then, up to `most` tokens are drafted behind the text."""
         while True:
-            busy = len(self._drafts) < most and self._has_room
+            has_room = len(self._text) + len(self._drafts) < self._backend.cache.capacity
+            busy = len(self._drafts) < most and has_room
             try:
                 answer, came = self._answers.came.get(block=not busy, timeout=_LOOK_S)
             except queue.Empty:
@@ -231,10 +232,6 @@ class RemoteDecoding(DecodingStrategy):
             if max(answer.tokens, default=0) >= self._backend.geometry.vocab_size:
                 raise RemoteError(f"{self._server.url} answers with tokens that there are not.", _OTHER_SERVER)
             return answer, came
-
-    @property
-    def _has_room(self) -> bool:
-        return len(self._text) + len(self._drafts) < self._backend.cache.capacity
 
     def _draft(self) -> None:
         started, rows = time.perf_counter(), len(self._text) + len(self._drafts) - self._backend.cache.length

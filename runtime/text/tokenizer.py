@@ -118,17 +118,13 @@ class Tokenizer:
                     f"The text is not valid Unicode: lone surrogate at index {error.start}.",
                     "Decode the input as UTF-8.",
                 ) from error
-        require_room("Turning the text into tokens", self.encoding_bytes(len(text)))
+        require_room("Turning the text into tokens", self._character_bytes * len(text) + _ENCODER_BYTES)
         with self._lock, allocating("The text"), library_errors("The tokenizer failed to encode"):
             self._backend.encode_special_tokens = not parse_special
             try:
                 yield
             finally:
                 self._backend.encode_special_tokens = False
-
-    def encoding_bytes(self, characters: int) -> int:
-        """Bytes that encoding a text takes."""
-        return self._character_bytes * characters + _ENCODER_BYTES
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, without waiting while another thread encodes a long text."""

@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench.curve import CurveConfig, curve_chart, curve_section, run_curve
-from edgeinfer.apps.bench.render import chart_svg, section_markdown
+from edgeinfer.apps.bench.render import chart_svg, markdown
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, UsageError
 from edgeinfer.results import DeviceLimits
@@ -121,7 +121,7 @@ def test_another_engine_is_compared_where_it_has_as_many_threads() -> None:
     alone, same, theirs = curve["prompts"]
     assert alone["peer"] is None and same["limit_ms"] is not None and theirs["ms"]["median"] == 1e9
     assert same["peer"]["median"] > 1 and set(theirs["peer"].values()) == {1.0}
-    shown = section_markdown(curve_section(curve))
+    shown = "\n\n".join(markdown(curve_section(curve).parts))
     assert "llama.cpp float16, 2 threads" in shown and "Milliseconds of a prompt" in shown
 
 
