@@ -71,8 +71,8 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
-        beside = ["experts beside an MLP"] if spec.moe is not None and spec.moe.with_mlp else []
-        for name in (*beside, *(name for name in _UNCOMPUTED if getattr(spec, name))):
+        unsupported = ["experts next to an MLP"] if spec.moe is not None and spec.moe.with_mlp else []
+        for name in (*unsupported, *(name for name in _UNCOMPUTED if getattr(spec, name))):
             what = f"Calibration of a decoder with {name}"
             raise UnsupportedArchitectureError(f"{what} is not supported yet.", "Export it without a calibration text.")
         self.spec = spec

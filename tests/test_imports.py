@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -73,6 +74,25 @@ MAKERS = ("edgeinfer.export", "edgeinfer.quant")
 # Packages whose names come in when they are asked for.
 LAZY = ("edgeinfer", "edgeinfer.hub", "edgeinfer.tools")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 60
+# A shorter module that one other of its folder imports belongs into that one.
+LEAST_LINES = 120
+# Folders in which each family, method, dialect or command has a file of its own, however short it is.
+ONE_FILE_EACH = (
+    "edgeinfer.apps.cli",
+    "edgeinfer.export.architectures",
+    "edgeinfer.export.drafters",
+    "edgeinfer.quant",
+    "edgeinfer.runtime.remote",
+    "edgeinfer.runtime.research",
+    "edgeinfer.runtime.search",
+    "edgeinfer.runtime.speculation.drafters",
+)
+# Short modules with one importer that stay: a backend, and a program that runs in its own process.
+ALONE = {"edgeinfer.runtime.backends.onnx.backend", "edgeinfer.runtime.sampling.grammar_trial"}
+# Lines of Python that each room may have. A change that needs more lowers another room's limit, or says here why.
+BUDGETS = {
+    "edgeinfer": 1,
+}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -317,3 +337,28 @@ def test_files_and_functions_are_short() -> None:
             if length > MOST_LINES_OF_A_FUNCTION:
                 long[f"{module}:{line} {name}"] = length
     assert long == {}
+
+
+def test_rooms_keep_to_their_lines() -> None:
+    lines: Counter[str] = Counter()
+    for path in [*MODULES.values(), *(ROOT / "tests").rglob("*.py")]:
+        folders = path.relative_to(ROOT).parts[:-1]
+        lines["/".join(folders[:2])] += path.read_text("utf-8").count("\n")
+    assert {room: count for room, count in lines.items() if count > BUDGETS.get(room, 0)} == {}
+    assert set(BUDGETS) <= set(lines), "a room that is gone has no lines"
+
+
+def test_no_module_is_a_fragment_of_another() -> None:
+    importers: dict[str, set[str]] = {}
+    for module, source in sources().items():
+        for name in {*source.imports} - {module}:
+            importers.setdefault(name, set()).add(module)
+    short = [module for module, source in sources().items() if source.lines < LEAST_LINES and module not in ALONE]
+    fragments = [
+        f"{module} belongs into {importer}"
+        for module in short
+        if len(importers.get(module, ())) == 1 and not any(within(module, folder) for folder in ONE_FILE_EACH)
+        for importer in importers[module]
+        if MODULES[module].name != "__init__.py" and MODULES[importer].parent == MODULES[module].parent
+    ]
+    assert fragments == []

@@ -1,12 +1,15 @@
-"""Names, messages and help are in the field's words: none of a dialect that once stood for them comes back."""
+"""Names, messages, help, docstrings, comments and documents use the field's words and plain English."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.docs.pages import pages
 from tests.test_imports import MODULES, ROOT
 
 # What the field says instead is in CONTRIBUTING.md.
@@ -39,6 +42,12 @@ BANNED = {
     "anew": "again",
     "nobody": "none",
     "whom": "which",
+    "beside": "next to, with, or compared with",
+    "told": "reported, given, or known",
+    "company": "batch",
+    "afford": "has time for",
+    "affords": "has time for",
+    "earnest": "really",
 }
 # What the chat app's window must not say, and does not say in another form either.
 WINDOW = ROOT / "apps" / "desktop" / "static"
@@ -57,9 +66,19 @@ TEXTS = re.compile(
 )
 PHRASES = re.compile(r"\b(?:take|takes|taken|taking) in (?:a|the) (?:prompt|text)\b", re.IGNORECASE)
 # Values, fields, parameters and files that have had these names since before; and held-out text is the field's.
-DOCUMENTED = {"elastic", "matchness", "laws", "laws.bin", "laws.json", "begun", "settled"}
+DOCUMENTED = {"elastic", "matchness", "laws", "laws.bin", "laws.json", "settled"}
 DOCUMENTED |= {"held_out", "_held_out", "_HELD_OUT", "held_out_perplexity"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# What prose says instead: next to or compared with, written or given, started, batch, no one, which, again, really,
+# differently from, from before.
+PRIVATE_ENGLISH = re.compile(
+    r"\b(?:beside|told|begun|company|nobody|whom|anew|earnest|affords?|lends?|lent|dear|chooser|lawful|multistep|matchness|"
+    r"residency|surroundings|otherwise than|of before)\b",
+    re.IGNORECASE,
+)
+# A docstring names its subject first.
+NO_SUBJECT = re.compile(r'"""(?:Of|Those|The same|That of)\b')
+CODE = re.compile(r"`[^`]*`|\]\([^)]*\)")
 
 
 def words(name: str) -> list[str]:
@@ -137,3 +156,34 @@ def test_the_window_says_it_in_the_fields_words() -> None:
         if word in BANNED and " " in text
     ]
     assert wrong == [], "\n".join(wrong)
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments of a module, with their lines; parses only those that may have something to report."""
+    text = path.read_text("utf-8")
+    if not PRIVATE_ENGLISH.search(text) and not NO_SUBJECT.search(text):
+        return
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if docstring := ast.get_docstring(node):
+                    yield node.body[0].lineno, f'"""{docstring}'
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_plain_english() -> None:
+    files = [*MODULES.values(), *sorted((ROOT / "tests").rglob("*.py"))]
+    said = [(f"{path.relative_to(ROOT)}:{line}", text) for path in files for line, text in prose(path)]
+    said += [(page.path.name, page.path.read_text("utf-8")) for page in pages() if "log" not in page.path.parts]
+    wrong = [f"{place} {match[0]!r}" for place, text in said for match in PRIVATE_ENGLISH.finditer(CODE.sub("", text))]
+    wrong += [f"{place} {text[:60]!r} names no subject" for place, text in said if NO_SUBJECT.search(text)]
+    assert wrong == [], "\n".join(wrong)
+
+
+def test_private_english_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('"""Of a session."""\nx = "beside"  # stands beside it\n', "utf-8")
+    assert [bool(NO_SUBJECT.search(text)) for _, text in prose(path)] == [True, False]
+    assert [bool(PRIVATE_ENGLISH.search(text)) for _, text in prose(path)] == [False, True]

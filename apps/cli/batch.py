@@ -34,7 +34,7 @@ example:
 # Defaults for fields that requests leave out.
 _DEFAULTS = ("max_tokens", "temperature")
 # Invalid lines listed on stderr.
-_MOST_TOLD = 10
+_MOST_SHOWN = 10
 
 
 def add_batch(commands: Subparsers) -> None:
@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
     name, loading = prepared(args.model, loading)
     with progress_bar() as progress:
         loaded = load_with_room(name, loading, args.parallel, progress)
-    with loaded as model, progress_bar() as progress, _told(args.output, requests):
+    with loaded as model, progress_bar() as progress, _reporting(args.output, requests):
         parallel = model.plan.parallel
         summary = answer_batch(model, requests, args.output, parallel=parallel, defaults=defaults, progress=progress)
     if args.json:
@@ -97,14 +97,14 @@ def _check_output(requests: Path, output: Path, *, replaces: bool) -> None:
 
 def _tell_damaged(requests: BatchInput) -> None:
     damaged = [line for line in requests.lines if line.error is not None]
-    for line in damaged[:_MOST_TOLD]:
+    for line in damaged[:_MOST_SHOWN]:
         print_note(f"Line {line.number}: {line.error}")
-    if len(damaged) > _MOST_TOLD:
-        print_note(f"{len(damaged) - _MOST_TOLD} more lines hold no request; theirs in the output say why.")
+    if len(damaged) > _MOST_SHOWN:
+        print_note(f"{len(damaged) - _MOST_SHOWN} more lines hold no request; theirs in the output say why.")
 
 
 @contextmanager
-def _told(output: Path, requests: BatchInput) -> Iterator[None]:
+def _reporting(output: Path, requests: BatchInput) -> Iterator[None]:
     """Report what an unfinished run keeps."""
     from edgeinfer.tools.batch import ReplyFile
 

@@ -98,8 +98,8 @@ edgeinfer COMMAND --help explains a command; edgeinfer --version prints the vers
 """
 
 
-def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
-    """Build the parser of the command `only`, or of all. `beside` adds the names of the others."""
+def build_parser(only: str | None = None, *, all_names: bool = False) -> Parser:
+    """Build the parser of the command `only`, or of all. `all_names` adds the names of the others."""
     from edgeinfer.apps.cli.parser import Parser
 
     parser = Parser("edgeinfer")
@@ -109,7 +109,7 @@ def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
         if only in (None, command):
             module = import_module(f"edgeinfer.apps.cli.{_SHARED.get(command, command)}")
             getattr(module, f"add_{command}")(commands)
-        elif beside:
+        elif all_names:
             commands.add_parser(command, help=COMMANDS[command])
     return parser
 
@@ -243,9 +243,9 @@ def _flag(arguments: list[str], setting: Setting) -> str:
     from edgeinfer.apps.cli.options import as_flag  # slow to import, so only for messages with options
     from edgeinfer.apps.cli.parser import own_flag
 
-    told = as_flag(setting)
-    known = told != str(setting) or arguments[0] not in COMMANDS
-    return told if known else own_flag(build_parser(arguments[0]), arguments, setting) or told
+    flag = as_flag(setting)
+    known = flag != str(setting) or arguments[0] not in COMMANDS
+    return flag if known else own_flag(build_parser(arguments[0]), arguments, setting) or flag
 
 
 if __name__ == "__main__":

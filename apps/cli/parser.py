@@ -321,7 +321,7 @@ def complete(build_parser: Callable[..., Parser]) -> None:
     words = line.split()
     # The word that is being typed does not count.
     command = words[1] if len(words) > 2 or (len(words) == 2 and line[-1:].isspace()) else ""
-    parser = build_parser(command, beside=True)
+    parser = build_parser(command, all_names=True)
     _name_models(parser)
     argcomplete.autocomplete(parser, always_complete_options="long")
 

@@ -30,8 +30,8 @@ def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Measure what policies for full contexts lose on a text."""
     text = None if args.text is None else read_text(args.text)
     with progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar("readings", done, total))
-        found = edgeinfer.tools.tune_cache(args.model, text, progress=told, **options)
+        report = None if bar is None else (lambda done, total: bar("readings", done, total))
+        found = edgeinfer.tools.tune_cache(args.model, text, progress=report, **options)
     if args.json:
         print_json(asdict(found))
     else:
@@ -69,8 +69,8 @@ def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], 
         raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
     text = read_text(args.text)
     with progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar(read, done, total))
-        return learn(text, progress=told)
+        report = None if bar is None else (lambda done, total: bar(read, done, total))
+        return learn(text, progress=report)
 
 
 def _tell(args: argparse.Namespace, found: DataclassInstance, rows: Sequence[tuple[str, ...]]) -> int:
@@ -203,8 +203,8 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
 def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
     """Choose the drafters for auto."""
     with load_model(args.model, options) as model, progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar("replies", done, total))
-        found = edgeinfer.tools.tune_drafters(model, prompts, progress=told)
+        report = None if bar is None else (lambda done, total: bar("replies", done, total))
+        found = edgeinfer.tools.tune_drafters(model, prompts, progress=report)
     if args.json:
         print_json(asdict(found) | {"gains": [asdict(gain) | {"pays": gain.pays} for gain in found.gains]})
     else:
@@ -219,9 +219,9 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
     found: dict[str, Any] = {}
     with load_model(args.model, options) as model, progress_bar() as bar:
         if args.skip:
-            told = None if bar is None else (lambda done, total: bar("sets of blocks", done, total))
+            report = None if bar is None else (lambda done, total: bar("sets of blocks", done, total))
             levels = edgeinfer.tools.tune_skips(
-                model, prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=told
+                model, prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=report
             )
             found["skip"] = [asdict(level) for level in levels]
         if args.entropy:

@@ -136,12 +136,12 @@ class Downloads:
         self._set(dataclasses.replace(self._states[key], **changes))
 
     async def _run(self, key: str) -> None:
-        loop, stop, told = asyncio.get_running_loop(), self._stops[key], 0.0
+        loop, stop, reported = asyncio.get_running_loop(), self._stops[key], 0.0
 
         def progress(stage: str, done: int, total: int) -> None:
-            nonlocal told
-            if time.monotonic() - told >= _PROGRESS_S or done == total:
-                told = time.monotonic()
+            nonlocal reported
+            if time.monotonic() - reported >= _PROGRESS_S or done == total:
+                reported = time.monotonic()
                 loop.call_soon_threadsafe(lambda: self._update(key, stage=stage, done=done, total=total))
 
         def work() -> edgeinfer.LocalModel:

@@ -262,8 +262,8 @@ class Planner:
             # As the host would load it, without memory for other replies if it is short.
             roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel, alone))
             data = roomy.to_dict() | {"alternatives": [way.to_dict() for way in alone.useful_alternatives]}
-            told = alone.to_dict()
-            data |= {name: told[name] for name in ("minimum_bytes", *_BOUNDS)}
+            described = alone.to_dict()
+            data |= {name: described[name] for name in ("minimum_bytes", *_BOUNDS)}
             return _corrected(data, *self._excess(roomy), memory)
 
     def _excess(self, plan: edgeinfer.MemoryPlan) -> tuple[dict[str, int], int]:

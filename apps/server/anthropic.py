@@ -153,7 +153,7 @@ class MessagesReply(PromptReplies):
         if most is None:
             raise fields.missing("max_tokens", "Say how many tokens the reply may have.")
         # A reply of 0 tokens only fills the cache with the prompt; here that takes its first token.
-        self._told = most != 0
+        self._shown = most != 0
         options = fields.checked("max_tokens", "max_tokens", most or 1)
         options |= fields.option("stop_sequences", "stop")
         options |= sampling(fields) | form(fields, "output_format")  # the older name of output_config.format
@@ -184,12 +184,12 @@ class MessagesReply(PromptReplies):
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         pieces = self._reply.push(chunk)
-        return self._events(pieces) if self._told else []
+        return self._events(pieces) if self._shown else []
 
     def finished(self, index: int, result: Result) -> list[Event]:
         pieces = self._reply.finish(result)
-        events = self._events(pieces) if self._told else []
-        if not self._blocks and self._told:
+        events = self._events(pieces) if self._shown else []
+        if not self._blocks and self._shown:
             events += self._begin({"type": "text", "text": ""})
         delta = {"type": "message_delta", "delta": self._ended(), "usage": self._usage(result)}
         return [*events, *self._end(), delta]
@@ -200,7 +200,7 @@ class MessagesReply(PromptReplies):
     def whole(self) -> Event:
         text, calls = self._reply.text, [_block(call) for call in self._reply.calls]
         said = [{"type": "text", "text": text}] if text or not calls else []
-        content, result = [*said, *calls] if self._told else [], self._reply.result
+        content, result = [*said, *calls] if self._shown else [], self._reply.result
         assert result is not None, "the reply is not finished"
         answer = {**self._head, "content": content, **self._ended(), "usage": self._usage(result)}
         return answer | warnings(self.ignored)
@@ -210,7 +210,7 @@ class MessagesReply(PromptReplies):
         assert result is not None, "the reply is not finished"
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         reason = "stop_sequence" if result.stop_string is not None else reasons[self._reply.finish_reason]
-        if not self._told:
+        if not self._shown:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         return {"stop_reason": reason, "stop_sequence": result.stop_string}
 
@@ -220,7 +220,7 @@ class MessagesReply(PromptReplies):
             "input_tokens": result.usage.prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": result.usage.completion_tokens if self._told else 0,
+            "output_tokens": result.usage.completion_tokens if self._shown else 0,
         }
 
     def _events(self, pieces: list[Piece]) -> list[Event]:

@@ -87,12 +87,12 @@ async def _complete(service: Service, kind: CompletionKind, request: Request) ->
         completion = await _read(service, kind, request, using)
         if isinstance(completion, Response):
             return completion
-        told = ignored_header(completion.ignored)
+        headers = ignored_header(completion.ignored)
         if completion.stream:
-            write = partial(_stream, service, kind, completion, told, request)
+            write = partial(_stream, service, kind, completion, headers, request)
             return StreamedResponse(partial(_while_using, using.pop_all(), write))
         await while_connected(request.receive, _answer(service, completion, _drop, request))
-        return JSONResponse(completion.whole(), headers=told)
+        return JSONResponse(completion.whole(), headers=headers)
 
 
 async def _while_using(
@@ -153,8 +153,8 @@ async def _stream(
     except Exception as error:
         if not stream.started:
             raise
-        told = (kind.error or shape_of(request.url.path))(*error_answer(error))
-        await stream.end(framing.encode(told))
+        answer = (kind.error or shape_of(request.url.path))(*error_answer(error))
+        await stream.end(framing.encode(answer))
     else:
         await stream.end(framing.last)
 

@@ -84,10 +84,10 @@ _ANTHROPIC |= {401: "authentication_error", 403: "permission_error", 404: "not_f
 
 def _as_anthropic(status: int, body: dict[str, Any]) -> dict[str, Any]:
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = body["error"]
-    message = told["message"]
-    if "n_prompt_tokens" in told:  # agents recognize this wording and shorten the conversation
-        message = f"prompt is too long: {told['n_prompt_tokens']} tokens > {told['n_ctx']} maximum"
+    detail = body["error"]
+    message = detail["message"]
+    if "n_prompt_tokens" in detail:  # agents recognize this wording and shorten the conversation
+        message = f"prompt is too long: {detail['n_prompt_tokens']} tokens > {detail['n_ctx']} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

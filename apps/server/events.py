@@ -88,8 +88,8 @@ class EventStream:
         self._comment_seconds = comment_seconds
         self._framing = framing
         self._opening = b"".join(map(framing.encode, opening))
-        told = {"content-type": framing.media_type, **(headers or {})}
-        self._head = [*_HEAD, *((name.encode("ascii"), value.encode("ascii")) for name, value in told.items())]
+        fields = {"content-type": framing.media_type, **(headers or {})}
+        self._head = [*_HEAD, *((name.encode("ascii"), value.encode("ascii")) for name, value in fields.items())]
         self._writing = asyncio.Lock()
         self._time = asyncio.get_running_loop().time
         self._written = self._time()
@@ -188,11 +188,11 @@ class StreamedResponse(Response):
         await self._write(receive, send)
 
 
-async def while_connected(receive: Receive, work: Work, *beside: Work) -> None:
+async def while_connected(receive: Receive, work: Work, *also: Work) -> None:
     """Run `work` to its end, or until the client hangs up."""
     try:
         async with asyncio.TaskGroup() as group:
-            others = [group.create_task(other) for other in (_watch(receive), *beside)]
+            others = [group.create_task(other) for other in (_watch(receive), *also)]
             await group.create_task(work)
             for other in others:
                 other.cancel()

@@ -65,13 +65,13 @@ class InfoEndpoints:
     async def models(self, _: Request) -> Response:
         """List the loaded or loading model under each of its names, then the other models that requests may name."""
         service, listed = self._service, await self._service.models()
-        told: list[dict[str, Any]] = []
+        answer: list[dict[str, Any]] = []
         for place, local in enumerate(listed):
             model = service.model() if place == 0 and service.host.state.status == "ready" else None
             names = [*local.names, *(service.aliases if service.switch is None else ())]
             names += () if model is None else model.adapters
-            told += [self._listed(name, local, model) for name in dict.fromkeys(names)]
-        return JSONResponse({"object": "list", "data": told})
+            answer += [self._listed(name, local, model) for name in dict.fromkeys(names)]
+        return JSONResponse({"object": "list", "data": answer})
 
     async def model(self, request: Request) -> Response:
         service, name = self._service, request.path_params["name"]
@@ -83,15 +83,15 @@ class InfoEndpoints:
     async def health(self, _: Request) -> Response:
         """Report whether requests will be answered, or the progress of loading."""
         state = self._service.host.state
-        told: dict[str, Any] = {"status": "ok" if state.status == "ready" else state.status}
+        answer: dict[str, Any] = {"status": "ok" if state.status == "ready" else state.status}
         loads = state.status != "closed" and self._service.switch is not None and self._service.switch.opened
         if state.status == "ready" or loads:
             return JSONResponse({"status": "ok"})
         if state.status == "loading":
-            told |= {"stage": state.stage, "done": state.done, "total": state.total}
+            answer |= {"stage": state.stage, "done": state.done, "total": state.total}
         reason = str(state.error) if state.error is not None else f"The model is not ready: {state.status}."
-        told["error"] = {"message": reason, "type": "unavailable_error", "param": None, "code": "not_ready"}
-        return JSONResponse(told, status_code=503, headers={"Retry-After": "1"})
+        answer["error"] = {"message": reason, "type": "unavailable_error", "param": None, "code": "not_ready"}
+        return JSONResponse(answer, status_code=503, headers={"Retry-After": "1"})
 
     async def contexts(self, _: Request) -> Response:
         """List the texts that requests may name."""
@@ -151,8 +151,8 @@ class InfoEndpoints:
         state = self._service.host.state
         loading = state.status == "loading" and state.model == local.source
         status = {"value": "loading" if loading else "unloaded" if model is None else "loaded"}
-        told = {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer"}
-        return {**told, "meta": meta, "status": status}
+        answer = {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer"}
+        return {**answer, "meta": meta, "status": status}
 
 
 def _ids(model: Model, text: str, special: bool, parse: bool) -> list[int]:

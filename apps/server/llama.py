@@ -50,7 +50,7 @@ class LlamaCompletion(NoFrame):
         self._several = self._several or self.n > 1
         self._tokens_wanted = fields.flag("return_tokens")
         self._alternatives = fields.whole("n_probs", 0, MOST_ALTERNATIVES) or 0
-        options, self._told = _options(fields)
+        options, self._shown = _options(fields)
         if self._alternatives:
             options["logprobs"] = self._alternatives
         fields.ignore("model")
@@ -59,7 +59,7 @@ class LlamaCompletion(NoFrame):
         self._asked = prompts
         self._prompts = [TextPrompt("", options, fields=("prompt", "json_schema"))] * len(prompts)
         self._shown: list[str] = []
-        self._settings = {**default_settings(model.context), **_told(options)}
+        self._settings = {**default_settings(model.context), **_described(options)}
         self._name = model.info.name
         self._replies = [Reply() for _ in range(self.n)]
 
@@ -83,7 +83,7 @@ class LlamaCompletion(NoFrame):
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         reply = self._replies[index]
         reply.push(chunk)
-        if not (chunk.text and self._told):
+        if not (chunk.text and self._shown):
             return []
         tokens = list(chunk.token_ids)
         event = {"index": index, "content": chunk.text, "tokens": tokens, "stop": False, "id_slot": index}
@@ -97,8 +97,8 @@ class LlamaCompletion(NoFrame):
         answers = []
         for index, reply in enumerate(self._replies):
             assert reply.result is not None, "the reply is not finished"
-            tokens = list(reply.result.token_ids) if self._tokens_wanted and self._told else []
-            text, logprobs = (reply.text, reply.logprobs) if self._told else ("", [])
+            tokens = list(reply.result.token_ids) if self._tokens_wanted and self._shown else []
+            text, logprobs = (reply.text, reply.logprobs) if self._shown else ("", [])
             last = self._last(index, text, tokens) | self._probabilities(logprobs)
             answers.append(last | warnings(self.ignored))
         return answers if self._several else answers[0]
@@ -116,7 +116,7 @@ class LlamaCompletion(NoFrame):
             "id_slot": index,
             "stop": True,
             "model": self._name,
-            "tokens_predicted": usage.completion_tokens if self._told else 0,
+            "tokens_predicted": usage.completion_tokens if self._shown else 0,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": self._settings,
             "prompt": self._shown[index // self._each],
@@ -130,7 +130,7 @@ class LlamaCompletion(NoFrame):
 
     def _stopped(self, result: Result) -> tuple[str, str]:
         """Why a reply ended, and the stop word if any."""
-        if result.finish_reason != "stop" or not self._told:
+        if result.finish_reason != "stop" or not self._shown:
             return "limit", ""
         return ("word", result.stop_string) if result.stop_string else ("eos", "")
 
@@ -152,34 +152,34 @@ LLAMA_KINDS: Mapping[str, CompletionKind] = {
 
 def default_settings(context: int) -> Event:
     """The options of a completion that sets none, under llama-server's names."""
-    return {"n_ctx": context} | _told({}) | {"seed": _ANY_SEED, "n_predict": -1, "max_tokens": -1}
+    return {"n_ctx": context} | _described({}) | {"seed": _ANY_SEED, "n_predict": -1, "max_tokens": -1}
 
 
 # Options of GenerationConfig that llama.cpp's server calls by the same names.
 _SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
 
-def _told(options: Mapping[str, Any]) -> Event:
+def _described(options: Mapping[str, Any]) -> Event:
     config = GenerationConfig().replace(**options)
-    told: Event = {name: getattr(config, name) for name in _SAME_NAMES}
-    told |= {"repeat_penalty": config.repetition_penalty, "stop": list(config.stop)}
-    told |= {"n_probs": config.logprobs or 0, "grammar": config.grammar or ""}
+    described: Event = {name: getattr(config, name) for name in _SAME_NAMES}
+    described |= {"repeat_penalty": config.repetition_penalty, "stop": list(config.stop)}
+    described |= {"n_probs": config.logprobs or 0, "grammar": config.grammar or ""}
     if config.seed is not None:
-        told["seed"] = config.seed
+        described["seed"] = config.seed
     if config.max_tokens is not None:
-        told |= {"n_predict": config.max_tokens, "max_tokens": config.max_tokens}
-    return told
+        described |= {"n_predict": config.max_tokens, "max_tokens": config.max_tokens}
+    return described
 
 
 def _options(fields: Fields) -> tuple[dict[str, Any], bool]:
     """Read generation options, and whether the reply is returned: 0 tokens only fill the cache, which takes one token
     here."""
     options: dict[str, Any] = {}
-    told = True
+    shown = True
     for name in ("n_predict", "max_tokens"):
         most = fields.take(name, int, "a whole number")
         if most is not None and most >= 0 and not options:  # -1 is no limit
-            told = most > 0
+            shown = most > 0
             options |= fields.checked(name, "max_tokens", most or 1)
     seed = fields.take("seed", int, "a whole number")
     if seed is not None and seed >= 0 and seed != _ANY_SEED:
@@ -190,7 +190,7 @@ def _options(fields: Fields) -> tuple[dict[str, Any], bool]:
     schema = fields.take("json_schema", dict, "a JSON Schema, an object")
     if schema is not None:
         options["json_schema"] = closed(schema)
-    return options | sampling(fields), told
+    return options | sampling(fields), shown
 
 
 def _bias(value: Any) -> Any:

@@ -139,7 +139,7 @@ def _text_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
 # By path, the field with the input, and its empty value.
 _ASKING: Mapping[str, tuple[str, Any]] = {"/api/chat": ("messages", []), "/api/generate": ("prompt", "")}
 # Fields of a request that generates nothing.
-_BESIDE = {"model", "keep_alive", "stream", "options"}
+_ALLOWED_FIELDS = {"model", "keep_alive", "stream", "options"}
 
 
 def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | None:
@@ -149,7 +149,7 @@ def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | N
         service.switch.keep(None if math.isinf(seconds) else seconds)
     asking, nothing = _ASKING[path]
     given = {name for name, value in body.items() if value is not None}
-    if body.get(asking) not in (None, nothing) or not given <= _BESIDE | {asking}:
+    if body.get(asking) not in (None, nothing) or not given <= _ALLOWED_FIELDS | {asking}:
         return None
     head = {"model": body.get("model") or service.model().info.name, "created_at": moment()}
     reason = "unload" if seconds == 0 else "load"
@@ -324,14 +324,14 @@ class OllamaEndpoints:
             return JSONResponse({"models": []})
         left = None if service.switch is None else service.switch.expires_in()
         model, planned = service.model(), service.model().plan.planned_bytes
-        told = {
+        entry = {
             **{name: value for name, value in _listed(loaded).items() if name not in ("modified_at", "capabilities")},
             "size": planned,
             "size_vram": 0,
             "context_length": model.context,
             "expires_at": moment(time.time() + (_NEVER_S if left is None else left)),
         }
-        return JSONResponse({"models": [told]})
+        return JSONResponse({"models": [entry]})
 
     async def show(self, request: Request) -> Response:
         """Describe a model without loading it."""

@@ -141,7 +141,7 @@ def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
         raise UsageError(f"{drafter} is made for one model.", "Export that with it: edgeinfer export --drafter HEAD.")
     for bundle in (ours, theirs):
         if bundle.header is not None:
-            hint = "Load it beside the model with " + Setting("draft_model") + "."
+            hint = "Load its model, and name this one with " + Setting("draft_model") + "."
             raise UsageError(
                 f"{bundle.path} is a GGUF model, which can neither contain a drafter nor be one in a bundle.", hint
             )

@@ -298,7 +298,7 @@ class MoESpec:
         plain = self.groups == 1 and not self.choice_bias and not self.renormalize
         _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
 
-        _require(not self.with_mlp or (self.gated and not self.shared_size), "experts beside an MLP share none")
+        _require(not self.with_mlp or (self.gated and not self.shared_size), "experts next to an MLP share none")
 
     @property
     def by_shares(self) -> bool:
@@ -455,5 +455,5 @@ def check_mixers(
         there = any(kind in parts_of(mixer) for mixer in mixers)
         require_described(there == (described is not None), f"layers of {kind} need its sizes, and those such layers")
     ascending = no_mlp == tuple(sorted(set(no_mlp))) and all(layer in range(len(mixers)) for layer in no_mlp)
-    require_described(ascending, "no_mlp must ascend, beside mixers")
+    require_described(ascending, "no_mlp must ascend, next to mixers")
     require_described(all(mixers[layer] != "none" for layer in no_mlp), "a layer must have a mixer or an MLP")

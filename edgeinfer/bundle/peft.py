@@ -219,10 +219,10 @@ def _refuse_variants(path: Path, config: Mapping[str, Any]) -> None:
         found.append(f"bias={config['bias']!r}")
     if found:
         raise AdapterError(f"{path} has {found[0].rstrip(',')}, which is not supported.", _PLAIN_HINT)
-    begun = str(config.get("init_lora_weights", ""))
-    if begun.startswith(_CHANGED_BASE):
+    initialization = str(config.get("init_lora_weights", ""))
+    if initialization.startswith(_CHANGED_BASE):
         hint = "Convert it to plain LORA with PEFT (path_initial_model_for_weight_conversion)."
-        raise AdapterError(f"{path} was trained from {begun}, which changes the base model's weights.", hint)
+        raise AdapterError(f"{path} was trained from {initialization}, which changes the base model's weights.", hint)
 
 
 def _changes(path: Path, config: Mapping[str, Any], arrays: tuple[StoredArray, ...]) -> Iterator[tuple[str, LowRank]]:

@@ -36,7 +36,7 @@ _TYPES = {
     503: "unavailable_error",
 }
 # Characters of a text in an answer: long inputs are not sent back.
-_MOST_TOLD = 1000
+_MOST_SHOWN = 1000
 # Characters of a quoted name, and how many names an answer lists.
 _LONGEST_NAME = 200
 _NAMED = 8
@@ -93,4 +93,4 @@ def status_and_code(error: EdgeInferError, kinds: Kinds) -> tuple[int, str | Non
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -20,7 +20,7 @@ _OPENING = (
 _IDLE: Mapping[str, Any] = {"minProperties": 0, "allOf": [], "patternProperties": {}}
 _MAPS = ("properties", "$defs", "definitions")
 # Keywords that may accompany a reference that is followed here.
-_BESIDE = frozenset({"$ref", "title", "description", "default", "examples"})
+_ALLOWED = frozenset({"$ref", "title", "description", "default", "examples"})
 # Alternatives are compared in pairs, value by value; a million comparisons take a third of a second.
 _MOST_HOPS, _MOST_STEPS = 8, 1_000_000
 _RECENT = ("https://json-schema.org/draft/2020-12/", "https://json-schema.org/draft/2019-09/")
@@ -119,7 +119,7 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Any:
             break
         start, _, name = reference.rpartition("/")
         parts = root.get(start.removeprefix("#/"))
-        if not schema.keys() <= _BESIDE or not isinstance(parts, Mapping) or name not in parts:
+        if not schema.keys() <= _ALLOWED or not isinstance(parts, Mapping) or name not in parts:
             break
         schema = parts[name]
     return schema

@@ -151,7 +151,7 @@ def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
 
 
 # Norms of experts in addition to an MLP.
-_BESIDE_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
+_EXPERT_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def mixture_plans(
         bias = Source(root + names.choice_bias, (experts,), stacked=names.choice_bias_stacked)
         plans.append(TensorPlan(f"{prefix}.choice_bias", (bias,)))
     if moe.with_mlp:
-        for name, size in (("expert_scale", experts), *((norm, hidden) for norm in _BESIDE_NORMS)):
+        for name, size in (("expert_scale", experts), *((norm, hidden) for norm in _EXPERT_NORMS)):
             plans.append(plan(f"{prefix}.{name}", (root + getattr(names, name), (size,))))
     if moe.router == "relu":
         plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))

@@ -37,7 +37,7 @@ def describe_eagle(source: ModuleSource) -> DescribedModule:
         source = dataclasses.replace(source, config=HFConfig(source.config.values | nested))
     layer = next((name for name in _LAYERS if f"{name}self_attn.q_proj.weight" in source.checkpoint), None)
     if layer is None or "fc.weight" not in source.checkpoint:
-        message = f"{source.checkpoint.folder} has no EAGLE head: there is no fc, or no layer beside it."
+        message = f"{source.checkpoint.folder} has no EAGLE head: there is no fc, or no layer next to it."
         raise CheckpointError(message, "Choose a drafter that was published as EAGLE-1, EAGLE-2 or EAGLE-3.")
     layers = source.config.integer("num_hidden_layers")
     if layers != 1:

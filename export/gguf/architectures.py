@@ -134,7 +134,7 @@ class GgufArchitecture:
         if spec.rope.dim != spec.head_dim and not self.partial_rope:
             yield "rotary embedding of a part of each head"
         if spec.q_size != spec.hidden_size and not self.free_heads:
-            yield f"heads that are {spec.q_size} wide together beside a hidden state of {spec.hidden_size}"
+            yield f"heads that are {spec.q_size} wide together with a hidden state of {spec.hidden_size}"
         if spec.num_kv_heads != spec.num_heads and not self.grouped:
             yield "queries that share keys"
         if spec.qkv_bias and not self.qkv_bias:
@@ -221,13 +221,13 @@ class GgufMixture:
             return
         first = tuple(range(len(moe.dense_layers)))
         if moe.dense_layers and not (self.leading and moe.dense_layers == first):
-            yield "layers without experts beside others with them"
+            yield "layers without experts and others with them"
         if self.renormalizes is not None and moe.renormalize != self.renormalizes:
             yield "weights of experts that are " + ("renormalized" if moe.renormalize else "not renormalized")
         if moe.router != self.router and not (self.gating and moe.router in _GATING):
             yield f"router of type {moe.router}"
         if moe.shared_size and self.shared in ("count", "both") and moe.shared_size % moe.expert_size:
-            yield f"shared expert that is {moe.shared_size} wide beside others of {moe.expert_size}"
+            yield f"shared expert that is {moe.shared_size} wide next to others of {moe.expert_size}"
         if moe.shared_size and not self.shared:
             yield "shared expert"
         if moe.experts > _MOST_EXPERTS:

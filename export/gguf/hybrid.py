@@ -62,7 +62,7 @@ def _qwen_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
     if delta is None:
         yield "form without delta rules"
     elif delta.key_size != delta.value_size:
-        yield f"heads of {delta.value_size} channels of values beside {delta.key_size} of keys"
+        yield f"heads of {delta.value_size} channels of values and {delta.key_size} of keys"
 
 
 def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:

@@ -186,7 +186,7 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
             raise _unsupported(f"the normalizer {step}")
     for step in flattened(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] != "Metaspace" or step.get("replacement") != _UNDERLINE:
-            raise _unsupported(f"the pre-tokenizer {step} beside SentencePiece's pieces")
+            raise _unsupported(f"the pre-tokenizer {step} with SentencePiece's pieces")
         escapes = True
         scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
         prefix = prefix or scheme == "always"

@@ -46,7 +46,7 @@ GGUF_ARCHITECTURES = DENSE | GEMMAS | SHARED_MIXTURES | LATENT | HYBRID | MAMBA
 # Families that no graph of llama.cpp computes, and what it lacks of them.
 WITHOUT_GGUF = {
     "flex_olmo": "a mixture of experts whose norms stand behind attention and experts",
-    "lfm3": "convolutions beside attention with windows and gates",
+    "lfm3": "convolutions and attention with windows and gates",
     "minicpm": "a router that chooses by a ReLU",
     "vaultgemma": "soft caps without norms after attention and MLP",
     "phimoe": "the weights of Phi-3.5-MoE's experts, each a softmax over those near it",

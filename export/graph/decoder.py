@@ -153,14 +153,14 @@ class DecoderGraph:
         resume, embed, carried = self._graph.branch(), self._graph.branch(), (1, "S", self._spec.carried_size)
         resume.output(resume.op("Identity", [io.HIDDEN_IN], "resumed"), "float32", carried)
         if self._spec.per_layer is None:
-            begun = self._ops.embed(embed)
+            entered = self._ops.embed(embed)
         else:
             # Layers need the embeddings wherever a pass begins.
-            begun = embed.op("Identity", [self._ops.embed(self._graph)], "begun")
+            entered = embed.op("Identity", [self._ops.embed(self._graph)], "entered")
         if self._streams is not None:
             self._streams.declare(self._graph)
-            begun = self._streams.enter(embed, begun)
-        embed.output(begun, "float32", carried)
+            entered = self._streams.enter(embed, entered)
+        embed.output(entered, "float32", carried)
         self._ends.enter(self._graph, "embedded")
         self._graph.choose(io.USE_HIDDEN, resume, embed, ["hidden"])
         return "hidden"
@@ -190,13 +190,13 @@ class DecoderGraph:
         """A layer that computes with its first stream, between prediction and correction."""
         assert self._streams is not None, "only such decoders have streams"
         graph, prefix = self._graph, f"layers.{layer}"
-        begun = self._streams.predict(graph, layer, hidden)
-        normed = self._ops.norm(graph, begun.first, self._norm(layer, "attn"))
-        mixed = self._mixer(layer, "attention", begun.first, BlockInput(normed, ""), runs[0], f"{prefix}.attn.hidden")
+        entered = self._streams.predict(graph, layer, hidden)
+        normed = self._ops.norm(graph, entered.first, self._norm(layer, "attn"))
+        mixed = self._mixer(layer, "attention", entered.first, BlockInput(normed, ""), runs[0], f"{prefix}.attn.hidden")
         mixed = self._streams.augment(graph, layer, normed, mixed)
         into = Entering(mixed, self._norm(layer, "mlp"), mixed, self._norm(layer, "mlp", after=True))
         made = self._mlp(layer, into, runs[1], f"{prefix}.mlp.hidden")
-        return self._streams.correct(graph, layer, begun, made, self._ends, result)
+        return self._streams.correct(graph, layer, entered, made, self._ends, result)
 
     def _entering(self, layer: int, hidden: str) -> BlockInput:
         """Input of a layer's mixers."""
@@ -215,8 +215,8 @@ class DecoderGraph:
     def _shares_norm(self, layer: int) -> bool:
         """Whether several products read a layer's first norm."""
         spec = self._spec
-        beside = spec.delta is not None or spec.latent is not None or len(spec.parts_of(layer)) > 1
-        return spec.pre_norm and (spec.parallel or bool(spec.output_gate) or beside)
+        several_parts = spec.delta is not None or spec.latent is not None or len(spec.parts_of(layer)) > 1
+        return spec.pre_norm and (spec.parallel or bool(spec.output_gate) or several_parts)
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
         """The norm before or after a block; empty for none."""

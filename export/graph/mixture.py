@@ -71,7 +71,7 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
     """Adds a mixture's result to the hidden states; returns the sum (1, S, D) and the chosen experts' ids (1, S, K)."""
     prefix, moe = f"layers.{experts.layer}.mlp", experts.moe
     if moe.with_mlp:
-        return _beside(ops, graph, experts, count, entering)
+        return _with_mlp(ops, graph, experts, count, entering)
     normed = ops.norm(graph, entering.value, entering.norm) if entering.norm else entering.value
     routing = _route(ops, graph, experts, normed)
     residual = "" if entering.post_norm else entering.residual
@@ -84,7 +84,7 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
     return mixed, routing.ids
 
 
-def _beside(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:
+def _with_mlp(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:
     """Adds the results of a mixture and of an additional MLP; returns as `mixture`."""
     prefix, value = f"layers.{experts.layer}.mlp", entering.value
     inner = ops.inner(graph, value, prefix, entering.norm)

@@ -63,8 +63,8 @@ class Checkpoint:
             raise _no_weights(folder)
         eights = [name for name, tensor in self._tensors.items() if tensor.stored.dtype == E4M3]
         # Scales, and the scales of inputs, which are not read.
-        self._beside = {fp8_scale_name(name) for name in eights}
-        self._beside |= {f"{name.removesuffix('weight')}activation_scale" for name in eights}
+        self._companions = {fp8_scale_name(name) for name in eights}
+        self._companions |= {f"{name.removesuffix('weight')}activation_scale" for name in eights}
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,7 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors except scales."""
-        return frozenset(self._tensors.keys() - self._beside)
+        return frozenset(self._tensors.keys() - self._companions)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -128,13 +128,13 @@ class _Writer:
             return rows
         width, size, written = math.prod(entry.shape[1:]), math.prod(entry.shape), 0
 
-        def told(start: int, stop: int) -> _RowsT:
+        def shown(start: int, stop: int) -> _RowsT:
             nonlocal written
             progress(entry.name, self._done + min(written, size), self.total)
             written += (stop - start) * width
             return rows(start, stop)
 
-        return told
+        return shown
 
     def write_whole(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
         """Writes a matrix that is in memory; returns the written values as floats."""

@@ -255,8 +255,8 @@ def kept_place(making: Making, name: str) -> Path:
 
 def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSnapshot, edits: int = 0) -> KeptRows:
     """Writes rows to a file, whole or not at all."""
-    told = {"format": _FORMAT, "version": _VERSION, "tokenizer": making.tokenizer, "edits": edits}
-    write_session(path, making.origin, tokens, rows.part, json.dumps(told | {"prefix": making.prefix}))
+    header = {"format": _FORMAT, "version": _VERSION, "tokenizer": making.tokenizer, "edits": edits}
+    write_session(path, making.origin, tokens, rows.part, json.dumps(header | {"prefix": making.prefix}))
     if path.parent == rows_folder():
         _make_room(path)
     with storage_errors(path):
@@ -270,26 +270,26 @@ def read_rows(path: Path, making: Making) -> KeptRows | None:
     if not path.exists():
         return None
     with _saying_what_to_do(), open_session(path) as file:
-        told = _told(file)
-        prefix = tuple(told["prefix"])
-        found = Making(file.origin, told["tokenizer"], prefix, file.kv, file.scales)
+        header = _header(file)
+        prefix = tuple(header["prefix"])
+        found = Making(file.origin, header["tokenizer"], prefix, file.kv, file.scales)
         if (found.origin.model, found.tokenizer) != (making.origin.model, making.tokenizer):
             raise ModelError(f"{path} is a context of another model.", "Name another file, or remove this one.")
-        return KeptRows(path, found, file.tokens, told["edits"], file.stamp) if found == making else None
+        return KeptRows(path, found, file.tokens, header["edits"], file.stamp) if found == making else None
 
 
-def _told(file: SessionFile) -> dict[str, Any]:
+def _header(file: SessionFile) -> dict[str, Any]:
     try:
-        told = json.loads(file.text)
+        header = json.loads(file.text)
     except (ValueError, RecursionError):
-        told = None
-    known = isinstance(told, dict) and (told.get("format"), told.get("version")) == (_FORMAT, _VERSION)
-    prefix = told.get("prefix") if known else None
+        header = None
+    known = isinstance(header, dict) and (header.get("format"), header.get("version")) == (_FORMAT, _VERSION)
+    prefix = header.get("prefix") if known else None
     sound = isinstance(prefix, list) and all(type(token) is int for token in prefix)
-    sound = sound and isinstance(told.get("tokenizer"), str) and type(told.get("edits")) is int
+    sound = sound and isinstance(header.get("tokenizer"), str) and type(header.get("edits")) is int
     if not sound:
         raise UsageError(f"{file.path} keeps no context.", "Name another file, or remove this one.")
-    return dict(told)
+    return dict(header)
 
 
 @contextlib.contextmanager

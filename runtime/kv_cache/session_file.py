@@ -170,7 +170,7 @@ class SessionFile:
         self.sampling = int(sampling)
         self._state = self._tensors[-2] if self._tensors[-2].name == _STATE else None
         self._rows = self._tensors[1 : -1 if self._state is None else -2]
-        self._layers = self._told_layers(metadata)
+        self._layers = self._listed_layers(metadata)
         if self.stamp != known:
             self._check_digest(index.header, metadata["sha256"])
         ids = self._array(self._tensors[0])
@@ -195,18 +195,18 @@ class SessionFile:
         except UnicodeError as error:
             raise UsageError(f"{self.path} is damaged: its text is not UTF-8.", _COPY) from error
 
-    def _told_layers(self, metadata: Mapping[str, str]) -> list[_LayerRows] | None:
+    def _listed_layers(self, metadata: Mapping[str, str]) -> list[_LayerRows] | None:
         """The entry "layers", which must fit the rows; None if all layers keep the same."""
         if _LAYERS not in metadata:
             return None
         try:
-            told = [_LayerRows(*layer) for layer in json.loads(metadata[_LAYERS])]
-            fit = all(layer.sound for layer in told) and len(told) % 2 == 0
-            size = sum(layer.bytes for layer in told) if fit else 0
+            listed = [_LayerRows(*layer) for layer in json.loads(metadata[_LAYERS])]
+            fit = all(layer.sound for layer in listed) and len(listed) % 2 == 0
+            size = sum(layer.bytes for layer in listed) if fit else 0
         except (ValueError, TypeError, RecursionError):
-            told, fit, size = [], False, 0
+            listed, fit, size = [], False, 0
         self._require(fit and all(t.shape[1] == size for t in self._rows), "its rows are not of these layers")
-        return told
+        return listed
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:

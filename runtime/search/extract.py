@@ -21,7 +21,7 @@ from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 
 # Spans that a result tells of.
-_TOLD = 8
+_MOST_LISTED = 8
 # Tokens of a span at most.
 _LONGEST = 128
 # Tokens of a beginning that are fed at once. What comes next in the passage is known, so they cost no pass each.
@@ -101,7 +101,7 @@ class Extract(SearchStrategy):
         self._search(started, branches)
         branches.end()
         self._reply_rows = None
-        ranked = sorted(self._found, key=lambda span: span.score, reverse=True)[:_TOLD]
+        ranked = sorted(self._found, key=lambda span: span.score, reverse=True)[:_MOST_LISTED]
         self._tell(prompt, [(span.tokens, span.score) for span in ranked])
         return self._take(ranked[0].tokens, first_logits)
 

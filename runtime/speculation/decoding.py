@@ -238,8 +238,8 @@ class SpeculativeDecoding(DecodingStrategy):
         committed = (*accepted, verdict.token)
         logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
         round = self._round_of(draft, verdict, committed, passed, logits)
-        for token, told in zip(committed, logprobs, strict=True):
-            self._sampler.accept_with(token, told)
+        for token, entry in zip(committed, logprobs, strict=True):
+            self._sampler.accept_with(token, entry)
         self._root = verdict.token
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():

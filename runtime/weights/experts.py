@@ -102,7 +102,7 @@ class ExpertCache:
         self.cached_bytes = 0
         self.expert_bytes = int(sizes.sum())
         order = list(parts)
-        self._beside = {
+        self._neighbours = {
             each: [order[place + step] for step in (-1, 1) if 0 <= place + step < len(order)]
             for place, each in enumerate(order)
         }
@@ -163,7 +163,7 @@ class ExpertCache:
         self.cached_bytes += int(self._sizes[came].sum())
         for layer, expert in np.argwhere(came).tolist():
             # The system maps pages around the touched ones.
-            for neighbour in self._beside[layer, expert]:
+            for neighbour in self._neighbours[layer, expert]:
                 if not self.cached[neighbour]:
                     self._parts[neighbour].release()
 

@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 4-bit bundle with a chat template and a context of 512 tokens, beside the checkpoint that it was made of."""
+    """A 4-bit bundle with a chat template and a context of 512 tokens, and its checkpoint."""
     return made(make_small, copy_to=tmp_path_factory.mktemp("small") / "made") / "small"
 
 

@@ -16,7 +16,7 @@ from tests.speculation import load_eager
 pytestmark = pytest.mark.slow
 
 PROMPT = [5 + place % 7 for place in range(70)]
-# Chains and trees, greedy and drawn; beside drafters whose branches are accepted and built on.
+# Chains and trees, greedy and drawn; together with drafters whose branches are accepted and built on.
 OWN, ALL = "own", "all"
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     (OWN, {}),
@@ -42,7 +42,7 @@ def bundle_of(kind: str) -> tuple[Path, str]:
 
 
 def drawn(model: edgeinfer.Model, who: str, **options: Any) -> tuple[list[TokenLogprob], SpeculationUse]:
-    """The tokens of a reply with all that is told of their logits, and what drafting did."""
+    """The tokens of a reply with their log-probabilities, and what drafting did."""
     edgeinfer.tools.restore_drafting(model, {})
     stream = model.stream(PROMPT, max_tokens=16, ignore_eos=True, logprobs=3, speculation=who, **options)
     return [token for chunk in stream for token in chunk.logprobs], stream.result.speculation

@@ -47,5 +47,5 @@ def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
         assert all(0 < prior.accepted < 1 and (prior.tables or prior.share > 0) for prior in priors.values())
         assert set(priors_of(subject, TunedDrafting(drafters=("copy",)))) == {"copy"}
         only, plain_plan = (edgeinfer.plan(path, speculation=how).speed for how in (",".join(expected), "off"))
-        # What asking in vain takes is told, and does not count where ways to run are compared.
+        # The cost of asking in vain is reported, and does not count where ways to run are compared.
         assert only.turn_ms <= plain_plan.turn_ms and only.tokens_per_second > 0.8 * plain_plan.tokens_per_second

@@ -1,4 +1,4 @@
-"""Tests of which experts a token uses, beside a router that is written out one token at a time."""
+"""Tests of which experts a token uses, compared with a router that is written out one token at a time."""
 
 import numpy as np
 

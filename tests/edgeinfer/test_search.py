@@ -83,7 +83,7 @@ def test_samples_are_separate_replies_bit_for_bit(model: edgeinfer.Model, option
     for index, text in enumerate(found.search.texts):
         alone = fresh(model, **asked | {"seed": 7 + index})
         assert (text.text, text.finish_reason) == (alone.text, alone.finish_reason)
-        # A stop string may end inside a token that is not told then.
+        # A stop string may end inside a token that is not reported then.
         assert text.token_ids == alone.token_ids
         if index == 0:
             assert (found.text, found.token_ids) == (alone.text, alone.token_ids)

@@ -1,4 +1,4 @@
-"""Saved sessions: text goes on as if it had never been saved, and what does not fit is evaluated anew."""
+"""Saved sessions: text goes on as if it had never been saved, and what does not fit is evaluated again."""
 
 from __future__ import annotations
 

@@ -39,14 +39,14 @@ def loaded() -> Iterator[edgeinfer.Model]:
 
 @pytest.fixture
 def tales(loaded: edgeinfer.Model) -> edgeinfer.Model:
-    """The same, which has learnt nothing of other tests."""
+    """A model that has learnt nothing from other tests."""
     edgeinfer.tools.restore_drafting(loaded, {})
     return loaded
 
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[edgeinfer.Model]:
-    """The same with a context that is soon full."""
+    """A model with a context that is soon full."""
     with load_eager(context=24, draft_model=BUILTIN) as model:
         yield model
 
@@ -318,7 +318,7 @@ def test_what_has_to_follow_is_drafted(tales: edgeinfer.Model) -> None:
         assert result.text in choices
         found = result.speculation.per_drafter["forced"]
         assert found.accepted == found.drafted >= (len(result.token_ids) - 1) // 2
-    # Nobody else is needed where nothing is left to choose; the stop token is no part of a draft.
+    # No other drafter is needed where nothing is left to choose; the stop token is no part of a draft.
     only = tales.generate(PROMPT, choices=(text,), speculation="auto").speculation
     assert only.accepted == only.drafted and only.rounds <= 3
 

@@ -44,7 +44,7 @@ def tales(folder: Path) -> Iterator[edgeinfer.Model]:
 
 @pytest.fixture(scope="module")
 def short(folder: Path) -> Iterator[edgeinfer.Model]:
-    """The same with a context that is soon full."""
+    """A model with a context that is soon full."""
     with load_eager(folder, context=24, remember=False, speculation=LOADED) as model:
         yield model
 

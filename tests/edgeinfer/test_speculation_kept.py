@@ -131,7 +131,7 @@ def emptied(path: Path) -> None:
 
 
 def strange(path: Path) -> None:
-    """A sound file of arrays that nobody expects, or of numbers that cannot be."""
+    """A valid file of arrays that nothing expects, or of numbers that cannot be."""
     if path.suffix == ".json":
         path.write_text(path.read_text().replace("0.", "NaN", 1))
     else:
@@ -271,7 +271,7 @@ def test_what_tuning_finds_is_drafted_with(
         for who in ("auto", "exit", "skip"):
             found_now = same(model, who, max_tokens=30, ignore_eos=True)
         assert {"exit", "skip"} <= set(edgeinfer.tools.drafting_state(model))
-        # What is found anew takes the place of drafters that are open.
+        # What is found again takes the place of drafters that are open.
         edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=3)
         assert same(model, "auto", max_tokens=30, ignore_eos=True)
         assert plain(model, max_tokens=30, ignore_eos=True).text == before

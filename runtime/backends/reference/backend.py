@@ -337,11 +337,11 @@ class ReferenceBackend:
 
     def _layer(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D), or of all streams -> likewise
         spec, (mixes, feeds) = self._spec, run.mask[layer].tolist()
-        begun = None if spec.streams is None else self._ends.predicted(layer, x, feeds)
-        before = x = x if begun is None else begun[:, 0]
+        predicted = None if spec.streams is None else self._ends.predicted(layer, x, feeds)
+        before = x = x if predicted is None else predicted[:, 0]
         if mixes and spec.parts_of(layer):
             x = x + self._leaving(layer, "attn", self._mixed(layer, self._entering(layer, "attn", before), run))
-        if begun is not None and feeds:
+        if predicted is not None and feeds:
             x = self._ends.augmented(layer, self._entering(layer, "attn", before), x)
         if feeds and layer not in spec.no_mlp:
             moe, entering = spec.experts_of(layer), before if spec.parallel else x
@@ -353,8 +353,8 @@ class ReferenceBackend:
                 mixture = ReferenceMixture(spec, layer, moe, self._weights, self._linear, self._norm, self._mlp)
                 given, run.used[layer] = mixture.of(entering, run.experts)
             x = x + self._leaving(layer, "mlp", given)
-            x = x if begun is not None else self._ends.ended(layer, x, run.vectors)
-        return x if begun is None else self._ends.corrected(layer, begun, x, run.vectors, feeds)
+            x = x if predicted is not None else self._ends.ended(layer, x, run.vectors)
+        return x if predicted is None else self._ends.corrected(layer, predicted, x, run.vectors, feeds)
 
     @cached_property
     def _halved(self) -> dict[str, Floats]:

@@ -125,8 +125,8 @@ class TargetStates:
             self._append([tokens[row] for row in rows], states[list(rows)])
         elif (was := self._interrupted) is not None:
             self._interrupted = None
-            begun, again = was.first + len(was.waiting), self._tokens.copy()
-            if begun + len(rows) - 1 == self._first and again == [was.tree[rows[-1]]]:
+            started, again = was.first + len(was.waiting), self._tokens.copy()
+            if started + len(rows) - 1 == self._first and again == [was.tree[rows[-1]]]:
                 state, path = self._states[:1].copy(), list(rows[:-1])
                 self._first, self._tokens = was.first, was.waiting
                 self._states[: len(was.waiting)] = was.states
