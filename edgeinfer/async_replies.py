@@ -22,24 +22,19 @@ if TYPE_CHECKING:
 
 
 class Production:
-    """A reply as the thread makes it. It holds no reference to its reader, so that a reader that is gone is noticed.
-
-    Attributes:
-        queue: chunks, then None or the error that ended the reply; read by the event loop.
-        stream: the reply's, once it has started.
-        conversation: replies of one conversation are made one after the other; None is a conversation of its own.
-        alone: the reply needs resources that only one reply at a time can have.
-    """
+    """A reply as the thread makes it. It holds no reference to its reader, so that a reader that is gone is noticed."""
 
     def __init__(
         self, start: Callable[[], TokenStream], loop: asyncio.AbstractEventLoop, conversation: object | None
     ) -> None:
         import asyncio
 
+        # Chunks, then None or the error that ended the reply; read by the event loop.
         self.queue: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
-        self.stream: TokenStream | None = None
+        self.stream: TokenStream | None = None  # the reply's, once it has started
+        # Replies of one conversation are made one after the other; None is a conversation of its own.
         self.conversation = conversation
-        self.alone = False
+        self.alone = False  # the reply needs resources that only one reply at a time can have
         self._start = start
         self._loop = loop
         self._lock = threading.RLock()  # a collector of garbage may end a reader while its thread is in here

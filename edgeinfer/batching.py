@@ -193,17 +193,11 @@ def _coming(other: Slot, wanted: Ints) -> int:  # (n,)
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """How one of several replies ended.
+    """How one of several replies ended."""
 
-    Attributes:
-        place: index of the reply.
-        made: its result.
-        error: the error that ended it; None where there is a result.
-    """
-
-    place: int
-    made: T | None = None
-    error: Exception | None = None
+    place: int  # index of the reply
+    made: T | None = None  # its result
+    error: Exception | None = None  # the error that ended it; None where there is a result
 
     def result(self) -> T:
         if self.error is not None:

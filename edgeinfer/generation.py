@@ -37,16 +37,12 @@ if TYPE_CHECKING:
 
 
 class ShownLogprobs:
-    """Matches log-probabilities with text, which may appear later than its tokens, or never, like a stop string.
-
-    Attributes:
-        given: those of all text that was shown.
-    """
+    """Matches log-probabilities with text, which may appear later than its tokens, or never, like a stop string."""
 
     def __init__(self, tokenizer: TokenizerLike, found: Sequence[TokenLogprobs]) -> None:
         self._tokenizer = tokenizer
         self._found = found  # grows with the reply's tokens
-        self.given: list[TokenLogprob] = []
+        self.given: list[TokenLogprob] = []  # those of all text that was shown
         self._tokens = 0
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
         self._decoded = 0  # characters of the tokens so far

@@ -54,22 +54,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a loaded model is made of.
-
-    Attributes:
-        loaded: which model it is, without the state of verification that `info` adds.
-        verification: of its files; replies wait for it.
-        watched: the backend of a model with experts, which counts how they are used.
-        decoder: description of the layers, where the bundle has one.
-        sampling: generation options that its makers recommend for chats.
-        main: in the parts of one of several sequences, the model's own parts.
-        drafting: in the parts of one of several sequences, its drafting.
-        remote: the server that decides the text which this model drafts; None where this model decides.
-    """
+    """What a loaded model is made of."""
 
     engine: Engine
     tokenizer: TokenizerLike
-    loaded: ModelInfo
+    loaded: ModelInfo  # which model it is, without the state of verification that `info` adds
     begin_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     load: LoadCosts
@@ -78,13 +67,14 @@ class ModelParts:
     speculator: Speculator
     make_reduced: Callable[[], ReducedComputeStrategies]
     ledger: Ledger
-    verification: Verification
+    verification: Verification  # of its files; replies wait for it
     threads: int
-    watched: ExpertCountingBackend | None = None
-    decoder: DecoderSpec | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    main: ModelParts | None = None
-    drafting: SequenceDrafting | None = None
+    watched: ExpertCountingBackend | None = None  # the backend of a model with experts, which counts how they are used
+    decoder: DecoderSpec | None = None  # description of the layers, where the bundle has one
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # generation options that its makers recommend for chats
+    main: ModelParts | None = None  # in the parts of one of several sequences, the model's own parts
+    drafting: SequenceDrafting | None = None  # in the parts of one of several sequences, its drafting
+    # The server that decides the text which this model drafts; None where this model decides.
     remote: RemoteDeciding | None = None
 
     def for_sequence(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:

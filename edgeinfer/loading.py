@@ -68,16 +68,12 @@ _WORTH_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Bundles:
-    """The bundles to load, a model and its draft model, with the backends that run them and the model's tuned settings.
-
-    Attributes:
-        planned: the plan of both within a budget; None makes one.
-    """
+    """The bundles to load, a model and its draft model, with their backends and the model's tuned settings."""
 
     choice: BackendChoice
     drafter_choice: BackendChoice | None
     settings: TunedSettings = UNTUNED
-    planned: MemoryPlan | None = None
+    planned: MemoryPlan | None = None  # the plan of both within a budget; None makes one
 
     @property
     def target(self) -> Bundle:
@@ -179,19 +175,14 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request to load a model.
-
-    Attributes:
-        progress: as `edgeinfer.load` takes it; None where the model is loaded again.
-        started: time.perf_counter() of the request.
-        plan: the plan of the first time, where the model is loaded again; None makes one.
-    """
+    """One request to load a model."""
 
     bundles: Bundles
     config: LoadConfig
+    # As `edgeinfer.load` takes it; None where the model is loaded again.
     progress: Callable[[str, int, int], None] | None
-    started: float
-    plan: MemoryPlan | None = None
+    started: float  # time.perf_counter() of the request
+    plan: MemoryPlan | None = None  # the plan of the first time, where the model is loaded again; None makes one
 
     def on(self, device: str) -> LoadRequest:
         """This request on another device, with its tuned settings and without a plan."""

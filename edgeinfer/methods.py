@@ -41,17 +41,12 @@ _NO_ENTRIES = ". Methods of research are not registered: install edgeinfer again
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredMethod:
-    """What every kind of method declares; each kind adds how it is made, when "auto" takes it and what it needs.
-
-    Attributes:
-        help: one line for people.
-        options: its own options, which callers give as `method_options`.
-        order: its place among methods of its kind; a lower one is asked first, and wins where nothing else decides.
-    """
+    """What every kind of method declares; each kind adds how it is made, when "auto" takes it and what it needs."""
 
     name: str
-    help: str = ""
-    options: tuple[ConfigOption, ...] = ()
+    help: str = ""  # one line for people
+    options: tuple[ConfigOption, ...] = ()  # its own options, which callers give as `method_options`
+    # Its place among methods of its kind; a lower one is asked first, and wins where nothing else decides.
     order: int = 50
 
     def values(self, given: Mapping[str, Any]) -> Mapping[str, Any]:

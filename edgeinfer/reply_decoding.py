@@ -27,31 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What a reply is asked for.
+    """What a reply is asked for."""
 
-    Attributes:
-        prompt: token ids.
-        config: how to generate.
-        started: time.perf_counter() of the request; by default now.
-        continues: the reply goes on with the prompt's text, so that a tokenizer's leading space is kept.
-        reply: tokens that it has already.
-        draft: what may follow them.
-        contexts: that the prompt begins with, where these were evaluated apart.
-        rephrased: gives the tokens of the same chat with another last message of the user; None where there is no chat.
-        calls: what calls of functions begin with in it.
-        on_finish: called once with the result.
-    """
-
-    prompt: list[int]
-    config: GenerationConfig
-    started: float = field(default_factory=time.perf_counter)
-    continues: bool = True
-    reply: tuple[int, ...] = ()
-    draft: tuple[int, ...] = ()
-    contexts: JoinedContexts | None = None
+    prompt: list[int]  # token ids
+    config: GenerationConfig  # how to generate
+    started: float = field(default_factory=time.perf_counter)  # time.perf_counter() of the request; by default now
+    continues: bool = True  # the reply goes on with the prompt's text, so that a tokenizer's leading space is kept
+    reply: tuple[int, ...] = ()  # tokens that it has already
+    draft: tuple[int, ...] = ()  # what may follow them
+    contexts: JoinedContexts | None = None  # that the prompt begins with, where these were evaluated apart
+    # Gives the tokens of the same chat with another last message of the user; None where there is no chat.
     rephrased: Callable[[str], list[int]] | None = None
-    calls: CallMark | None = None
-    on_finish: Callable[[Result], None] | None = None
+    calls: CallMark | None = None  # what calls of functions begin with in it
+    on_finish: Callable[[Result], None] | None = None  # called once with the result
 
 
 def make_sampler(

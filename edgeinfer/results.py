@@ -36,211 +36,139 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Durations in milliseconds, measured around this request.
+    """Durations in milliseconds, measured around this request."""
 
-    Attributes:
-        load_ms: loading the model, once per process.
-        prompt_ms: evaluating the uncached part of the prompt.
-        ttft_ms: from the request to the first token.
-        per_token_ms: mean time per token after the first.
-        per_token_p50_ms, per_token_p95_ms: percentiles of the same.
-        tokens_per_second: decoded tokens after the first per second; 0 with fewer than two tokens.
-        cached_prompt_tokens: prompt tokens whose KV was reused.
-    """
-
-    load_ms: float
-    prompt_ms: float
-    ttft_ms: float
-    per_token_ms: float
+    load_ms: float  # loading the model, once per process
+    prompt_ms: float  # evaluating the uncached part of the prompt
+    ttft_ms: float  # from the request to the first token
+    per_token_ms: float  # mean time per token after the first
+    # `per_token_p50_ms`, `per_token_p95_ms`: percentiles of the same.
     per_token_p50_ms: float
     per_token_p95_ms: float
-    tokens_per_second: float
-    cached_prompt_tokens: int
+    tokens_per_second: float  # decoded tokens after the first per second; 0 with fewer than two tokens
+    cached_prompt_tokens: int  # prompt tokens whose KV was reused
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the whole process in bytes.
-
-    Attributes:
-        pss_bytes: resident at the end, each page divided by the processes that share it; None where it is unknown.
-        terms: the plan's.
-        used: held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
-        given_up: what the plan gave up to fit, then what was given up while the reply ran, in order.
-    """
+    """Memory of the whole process in bytes."""
 
     budget_bytes: int | None
     planned_bytes: int
     peak_rss_bytes: int
     anonymous_bytes: int
     file_bytes: int
-    terms: dict[str, int] = field(default_factory=dict)
+    terms: dict[str, int] = field(default_factory=dict)  # the plan's
+    # Held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
     used: dict[str, int] = field(default_factory=dict)
-    given_up: tuple[str, ...] = ()
+    given_up: tuple[str, ...] = ()  # what the plan gave up to fit, then what was given up while the reply ran, in order
+    # Resident at the end, each page divided by the processes that share it; None where it is unknown.
     pss_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class DrafterUse:
-    """What one drafter did in a reply.
+    """What one drafter did in a reply."""
 
-    Attributes:
-        rounds: passes that verified at least one of its tokens.
-        drafted, accepted: its tokens.
-        accepted_per_position: accepted tokens by place in the draft, the first at index 0.
-    """
-
-    rounds: int = 0
+    rounds: int = 0  # passes that verified at least one of its tokens
+    # `drafted`, `accepted`: its tokens.
     drafted: int = 0
     accepted: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()  # accepted tokens by place in the draft, the first at index 0
 
 
 @dataclass(frozen=True)
 class SpeculationUse:
-    """What drafting did; all zero when decoding was plain.
+    """What drafting did; all zero when decoding was plain."""
 
-    Attributes:
-        mode: the option.
-        verification: how drafts were verified.
-        lossless: whether the text has the distribution of the target model.
-        exact: whether it is the text of plain decoding, bit for bit of the logits; None where that is unknown.
-        rounds: passes of the target that verified a draft or none, after the prompt's.
-        drafted, accepted: tokens.
-        recovered: tokens that replaced the first rejected one of a draft.
-        bonus: tokens that followed a fully accepted draft, or an empty one.
-        rechecked: choices that were within rounding of a tie and repeated by a plain pass.
-        accepted_per_position: accepted tokens by place in the draft, the first at index 0.
-        acceptance_rate: accepted / drafted; 0 without drafts.
-        mean_accepted_length: tokens committed per pass of the target; 1 is plain decoding.
-        draft_ms, verify_ms, overhead_ms: the time of the rounds; the last is choosing and bookkeeping.
-        choices: rounds by the drafters chosen for them, joined by "+", or "none".
-        per_drafter: statistics of each.
-        plain_ms: a plain step, its median in this process; None before the first was timed.
-        speedup_vs_plain: plain_ms over the reply's mean milliseconds per token.
-    """
-
-    mode: str
-    verification: str = "keyed"
-    lossless: bool = True
+    mode: str  # the option
+    verification: str = "keyed"  # how drafts were verified
+    lossless: bool = True  # whether the text has the distribution of the target model
+    # Whether it is the text of plain decoding, bit for bit of the logits; None where that is unknown.
     exact: bool | None = None
-    rounds: int = 0
+    rounds: int = 0  # passes of the target that verified a draft or none, after the prompt's
+    # `drafted`, `accepted`: tokens.
     drafted: int = 0
     accepted: int = 0
-    recovered: int = 0
-    bonus: int = 0
-    rechecked: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    acceptance_rate: float = 0.0
-    mean_accepted_length: float = 0.0
+    recovered: int = 0  # tokens that replaced the first rejected one of a draft
+    bonus: int = 0  # tokens that followed a fully accepted draft, or an empty one
+    rechecked: int = 0  # choices that were within rounding of a tie and repeated by a plain pass
+    accepted_per_position: tuple[int, ...] = ()  # accepted tokens by place in the draft, the first at index 0
+    acceptance_rate: float = 0.0  # accepted / drafted; 0 without drafts
+    mean_accepted_length: float = 0.0  # tokens committed per pass of the target; 1 is plain decoding
+    # `draft_ms`, `verify_ms`, `overhead_ms`: the time of the rounds; the last is choosing and bookkeeping.
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     overhead_ms: float = 0.0
+    # Rounds by the drafters chosen for them, joined by "+", or "none".
     choices: dict[str, int] = field(default_factory=dict)
-    per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
-    plain_ms: float | None = None
-    speedup_vs_plain: float | None = None
+    per_drafter: dict[str, DrafterUse] = field(default_factory=dict)  # statistics of each
+    plain_ms: float | None = None  # a plain step, its median in this process; None before the first was timed
+    speedup_vs_plain: float | None = None  # plain_ms over the reply's mean milliseconds per token
 
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """How the tokens of a model with experts used them.
+    """How the tokens of a model with experts used them."""
 
-    Attributes:
-        experts: experts of a layer.
-        top_k: how many a token uses at most.
-        tokens: counted tokens: those of prompt and reply whose keys and values were computed.
-        token_sparsity: 1 minus the mean share of a layer's experts that a token uses.
-        chunk_sparsity: likewise for the union over 2, 4 and 8 consecutive tokens; lengths without a text are left out.
-        expert_bytes: size of all experts' weights; 0 where it is unknown, as below.
-        resident_bytes: size of those in memory at the end, where only some of them stay.
-        hit_rate: share of the used experts that were in memory already; None where all stay.
-    """
-
-    experts: int
-    top_k: int
-    tokens: int
-    token_sparsity: float
+    experts: int  # experts of a layer
+    top_k: int  # how many a token uses at most
+    tokens: int  # counted tokens: those of prompt and reply whose keys and values were computed
+    token_sparsity: float  # 1 minus the mean share of a layer's experts that a token uses
+    # Likewise for the union over 2, 4 and 8 consecutive tokens; lengths without a text are left out.
     chunk_sparsity: dict[int, float]
-    expert_bytes: int = 0
-    resident_bytes: int = 0
-    hit_rate: float | None = None
+    expert_bytes: int = 0  # size of all experts' weights; 0 where it is unknown, as below
+    resident_bytes: int = 0  # size of those in memory at the end, where only some of them stay
+    hit_rate: float | None = None  # share of the used experts that were in memory already; None where all stay
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """Tokens that context shift had removed from the cache when the reply was finished.
+    """Tokens that context shift had removed from the cache when the reply was finished."""
 
-    Attributes:
-        policy: the option `overflow`.
-        events: how often it made room since the start of the text, earlier turns included.
-        dropped: tokens without rows in the cache, a mean over heads.
-        merged: tokens whose keys and values were averaged with others', a mean over heads.
-        lossless: whether the reply is the one that a larger context would have given: true without an event.
-    """
-
-    policy: str = "stop"
-    events: int = 0
-    dropped: float = 0.0
-    merged: float = 0.0
-    lossless: bool = True
+    policy: str = "stop"  # the option `overflow`
+    events: int = 0  # how often it made room since the start of the text, earlier turns included
+    dropped: float = 0.0  # tokens without rows in the cache, a mean over heads
+    merged: float = 0.0  # tokens whose keys and values were averaged with others', a mean over heads
+    lossless: bool = True  # whether the reply is the one that a larger context would have given: true without an event
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model answered.
-
-    Attributes:
-        kernel: what multiplied matrices: an instruction set of the native kernel, else the operator or library.
-        device: the device that ran it, as `edgeinfer devices` names them.
-        device_note: why it is not the requested device; empty where it is.
-        verified: when its files were compared with their digests: "now", "before" where large ones have not changed
-            since, "first" where a file without a digest was trusted, "pending" before the first token.
-    """
+    """Which model answered."""
 
     name: str
     architecture: str
     parameters: int
     bits_per_weight: float
     backend: str
-    kernel: str
-    device: str = "cpu"
-    device_note: str = ""
+    kernel: str  # what multiplied matrices: an instruction set of the native kernel, else the operator or library
+    device: str = "cpu"  # the device that ran it, as `edgeinfer devices` names them
+    device_note: str = ""  # why it is not the requested device; empty where it is
+    # When its files were compared with their digests: "now", "before" where large ones have not changed since, "first"
+    # where a file without a digest was trusted, "pending" before the first token.
     verified: str = ""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A device that models may run on.
+    """A device that models may run on."""
 
-    Attributes:
-        name: as `--device` takes it.
-        provider: onnxruntime's name of it, or "llama.cpp".
-        package: the pip package with the provider.
-        plugin: the package is installed in addition to onnxruntime, not instead of it.
-        installed, hardware: whether the provider is there; whether it sees hardware, None where it is not installed.
-        bundles: "all"; "static", those exported with --static; or "gguf", only GGUF files.
-        traits: capabilities of its kernels with bundles that are not static, by name.
-        memory: where its arrays live; "cpu" is ordinary memory.
-        check: "ok" where small models gave the results of the CPU, else why not; empty where it was not tried.
-        tried: where edgeinfer was tested on it before its release.
-        kernels: instruction sets that the native kernel can use there, best first; empty without the kernel.
-        description: the provider's description of the hardware, if any.
-    """
-
-    name: str
-    provider: str
-    package: str
-    plugin: bool
+    name: str  # as `--device` takes it
+    provider: str  # onnxruntime's name of it, or "llama.cpp"
+    package: str  # the pip package with the provider
+    plugin: bool  # the package is installed in addition to onnxruntime, not instead of it
+    # `installed`, `hardware`: whether the provider is there; whether it sees hardware, None where it is not installed.
     installed: bool
     hardware: bool | None
-    bundles: str
-    traits: dict[str, bool]
-    memory: str
-    check: str
-    tried: str
+    bundles: str  # "all"; "static", those exported with --static; or "gguf", only GGUF files
+    traits: dict[str, bool]  # capabilities of its kernels with bundles that are not static, by name
+    memory: str  # where its arrays live; "cpu" is ordinary memory
+    check: str  # "ok" where small models gave the results of the CPU, else why not; empty where it was not tried
+    tried: str  # where edgeinfer was tested on it before its release
+    # Instruction sets that the native kernel can use there, best first; empty without the kernel.
     kernels: tuple[str, ...] = ()
-    description: str = ""
+    description: str = ""  # the provider's description of the hardware, if any
 
 
 @dataclass(frozen=True)
@@ -254,17 +182,11 @@ class LoadCosts:
 
 @dataclass(frozen=True)
 class PassWork:
-    """The minimum work of one or several passes; attention counts where the tokens before the pass are known.
+    """The minimum work of one or several passes; attention counts where the tokens before the pass are known."""
 
-    Attributes:
-        weight_bytes: stored bytes of the weights, each read once per pass; only single rows of the embedding.
-        multiply_adds: those of weights and of attention.
-        cache_bytes: stored bytes of the keys and values that the rows attend to, each read once per pass.
-    """
-
-    weight_bytes: int
-    multiply_adds: int
-    cache_bytes: int = 0
+    weight_bytes: int  # stored bytes of the weights, each read once per pass; only single rows of the embedding
+    multiply_adds: int  # those of weights and of attention
+    cache_bytes: int = 0  # stored bytes of the keys and values that the rows attend to, each read once per pass
 
     def __add__(self, other: PassWork) -> PassWork:
         weights, adds = self.weight_bytes + other.weight_bytes, self.multiply_adds + other.multiply_adds
@@ -273,18 +195,12 @@ class PassWork:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """The peak rates of a machine.
+    """The peak rates of a machine."""
 
-    Attributes:
-        kernel: the instruction set that multiplies.
-        threads: how many threads were used.
-        read_bytes_per_s: memory read rate, beyond all caches.
-        multiply_adds_per_s: rate for int8 values; None where the instruction set has no instruction for them.
-    """
-
-    kernel: str
-    threads: int
-    read_bytes_per_s: float
+    kernel: str  # the instruction set that multiplies
+    threads: int  # how many threads were used
+    read_bytes_per_s: float  # memory read rate, beyond all caches
+    # Rate for int8 values; None where the instruction set has no instruction for them.
     multiply_adds_per_s: float | None
 
     def floor_ms(self, work: PassWork) -> tuple[float, float | None]:
@@ -295,18 +211,12 @@ class DeviceLimits:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The probability of a token by the model itself: before bias, penalties, constraints, temperature and truncation.
-
-    Attributes:
-        bytes: its part of the text, maybe a part of a character.
-        logprob: natural logarithm of its probability.
-        alternatives: the likeliest tokens at its place, best first, maybe including itself.
-    """
+    """The probability of a token by the model itself, before bias, penalties, constraints, temperature, truncation."""
 
     token_id: int
-    bytes: bytes
-    logprob: float
-    alternatives: tuple[TokenLogprob, ...] = ()
+    bytes: bytes  # its part of the text, maybe a part of a character
+    logprob: float  # natural logarithm of its probability
+    alternatives: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at its place, best first, maybe including itself
 
 
 @dataclass(frozen=True)
@@ -325,154 +235,99 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RemoteUse:
-    """What a reply took of the model that decided it.
+    """What a reply took of the model that decided it."""
 
-    Attributes:
-        url: of its server.
-        model: its name.
-        digest: sha256 of its weights and decoder, in hexadecimal digits.
-        rounds: drafts that it verified.
-        drafted, accepted: tokens of these drafts, and those of them that it agreed with.
-        streamed: tokens that it made without drafts.
-        local: tokens at the end that this machine's model made alone, as the server was lost: not the server's text.
-        retries: requests that were sent again.
-        link_ms: median milliseconds of a round that the way took.
-        server_ms: median milliseconds of a round in the server.
-    """
-
-    url: str
-    model: str
-    digest: str
-    rounds: int = 0
+    url: str  # of its server
+    model: str  # its name
+    digest: str  # sha256 of its weights and decoder, in hexadecimal digits
+    rounds: int = 0  # drafts that it verified
+    # `drafted`, `accepted`: tokens of these drafts, and those of them that it agreed with.
     drafted: int = 0
     accepted: int = 0
-    streamed: int = 0
+    streamed: int = 0  # tokens that it made without drafts
+    # Tokens at the end that this machine's model made alone, as the server was lost: not the server's text.
     local: int = 0
-    retries: int = 0
-    link_ms: float = 0.0
-    server_ms: float = 0.0
+    retries: int = 0  # requests that were sent again
+    link_ms: float = 0.0  # median milliseconds of a round that the way took
+    server_ms: float = 0.0  # median milliseconds of a round in the server
 
 
 @dataclass(frozen=True)
 class ContextUse:
-    """The contexts that a reply was made with.
+    """The contexts that a reply was made with."""
 
-    Attributes:
-        contexts: how many.
-        tokens: of all of them.
-        evaluated: of these, those that were evaluated, as no file kept them.
-        edited: contexts with rows that were turned to where an edit left them.
-        placement: "parallel" or "sequence".
-        temperature: that scores of their keys were divided by.
-        lossless: whether the text is what evaluating all in one would give: of one context alone that was not edited.
-    """
-
-    contexts: int
-    tokens: int
-    evaluated: int
-    edited: int
-    placement: Placement
-    temperature: float
+    contexts: int  # how many
+    tokens: int  # of all of them
+    evaluated: int  # of these, those that were evaluated, as no file kept them
+    edited: int  # contexts with rows that were turned to where an edit left them
+    placement: Placement  # "parallel" or "sequence"
+    temperature: float  # that scores of their keys were divided by
+    # Whether the text is what evaluating all in one would give: of one context alone that was not edited.
     lossless: bool
 
 
 @dataclass(frozen=True)
 class SearchedText:
-    """One of several texts that were looked at to the end.
-
-    Attributes:
-        score: mean natural log-probability of its tokens by the model itself, a stop token included.
-        finish_reason: "stop" where it ended by itself, else "length".
-        weight: its share of the weight of all particles; None where texts have none.
-    """
+    """One of several texts that were looked at to the end."""
 
     text: str
     token_ids: tuple[int, ...]
-    score: float
-    finish_reason: str
-    weight: float | None = None
+    score: float  # mean natural log-probability of its tokens by the model itself, a stop token included
+    finish_reason: str  # "stop" where it ended by itself, else "length"
+    weight: float | None = None  # its share of the weight of all particles; None where texts have none
 
 
 @dataclass(frozen=True)
 class SearchUse:
-    """What searching did in a reply.
+    """What searching did in a reply."""
 
-    Attributes:
-        search: as it was asked for.
-        lossless: whether the text is the one that plain decoding with these options and this seed gives.
-        passes: over the model, those of the prompt not counted.
-        rows: tokens that were fed in them.
-        branches: continuations that were started.
-        trials: continuations among which was chosen; of searches token by token, tokens that were chosen differently
-            from plain decoding.
-        chosen: index in `texts` of the reply.
-        texts: whole texts that were looked at; empty where a way only looks at a part at a time.
-        divergence: of "anchored": nats by which the distributions that tokens were drawn from diverge from the draft
-            model's, added up.
-        divergence_allowed: nats that they might have diverged by.
-    """
-
-    search: str
-    lossless: bool
-    passes: int = 0
-    rows: int = 0
-    branches: int = 0
+    search: str  # as it was asked for
+    lossless: bool  # whether the text is the one that plain decoding with these options and this seed gives
+    passes: int = 0  # over the model, those of the prompt not counted
+    rows: int = 0  # tokens that were fed in them
+    branches: int = 0  # continuations that were started
+    # Continuations among which was chosen; of searches token by token, tokens that were chosen differently from plain
+    # decoding.
     trials: int = 0
-    chosen: int = 0
+    chosen: int = 0  # index in `texts` of the reply
+    # Whole texts that were looked at; empty where a way only looks at a part at a time.
     texts: tuple[SearchedText, ...] = ()
+    # Of "anchored": nats by which the distributions that tokens were drawn from diverge from the draft model's, added
+    # up.
     divergence: float | None = None
-    divergence_allowed: float | None = None
+    divergence_allowed: float | None = None  # nats that they might have diverged by
 
 
 @dataclass(frozen=True)
 class ComputeUse:
-    """What computing less did in a reply.
+    """What computing less did in a reply."""
 
-    Attributes:
-        compute: as it was asked for.
-        lossless: whether every token was made by the whole model after all.
-        tokens: of the reply after its first, which the prompt's pass gives.
-        reduced: of them, made with less than the whole model.
-        layer_mask: blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; of "entropy" empty.
-        skipped_share: of all blocks of the tokens after the first, those that did not run for them.
-        large_share: of "entropy" and "steps": tokens that the large model made, over all.
-        switches: of the same: how often the other model took over.
-        caught_up: tokens that were fed later, for the cache of a model or layer that had not seen them; of "steps",
-            those that were read and not taken.
-        parameter_share: of the same: parameters that the tokens went through, over those of the large model for each;
-            catching up left out.
-        decide_ms: deciding what to leave out, after the prompt.
-        predicted_ms: of a reduced pass, by measured costs of blocks; None where these are not known.
-        predicted_speedup: of such a pass over the whole model's, by the same costs.
-        per_token_ms: measured time per token.
-        plain_ms: of a pass of the whole model over one token; None where that is not known.
-        saved_ms: by the reply as a whole against `plain_ms` for each token; below 0 it cost more.
-        divergence: nats from the whole model's predictions, mean over all tokens, by those sampled; None without any.
-        sampled: tokens that tell it.
-        quality_floor: as it was asked for.
-        stopped_at: tokens after which the floor ended it; None where it did not.
-    """
-
-    compute: str
-    lossless: bool = False
-    tokens: int = 0
-    reduced: int = 0
+    compute: str  # as it was asked for
+    lossless: bool = False  # whether every token was made by the whole model after all
+    tokens: int = 0  # of the reply after its first, which the prompt's pass gives
+    reduced: int = 0  # of them, made with less than the whole model
+    # Blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; of "entropy" empty.
     layer_mask: tuple[bool, ...] = ()
-    skipped_share: float = 0.0
-    large_share: float | None = None
-    switches: int = 0
+    skipped_share: float = 0.0  # of all blocks of the tokens after the first, those that did not run for them
+    large_share: float | None = None  # of "entropy" and "steps": tokens that the large model made, over all
+    switches: int = 0  # of the same: how often the other model took over
+    # Tokens that were fed later, for the cache of a model or layer that had not seen them; of "steps", those that were
+    # read and not taken.
     caught_up: int = 0
+    # Of the same: parameters that the tokens went through, over those of the large model for each; catching up left
+    # out.
     parameter_share: float | None = None
-    decide_ms: float = 0.0
-    predicted_ms: float | None = None
-    predicted_speedup: float | None = None
-    per_token_ms: float | None = None
-    plain_ms: float | None = None
-    saved_ms: float | None = None
+    decide_ms: float = 0.0  # deciding what to leave out, after the prompt
+    predicted_ms: float | None = None  # of a reduced pass, by measured costs of blocks; None where these are not known
+    predicted_speedup: float | None = None  # of such a pass over the whole model's, by the same costs
+    per_token_ms: float | None = None  # measured time per token
+    plain_ms: float | None = None  # of a pass of the whole model over one token; None where that is not known
+    saved_ms: float | None = None  # by the reply as a whole against `plain_ms` for each token; below 0 it cost more
+    # Nats from the whole model's predictions, mean over all tokens, by those sampled; None without any.
     divergence: float | None = None
-    sampled: int = 0
-    quality_floor: float | None = None
-    stopped_at: int | None = None
+    sampled: int = 0  # tokens that tell it
+    quality_floor: float | None = None  # as it was asked for
+    stopped_at: int | None = None  # tokens after which the floor ended it; None where it did not
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,10 @@ class Codes:
 
 @dataclass(frozen=True)
 class Solver:
-    """A quantizer set up for one matrix, with everything computed that depends on the statistics.
+    """A quantizer set up for one matrix, with everything computed that depends on the statistics."""
 
-    Attributes:
-        rows: rows at a time, which limits its memory.
-        solve: rows (n, K) to their codes, each row independently.
-    """
-
-    rows: int
-    solve: Callable[[Floats], Codes]
+    rows: int  # rows at a time, which limits its memory
+    solve: Callable[[Floats], Codes]  # rows (n, K) to their codes, each row independently
 
 
 def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)

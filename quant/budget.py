@@ -43,18 +43,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """The schemes that a plan within a budget may choose.
+    """The schemes that a plan within a budget may choose."""
 
-    Attributes:
-        head_bits: of embedding and head; None leaves them to the programme.
-        block_size: of all matrices, where it fits; None leaves it to the programme.
-        bits_for: bits by ordered patterns of names, of which the last match wins.
-    """
-
-    head_bits: int | None = None
-    block_size: int | None = None
+    head_bits: int | None = None  # of embedding and head; None leaves them to the programme
+    block_size: int | None = None  # of all matrices, where it fits; None leaves it to the programme
     symmetric: bool = False
-    bits_for: tuple[tuple[str, int], ...] = ()
+    bits_for: tuple[tuple[str, int], ...] = ()  # bits by ordered patterns of names, of which the last match wins
 
 
 def candidate_schemes(

@@ -56,21 +56,15 @@ class Visitor(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How a model is run.
+    """How a model is run."""
 
-    Attributes:
-        streams: "float" runs the model itself; "quantized" with the visitor's replacements in earlier layers, so that
-            each layer is quantized for its future inputs; "paired" runs both, which relates these inputs to the
-            original ones (`InputStatistics.cross`).
-        hessian: gather second moments between inputs, not only of each.
-        preview: run each layer once more before, as floats, for `Visitor.layer`.
-        weigh_experts: inputs of an expert are weighted by the factor of its result, as its errors are.
-    """
-
+    # "float" runs the model itself; "quantized" with the visitor's replacements in earlier layers, so that each layer
+    # is quantized for its future inputs; "paired" runs both, which relates these inputs to the original ones
+    # (`InputStatistics.cross`).
     streams: str = "quantized"
-    hessian: bool = True
-    preview: bool = False
-    weigh_experts: bool = True
+    hessian: bool = True  # gather second moments between inputs, not only of each
+    preview: bool = False  # run each layer once more before, as floats, for `Visitor.layer`
+    weigh_experts: bool = True  # inputs of an expert are weighted by the factor of its result, as its errors are
 
     def __post_init__(self) -> None:
         if self.streams not in STREAMS:
@@ -97,16 +91,11 @@ def default_streams(weights: int) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Results of a run over texts.
+    """Results of a run over texts."""
 
-    Attributes:
-        tokens: number of tokens.
-        head: statistics of the LM head's inputs.
-        experts: use of each layer's experts, ascending by layer; empty without a mixture of experts.
-    """
-
-    tokens: int
-    head: InputStatistics
+    tokens: int  # number of tokens
+    head: InputStatistics  # statistics of the LM head's inputs
+    # Use of each layer's experts, ascending by layer; empty without a mixture of experts.
     experts: tuple[ExpertTokens, ...] = ()
 
     @property

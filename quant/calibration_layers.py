@@ -300,15 +300,12 @@ class LayerWalk:
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """Use of a layer's experts by the tokens of the texts.
-
-    Attributes:
-        counts: tokens that chose each expert.
-        weights: mean factor of its result over all tokens; 0 for tokens that did not choose it.
-    """
+    """Use of a layer's experts by the tokens of the texts."""
 
     layer: int
+    # Tokens that chose each expert.
     counts: NDArray[np.int64]  # (E,)
+    # Mean factor of its result over all tokens; 0 for tokens that did not choose it.
     weights: Floats  # (E,)
 
     @property

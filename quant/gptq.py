@@ -32,18 +32,13 @@ _TINY = np.float32(1e-30)
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """Options of GPTQ.
+    """Options of GPTQ."""
 
-    Attributes:
-        damping: added to each diagonal element of H, as a share of it, for what a calibration text of finite length
-            does not show. Relative to each element, so that a few inputs of huge energy do not drown the rest.
-        sweeps: of the refinement at most.
-        tolerance: relative gain of a sweep below which the refinement ends.
-    """
-
+    # Added to each diagonal element of H, as a share of it, for what a calibration text of finite length does not show.
+    # Relative to each element, so that a few inputs of huge energy do not drown the rest.
     damping: float = 0.03
-    sweeps: int = 4
-    tolerance: float = 5e-3
+    sweeps: int = 4  # of the refinement at most
+    tolerance: float = 5e-3  # relative gain of a sweep below which the refinement ends
 
     def __post_init__(self) -> None:
         if not (0 < self.damping <= 1 and self.sweeps >= 0 and self.tolerance >= 0):

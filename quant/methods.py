@@ -22,17 +22,13 @@ Needs = Literal["nothing", "diagonal", "hessian"]
 
 @dataclass(frozen=True)
 class Method:
-    """A quantizer.
-
-    Attributes:
-        needs: what it must know of the inputs: nothing, their mean squares, or the mean of x x^T.
-        solver: sets it up for a grid, a number of columns and the statistics; `set_up` does for vectors, too.
-        folds: scales of input channels (`awq.scale_search`) are folded into the layers before, where there is a model.
-    """
+    """A quantizer."""
 
     name: str
-    needs: Needs
+    needs: Needs  # what it must know of the inputs: nothing, their mean squares, or the mean of x x^T
+    # Sets it up for a grid, a number of columns and the statistics; `set_up` does for vectors, too.
     solver: Callable[[Grid, int, InputStatistics | None], Solver]
+    # Scales of input channels (`awq.scale_search`) are folded into the layers before, where there is a model.
     folds: bool = False
 
     def quantize(

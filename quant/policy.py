@@ -38,21 +38,13 @@ _ALWAYS_FLOAT = (
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """Block-wise integer quantization along the input dimension.
+    """Block-wise integer quantization along the input dimension."""
 
-    Attributes:
-        bits: 2, 3, 4 or 8 per value.
-        block_size: values that share a scale: 32, 64 or 128.
-        symmetric: the zero point is the middle of the range and is not stored.
-        vectors: bytes of 2 bits are codes of vectors (edgeinfer.bundle.packing), without zero points.
-        e2m1: values are codes of E2M1, copied from a checkpoint; no quantizer makes them.
-    """
-
-    bits: int
-    block_size: int
-    symmetric: bool = False
-    e2m1: bool = False
-    vectors: bool = False
+    bits: int  # 2, 3, 4 or 8 per value
+    block_size: int  # values that share a scale: 32, 64 or 128
+    symmetric: bool = False  # the zero point is the middle of the range and is not stored
+    e2m1: bool = False  # values are codes of E2M1, copied from a checkpoint; no quantizer makes them
+    vectors: bool = False  # bytes of 2 bits are codes of vectors (edgeinfer.bundle.packing), without zero points
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -128,24 +120,16 @@ def default_head_bits(bits: int, vocabulary_weights: int) -> int:
 
 @dataclass(frozen=True)
 class QuantPolicy:
-    """Bits of the linear layers and of the two vocabulary matrices; vectors are always float32.
+    """Bits of the linear layers and of the two vocabulary matrices; vectors are always float32."""
 
-    Attributes:
-        bits: of linear layers; 32 keeps float32.
-        head_bits: of embedding and LM head.
-        block_size: largest block.
-        symmetric: no stored zero points. Large 8-bit matrices never have any.
-        keep_small: linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8.
-            Routed experts never do; shared experts have at least 8 bits in any case.
-        vectors: 2 bits are codes of vectors, which the native layout alone can hold.
-    """
-
-    bits: int
-    head_bits: int
-    block_size: int
-    symmetric: bool = False
+    bits: int  # of linear layers; 32 keeps float32
+    head_bits: int  # of embedding and LM head
+    block_size: int  # largest block
+    symmetric: bool = False  # no stored zero points. Large 8-bit matrices never have any.
+    # Linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8. Routed experts
+    # never do; shared experts have at least 8 bits in any case.
     keep_small: bool = True
-    vectors: bool = False
+    vectors: bool = False  # 2 bits are codes of vectors, which the native layout alone can hold
 
     def scheme(self, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
         if not is_quantizable(name, shape):
@@ -182,21 +166,15 @@ def match_patterns(patterns: Sequence[tuple[str, Value]], names: Iterable[str]) 
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """The scheme of each matrix by its canonical name, and the method that finds the values.
+    """The scheme of each matrix by its canonical name, and the method that finds the values."""
 
-    Attributes:
-        schemes: of every matrix; None keeps it float32. Vectors are not listed and stay float32.
-        method: of edgeinfer.quant.methods, by name.
-        predicted: cost of quantizing a matrix, in nats of KL divergence per token, where known.
-        budget_bytes: limit of the weights; None where bits were given.
-        kept: matrices whose values a checkpoint has in their schemes already.
-    """
-
+    # Of every matrix; None keeps it float32. Vectors are not listed and stay float32.
     schemes: Mapping[str, QuantScheme | None]
-    method: str = "rtn"
+    method: str = "rtn"  # of edgeinfer.quant.methods, by name
+    # Cost of quantizing a matrix, in nats of KL divergence per token, where known.
     predicted: Mapping[str, float] = field(default_factory=dict)
-    budget_bytes: int | None = None
-    kept: frozenset[str] = frozenset()
+    budget_bytes: int | None = None  # limit of the weights; None where bits were given
+    kept: frozenset[str] = frozenset()  # matrices whose values a checkpoint has in their schemes already
 
     @classmethod
     def from_policy(

@@ -39,15 +39,10 @@ _HEAD_ROWS = 8192
 
 @dataclass(frozen=True)
 class Probe:
-    """The effect of one rounding.
+    """The effect of one rounding."""
 
-    Attributes:
-        kl: divergence from the unrounded model, in nats per token.
-        errors: mean squared error of each rounded matrix's output over all tokens, |E x|^2, by name.
-    """
-
-    kl: float
-    errors: dict[str, float]
+    kl: float  # divergence from the unrounded model, in nats per token
+    errors: dict[str, float]  # mean squared error of each rounded matrix's output over all tokens, |E x|^2, by name
 
 
 def expert_group(name: str) -> str:

@@ -19,18 +19,14 @@ _HINT = "Calibrate with another text, or quantize without one."
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """Moments of the inputs x (K) of a linear layer, over tokens.
+    """Moments of the inputs x (K) of a linear layer, over tokens."""
 
-    Attributes:
-        count: tokens; with 0 all moments are zero.
-        hessian: mean of x x^T, if gathered; half the Hessian of a row's squared output error.
-        cross: mean of x_float x^T, with the inputs x_float of the float model for inputs x of the quantized one.
-    """
-
-    count: int
+    count: int  # tokens; with 0 all moments are zero
     mean_square: Floats  # (K,)
     mean: Floats  # (K,)
+    # Mean of x x^T, if gathered; half the Hessian of a row's squared output error.
     hessian: Floats | None = None  # (K, K)
+    # Mean of x_float x^T, with the inputs x_float of the float model for inputs x of the quantized one.
     cross: Floats | None = None  # (K, K)
 
     def check(self, k: int) -> None:

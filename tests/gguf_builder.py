@@ -45,22 +45,17 @@ class Tensor:
 
 @dataclass
 class Builder:
-    """A file in the making.
+    """A file in the making."""
 
-    Attributes:
-        metadata: types and values by key. A key that is listed in `repeated` is written once more.
-        counts: of tensors and of metadata, where they should not be what is there.
-        boundaries: filled by `build`: where something ends.
-    """
-
+    # Types and values by key. A key that is listed in `repeated` is written once more.
     metadata: dict[Any, tuple[int, Any]] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     magic: bytes = b"GGUF"
     version: int = 3
-    counts: tuple[int, int] | None = None
+    counts: tuple[int, int] | None = None  # of tensors and of metadata, where they should not be what is there
     alignment: int = 32
     repeated: list[str] = field(default_factory=list)
-    boundaries: list[int] = field(default_factory=list)
+    boundaries: list[int] = field(default_factory=list)  # filled by `build`: where something ends
 
     def build(self) -> bytes:
         """The file."""

@@ -82,6 +82,7 @@ ONE_FILE_EACH = (
     "edgeinfer.export.architectures",
     "edgeinfer.export.drafters",
     "edgeinfer.quant",
+    "edgeinfer.runtime.kv_cache.context_shift",
     "edgeinfer.runtime.remote",
     "edgeinfer.runtime.research",
     "edgeinfer.runtime.search",
@@ -91,7 +92,57 @@ ONE_FILE_EACH = (
 ALONE = {"edgeinfer.runtime.backends.onnx.backend", "edgeinfer.runtime.sampling.grammar_trial"}
 # Lines of Python that each room may have. A change that needs more lowers another room's limit, or says here why.
 BUDGETS = {
-    "edgeinfer": 1,
+    "apps": 20,
+    "apps/bench": 5360,
+    "apps/cli": 4400,
+    "apps/desktop": 4640,
+    "apps/server": 4700,
+    "apps/terminal": 460,
+    "edgeinfer": 5280,
+    "edgeinfer/bundle": 7000,
+    "edgeinfer/hub": 1840,
+    "edgeinfer/openai": 3160,
+    "edgeinfer/options": 1840,
+    "edgeinfer/tools": 2520,
+    "export": 820,
+    "export/architectures": 3200,
+    "export/drafters": 740,
+    "export/gguf": 3280,
+    "export/graph": 2220,
+    "export/options": 380,
+    "export/source": 1220,
+    "export/training": 3200,
+    "export/weights": 480,
+    "quant": 2800,
+    "runtime": 20,
+    "runtime/backends": 7960,
+    "runtime/decoding": 1420,
+    "runtime/devices": 440,
+    "runtime/kv_cache": 1580,
+    "runtime/layer_skip": 1340,
+    "runtime/loading": 120,
+    "runtime/native": 720,
+    "runtime/paging": 1180,
+    "runtime/planning": 2160,
+    "runtime/profile": 1300,
+    "runtime/remote": 1660,
+    "runtime/research": 2000,
+    "runtime/sampling": 3080,
+    "runtime/search": 1480,
+    "runtime/speculation": 5900,
+    "runtime/system": 700,
+    "runtime/text": 2600,
+    "runtime/tuning": 1280,
+    "runtime/weights": 1200,
+    "tests": 4920,
+    "tests/apps": 14920,
+    "tests/docs": 840,
+    "tests/edgeinfer": 16360,
+    "tests/export": 7440,
+    "tests/quant": 1620,
+    "tests/runtime": 29020,
+    "tests/tools": 4360,
+    "tests/typing": 300,
 }
 
 
@@ -113,21 +164,15 @@ MODULES = dict(sorted(modules()))
 
 @dataclass(frozen=True)
 class Source:
-    """What the tests ask of a module's source.
-
-    Attributes:
-        imports: every module that it imports, wherever in the file; `from a import b` gives a.b if that is a module.
-        relative: lines of imports that begin with a dot.
-        functions: names, lines and lengths.
-        lists_names: whether it assigns to __all__.
-    """
+    """What the tests ask of a module's source."""
 
     lines: int
     docstring: str | None
+    # Every module that it imports, wherever in the file; `from a import b` gives a.b if that is a module.
     imports: tuple[str, ...]
-    relative: tuple[int, ...]
-    functions: tuple[tuple[str, int, int], ...]
-    lists_names: bool
+    relative: tuple[int, ...]  # lines of imports that begin with a dot
+    functions: tuple[tuple[str, int, int], ...]  # names, lines and lengths
+    lists_names: bool  # whether it assigns to __all__
 
 
 @cache

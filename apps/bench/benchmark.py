@@ -114,23 +114,15 @@ def options_from(options: type[Any], args: argparse.Namespace) -> Any:
 
 @dataclass(frozen=True)
 class BenchContext:
-    """The context of a run: the model that the user gave, and callbacks of the command.
+    """The context of a run: the model that the user gave, and callbacks of the command."""
 
-    Attributes:
-        model: path or hub id; None is the built-in model.
-        load: keyword arguments of `edgeinfer.load` that the user gave.
-        resolve: finds the folder of a model.
-        open_model: loads a model, with a progress bar where there is a terminal.
-        progress: called with stage, done and total.
-        command: the running command line, recorded with the figures.
-    """
-
-    model: str | None = None
-    load: dict[str, Any] = field(default_factory=dict)
-    resolve: Callable[[str | None], Path] = lambda model: Path(model or ".")
+    model: str | None = None  # path or hub id; None is the built-in model
+    load: dict[str, Any] = field(default_factory=dict)  # keyword arguments of `edgeinfer.load` that the user gave
+    resolve: Callable[[str | None], Path] = lambda model: Path(model or ".")  # finds the folder of a model
+    # Loads a model, with a progress bar where there is a terminal.
     open_model: Callable[[str | None, dict[str, Any]], Model] = lambda model, load: edgeinfer.load(model, **load)
-    progress: Progress = lambda stage, done, total: None
-    command: str = ""
+    progress: Progress = lambda stage, done, total: None  # called with stage, done and total
+    command: str = ""  # the running command line, recorded with the figures
 
     def stage(self, name: str) -> StageProgress:
         """The progress of one stage."""
@@ -139,46 +131,27 @@ class BenchContext:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Attributes:
-        data: JSON-serializable figures; `Benchmark.section` shows them.
-        finished: False if the user interrupted the run; the figures cover what was done.
-        passed: whether everything the benchmark verifies holds; False makes the exit code 1.
-    """
-
-    data: Any
-    finished: bool = True
-    passed: bool = True
+    data: Any  # JSON-serializable figures; `Benchmark.section` shows them
+    finished: bool = True  # False if the user interrupted the run; the figures cover what was done
+    passed: bool = True  # whether everything the benchmark verifies holds; False makes the exit code 1
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A subcommand of `edgeinfer bench`.
+    """A subcommand of `edgeinfer bench`."""
 
-    Attributes:
-        name: one word, or two for a part of a group ("memory plans").
-        help: one line.
-        description: shown above the options; ends in an example.
-        options: a frozen dataclass whose fields are made by `option`.
-        run: measures; raises the errors of `edgeinfer.errors`.
-        section: shows the JSON of a run with the header of its result file.
-        loads: whether the options of `edgeinfer.load` are options of this benchmark too.
-        chart: drawn by --svg; None where there is no --svg.
-        text: printed instead of the section; takes options and JSON.
-        files: whether --json writes the result; False where the options name the output.
-    """
-
-    name: str
-    help: str
-    description: str
-    options: type[Any]
-    run: Callable[[Any, BenchContext], BenchResult]
-    section: Callable[[Any], Section]
-    loads: bool = False
-    chart: Callable[[Any], Chart] | None = None
-    text: Callable[[Any, Any], str] | None = None
-    files: bool = True
+    name: str  # one word, or two for a part of a group ("memory plans")
+    help: str  # one line
+    description: str  # shown above the options; ends in an example
+    options: type[Any]  # a frozen dataclass whose fields are made by `option`
+    run: Callable[[Any, BenchContext], BenchResult]  # measures; raises the errors of `edgeinfer.errors`
+    section: Callable[[Any], Section]  # shows the JSON of a run with the header of its result file
+    loads: bool = False  # whether the options of `edgeinfer.load` are options of this benchmark too
+    chart: Callable[[Any], Chart] | None = None  # drawn by --svg; None where there is no --svg
+    text: Callable[[Any, Any], str] | None = None  # printed instead of the section; takes options and JSON
+    files: bool = True  # whether --json writes the result; False where the options name the output
 
     @property
     def key(self) -> str:

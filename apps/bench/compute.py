@@ -90,34 +90,24 @@ class ComputeMaterial:
 
 @dataclass(frozen=True)
 class Point:
-    """One policy at one level.
-
-    Attributes:
-        options: of generation.
-        level: in words.
-        divergence: nats from the whole model, mean over the tokens read; `divergence_error` is its standard error.
-        reduced: share of the tokens made with less than the whole model.
-        skipped: share of blocks that did not run.
-        predicted_speedup: of a reduced pass, by costs of blocks.
-        right, questions: exact answers; no questions if the model does not chat.
-        per_token_ms: of replies, after the first token; None before they were made.
-        speedup: over the whole model's in the same turns.
-    """
+    """One policy at one level."""
 
     policy: str
-    options: dict[str, Any]
-    level: str = ""
+    options: dict[str, Any]  # of generation
+    level: str = ""  # in words
     tokens: int = 0
     perplexity: float = 0.0
+    # Nats from the whole model, mean over the tokens read; `divergence_error` is its standard error.
     divergence: float = 0.0
     divergence_error: float = 0.0
-    reduced: float = 0.0
-    skipped: float = 0.0
-    predicted_speedup: float | None = None
+    reduced: float = 0.0  # share of the tokens made with less than the whole model
+    skipped: float = 0.0  # share of blocks that did not run
+    predicted_speedup: float | None = None  # of a reduced pass, by costs of blocks
+    # `right`, `questions`: exact answers; no questions if the model does not chat.
     right: int = 0
     questions: int = 0
-    per_token_ms: float | None = None
-    speedup: float | None = None
+    per_token_ms: float | None = None  # of replies, after the first token; None before they were made
+    speedup: float | None = None  # over the whole model's in the same turns
 
 
 @dataclass

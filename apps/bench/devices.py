@@ -59,21 +59,13 @@ class DevicesConfig:
 
 @dataclass(frozen=True)
 class DeviceTarget:
-    """A way to run the built-in model here.
+    """A way to run the built-in model here."""
 
-    Attributes:
-        name: the device, with the instruction set of the native kernel on a CPU: "cpu:avx2".
-        device: as `edgeinfer.load` takes it.
-        files: "bundle", "static" or "gguf".
-        environment: variables of the process.
-        hardware: in words; empty for the CPU.
-    """
-
-    name: str
-    device: str
-    files: str = "bundle"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    hardware: str = ""
+    name: str  # the device, with the instruction set of the native kernel on a CPU: "cpu:avx2"
+    device: str  # as `edgeinfer.load` takes it
+    files: str = "bundle"  # "bundle", "static" or "gguf"
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of the process
+    hardware: str = ""  # in words; empty for the CPU
 
 
 def find_targets(wanted: Sequence[str] = ()) -> list[DeviceTarget]:

@@ -148,17 +148,12 @@ class OpenVinoGenaiEngine:
 
 
 class SteppedEngine:
-    """Times the passes of a subclass; methods as of `EdgeInferEngine`.
+    """Times the passes of a subclass; methods as of `EdgeInferEngine`."""
 
-    Attributes:
-        evaluate: evaluates tokens after those in the cache, with the logits of the last `rows` of them.
-        choices: the most likely token after each of the last pass's rows.
-        truncate: cuts the cache to so many tokens.
-    """
-
+    # Evaluates tokens after those in the cache, with the logits of the last `rows` of them.
     evaluate: Callable[[list[int], int], None]
-    choices: Callable[[int], list[int]]
-    truncate: Callable[[int], None]
+    choices: Callable[[int], list[int]]  # the most likely token after each of the last pass's rows
+    truncate: Callable[[int], None]  # cuts the cache to so many tokens
 
     def __init__(self) -> None:
         self._cached: list[int] = []

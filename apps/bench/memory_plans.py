@@ -84,21 +84,15 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlanCase:
-    """The request of one process.
-
-    Attributes:
-        slack: the budget over the smallest one.
-        cold: the user's cache is empty, so that files made once for a device have to be made.
-        options: of `edgeinfer.load`, without the budget.
-    """
+    """The request of one process."""
 
     number: int
     subject: PlannedModel
-    slack: float
+    slack: float  # the budget over the smallest one
     seed: int
     draft_width: int
-    cold: bool
-    options: dict[str, Any]
+    cold: bool  # the user's cache is empty, so that files made once for a device have to be made
+    options: dict[str, Any]  # of `edgeinfer.load`, without the budget
 
 
 def find_subjects(models: Sequence[Path]) -> list[PlannedModel]:

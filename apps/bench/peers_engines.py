@@ -139,27 +139,16 @@ def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
 
 @dataclass(frozen=True)
 class PeerEngine:
-    """An engine.
+    """An engine."""
 
-    Attributes:
-        label: its name in tables.
-        module: the package that has to be installed.
-        make: its model files, given the interpreter that has the engine.
-        weights: what these hold, in the engine's own words.
-        options: of `engines`, besides path, threads and context.
-        budgeted: whether it takes a memory budget, by the option `memory`.
-        passes: sizes of passes that it can run.
-        note: shown with its figures.
-    """
-
-    label: str
-    module: str
-    make: Callable[[PeerModel, str | None], Path]
-    weights: Callable[[PeerModel], str]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    budgeted: bool = False
-    passes: tuple[int, ...] = SIZES
-    note: str = ""
+    label: str  # its name in tables
+    module: str  # the package that has to be installed
+    make: Callable[[PeerModel, str | None], Path]  # its model files, given the interpreter that has the engine
+    weights: Callable[[PeerModel], str]  # what these hold, in the engine's own words
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `engines`, besides path, threads and context
+    budgeted: bool = False  # whether it takes a memory budget, by the option `memory`
+    passes: tuple[int, ...] = SIZES  # sizes of passes that it can run
+    note: str = ""  # shown with its figures
 
 
 def _groups(model: PeerModel) -> str:

@@ -56,22 +56,14 @@ def engine_environment(python: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Finished:
-    """A child process that ended.
+    """A child process that ended."""
 
-    Attributes:
-        returncode: negative if a signal ended it.
-        reason: the last line of its stderr, or the signal.
-        peak_rss: bytes; on Linux the kernel's high-water mark, elsewhere the largest sample.
-        peak_anonymous: bytes, the largest sample; 0 where the system does not tell.
-        late: it was killed after its time limit.
-    """
-
-    returncode: int
-    reason: str
+    returncode: int  # negative if a signal ended it
+    reason: str  # the last line of its stderr, or the signal
     stdout: str = ""
-    peak_rss: int = 0
-    peak_anonymous: int = 0
-    late: bool = False
+    peak_rss: int = 0  # bytes; on Linux the kernel's high-water mark, elsewhere the largest sample
+    peak_anonymous: int = 0  # bytes, the largest sample; 0 where the system does not tell
+    late: bool = False  # it was killed after its time limit
 
 
 def watch(
@@ -138,14 +130,10 @@ class Enclosure:
     A control group counts every page that its processes were the first to touch, pages of files too: at the limit pages
     of files are dropped, and if none are left the process is killed. RLIMIT_DATA counts private writable mappings,
     touched or not, and makes allocations fail.
-
-    Attributes:
-        kind: "cgroup", "rlimit" or "none".
-        group: the control group's folder.
     """
 
-    kind: str
-    group: Path | None = None
+    kind: str  # "cgroup", "rlimit" or "none"
+    group: Path | None = None  # the control group's folder
 
     def command(self, command: Sequence[str]) -> list[str]:
         """A command line that runs `command` inside."""

@@ -195,18 +195,12 @@ _EXACT = ("retell", "again", "who", "start")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation whose next turn is the model's.
+    """A conversation whose next turn is the model's."""
 
-    Attributes:
-        category: "source" or "source/kind".
-        name: unique and stable.
-        answer: the only right reply, if there is one.
-    """
-
-    category: str
-    name: str
+    category: str  # "source" or "source/kind"
+    name: str  # unique and stable
     messages: tuple[Message, ...]
-    answer: str | None = None
+    answer: str | None = None  # the only right reply, if there is one
 
 
 @dataclass(frozen=True)

@@ -153,23 +153,15 @@ _SIZE = (1180, 820)
 
 @dataclass(frozen=True)
 class DesktopConfig:
-    """How the app runs.
+    """How the app runs."""
 
-    Attributes:
-        data: folder of history and settings; None is the user's own.
-        port: 0 picks a free one.
-        window: show the page; otherwise only report its address.
-        settings: settings of this run only.
-        options: LoadConfig fields for every model, but for memory and context.
-        models: further folders to search for models.
-    """
-
-    data: Path | None = None
-    port: int = 0
-    window: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Path | None = None  # folder of history and settings; None is the user's own
+    port: int = 0  # 0 picks a free one
+    window: bool = True  # show the page; otherwise only report its address
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of this run only
+    # LoadConfig fields for every model, but for memory and context.
     options: Mapping[str, Any] = field(default_factory=dict)
-    models: Sequence[Path] = ()
+    models: Sequence[Path] = ()  # further folders to search for models
 
 
 def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:

@@ -27,15 +27,11 @@ _CODE = 0xFF  # the primary part of an extended result code
 
 
 class Database:
-    """An open database file.
-
-    Attributes:
-        put_aside: where a damaged file was moved; None if there was none.
-    """
+    """An open database file."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, put_aside: Path | None) -> None:
         self.path = path
-        self.put_aside = put_aside
+        self.put_aside = put_aside  # where a damaged file was moved; None if there was none
         self._connection = connection
         self._lock = threading.RLock()
         self._reserve = Reserve(path.with_suffix(".reserve"))

@@ -31,24 +31,18 @@ _PROGRESS_S = 0.1
 
 @dataclass(frozen=True)
 class Download:
-    """The progress of a model's download.
-
-    Attributes:
-        id: name on the hub or in the catalog, or the folder of a checkpoint.
-        name: for people.
-        done, total: bytes or steps of the stage; total is 0 while unknown.
-        model: what loads it when it is done.
-    """
+    """The progress of a model's download."""
 
     key: str
-    id: str
-    name: str = ""
+    id: str  # name on the hub or in the catalog, or the folder of a checkpoint
+    name: str = ""  # for people
     stage: str = ""
+    # `done`, `total`: bytes or steps of the stage; total is 0 while unknown.
     done: int = 0
     total: int = 0
     status: Literal["running", "done", "failed", "cancelled", "dismissed"] = "running"
     error: dict[str, str] | None = None
-    model: str | None = None
+    model: str | None = None  # what loads it when it is done
 
 
 class Downloads:

@@ -24,19 +24,12 @@ _DASHED = r"(?P<w>[^\W\d][\w-]*+)"
 
 @dataclass(frozen=True)
 class _Language:
-    """The lexical rules of a language.
+    """The lexical rules of a language."""
 
-    Attributes:
-        pattern: each match is of one group, named by its CSS class; "w" is a word.
-        classes: of words.
-        keys: characters that follow the name of a value.
-        folds: whether words are case-insensitive.
-    """
-
-    pattern: re.Pattern[str]
-    classes: dict[str, str]
-    keys: str = ""
-    folds: bool = False
+    pattern: re.Pattern[str]  # each match is of one group, named by its CSS class; "w" is a word
+    classes: dict[str, str]  # of words
+    keys: str = ""  # characters that follow the name of a value
+    folds: bool = False  # whether words are case-insensitive
 
 
 def _language(

@@ -153,18 +153,14 @@ _CLOCK_S = 2.0
 
 
 class History:
-    """Conversations in a database. Methods may be called from any thread, and have written to disk when they return.
-
-    Attributes:
-        put_aside: where a damaged file was moved; None if there was none.
-    """
+    """Conversations in a database. Methods may be called from any thread, and have written to disk when they return."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._indexed = prepare_search(database)
         self.attachments = Attachments(database)
         self._holder = _holder(os.getpid())
-        self.put_aside = database.put_aside
+        self.put_aside = database.put_aside  # where a damaged file was moved; None if there was none
         self._interrupt_lost()
 
     @classmethod

@@ -41,29 +41,19 @@ _FIRST_PART = "*-00001-of-[0-9][0-9][0-9][0-9][0-9].gguf"
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model that can be loaded, or the reason why not.
+    """A model that can be loaded, or the reason why not."""
 
-    Attributes:
-        id: loads it.
-        place: where it comes from, if several models have its name.
-        bytes: of its files.
-        context: the largest in tokens.
-        planned_bytes: without a budget.
-        minimum_bytes: the smallest budget that fits.
-        error: why it cannot be used; other facts are then unknown.
-    """
-
-    id: str
+    id: str  # loads it
     name: str
     source: Source
-    place: str = ""
-    bytes: int = 0
+    place: str = ""  # where it comes from, if several models have its name
+    bytes: int = 0  # of its files
     parameters: int = 0
     bits_per_weight: float = 0.0
-    context: int = 0
-    planned_bytes: int = 0
-    minimum_bytes: int = 0
-    error: str | None = None
+    context: int = 0  # the largest in tokens
+    planned_bytes: int = 0  # without a budget
+    minimum_bytes: int = 0  # the smallest budget that fits
+    error: str | None = None  # why it cannot be used; other facts are then unknown
 
 
 def model_of(id: str | None) -> str | None:
@@ -302,18 +292,12 @@ _GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class Room:
-    """Memory and disk space for models on this machine.
-
-    Attributes:
-        memory_bytes: the most that a model may take.
-        easy_bytes: what a model may take without slowing other programs down.
-        gguf: whether GGUF files run here.
-    """
+    """Memory and disk space for models on this machine."""
 
     disk_bytes: int
-    memory_bytes: int
-    easy_bytes: int
-    gguf: bool
+    memory_bytes: int  # the most that a model may take
+    easy_bytes: int  # what a model may take without slowing other programs down
+    gguf: bool  # whether GGUF files run here
 
     @classmethod
     def here(cls) -> Room:

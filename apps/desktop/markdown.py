@@ -56,17 +56,11 @@ _AMOUNT = re.compile(r"\d[\d.,]*(?:[kKmMbB]|bn)?(?:\s+[A-Za-z]{2,}|\s*[-/]\s*\$)
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula.
+    """A formula."""
 
-    Attributes:
-        source: as typed, with its delimiters.
-        display: on a line of its own.
-        whole: whether its end has been typed.
-    """
-
-    source: str
-    display: bool
-    whole: bool = True
+    source: str  # as typed, with its delimiters
+    display: bool  # on a line of its own
+    whole: bool = True  # whether its end has been typed
 
     @property
     def html(self) -> str:
@@ -77,18 +71,14 @@ class Formula:
 
 
 class Lifted:
-    """A text whose formulas were replaced by placeholders.
-
-    Attributes:
-        text: with the placeholders.
-    """
+    """A text whose formulas were replaced by placeholders."""
 
     def __init__(self, text: str) -> None:
         self._formulas: list[Formula] = []
         self._text = text.replace(_OPEN, "\ufffd").replace(_CLOSE, "\ufffd")
         # The last place of each closing delimiter, so that no text is searched twice.
         self._next: dict[str, int] = {}
-        self.text = "".join(self._parts()) if "$" in text or "\\" in text else self._text
+        self.text = "".join(self._parts()) if "$" in text or "\\" in text else self._text  # with the placeholders
 
     def typed(self, text: str) -> str:
         """Put the formulas back as typed."""

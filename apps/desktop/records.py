@@ -22,30 +22,18 @@ STATUSES: tuple[Status, ...] = typing.get_args(Status)
 
 @dataclass(frozen=True)
 class ReplyFailure:
-    """Why a reply failed.
-
-    Attributes:
-        code: for programs, such as "context_full".
-        minimum_bytes: the smallest sufficient budget, if memory was short.
-        tokens: of the conversation, if the context is too small.
-    """
+    """Why a reply failed."""
 
     message: str
     hint: str = ""
-    code: str = "error"
-    minimum_bytes: int | None = None
-    tokens: int | None = None
+    code: str = "error"  # for programs, such as "context_full"
+    minimum_bytes: int | None = None  # the smallest sufficient budget, if memory was short
+    tokens: int | None = None  # of the conversation, if the context is too small
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a reply.
-
-    Attributes:
-        context: the model's context in tokens.
-        left_out: oldest messages that did not fit.
-        approximate: whether files were read separately, which changes the result slightly.
-    """
+    """Figures of a reply."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -54,11 +42,11 @@ class Figures:
     tokens_per_second: float
     drafted: int
     accepted: int
-    context: int
+    context: int  # the model's context in tokens
     finish_reason: str
     model: str
-    approximate: bool = False
-    left_out: int = 0
+    approximate: bool = False  # whether files were read separately, which changes the result slightly
+    left_out: int = 0  # oldest messages that did not fit
 
     @classmethod
     def of_result(cls, result: Result, context: int, left_out: int = 0) -> Self:
@@ -80,25 +68,16 @@ class Figures:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file attached to a user's message.
-
-    Attributes:
-        kind: "text" or "pdf".
-        bytes: size of the file.
-        content: its text.
-        pages: of a PDF.
-        document: id of the kept file that it copies; its own id if it is kept itself.
-        tokens: of a kept file.
-    """
+    """A file attached to a user's message."""
 
     id: str
     name: str
-    kind: str
-    bytes: int
-    content: str
-    pages: int | None = None
-    document: str | None = None
-    tokens: int | None = None
+    kind: str  # "text" or "pdf"
+    bytes: int  # size of the file
+    content: str  # its text
+    pages: int | None = None  # of a PDF
+    document: str | None = None  # id of the kept file that it copies; its own id if it is kept itself
+    tokens: int | None = None  # of a kept file
 
     @property
     def quoted(self) -> str:
@@ -113,38 +92,25 @@ class Attachment:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model of a conversation and how it is loaded.
+    """The model of a conversation and how it is loaded."""
 
-    Attributes:
-        model: path or hub id; None is the built-in model.
-        memory: budget of the process in bytes; None is unlimited.
-        context: in tokens; None leaves it to the plan.
-    """
-
-    model: str | None = None
-    memory: int | None = None
-    context: int | None = None
+    model: str | None = None  # path or hub id; None is the built-in model
+    memory: int | None = None  # budget of the process in bytes; None is unlimited
+    context: int | None = None  # in tokens; None leaves it to the plan
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message in a conversation's tree.
-
-    Attributes:
-        parent: id of the previous message; None starts the conversation.
-        created: seconds since 1970.
-        failure: with status "error".
-        figures: of a reply.
-    """
+    """A message in a conversation's tree."""
 
     id: str
-    parent: str | None
+    parent: str | None  # id of the previous message; None starts the conversation
     role: Role
     content: str
-    created: float
+    created: float  # seconds since 1970
     status: Status = "complete"
-    failure: ReplyFailure | None = None
-    figures: Figures | None = None
+    failure: ReplyFailure | None = None  # with status "error"
+    figures: Figures | None = None  # of a reply
     attachments: tuple[Attachment, ...] = ()
 
     def prompt(self, apart: Collection[str] = ()) -> str:
@@ -156,25 +122,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation with all its branches.
-
-    Attributes:
-        title: empty until the first message.
-        options: generation options of its replies.
-        leaf: the last message of the visible branch.
-        choice: its model; None before the first reply.
-        messages: in order of creation.
-    """
+    """A conversation with all its branches."""
 
     id: str
-    title: str
+    title: str  # empty until the first message
     created: float
     updated: float
     system: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    leaf: str | None = None
-    messages: tuple[Message, ...] = ()
-    choice: ModelChoice | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # generation options of its replies
+    leaf: str | None = None  # the last message of the visible branch
+    messages: tuple[Message, ...] = ()  # in order of creation
+    choice: ModelChoice | None = None  # its model; None before the first reply
 
     def message(self, id: str | None) -> Message | None:
         return next((message for message in self.messages if message.id == id), None)
@@ -191,17 +149,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Summary:
-    """An entry of the list of conversations.
-
-    Attributes:
-        snippet: text around the search word; empty without a search or if the title matches.
-    """
+    """An entry of the list of conversations."""
 
     id: str
     title: str
     created: float
     updated: float
-    snippet: str = ""
+    snippet: str = ""  # text around the search word; empty without a search or if the title matches
 
 
 def from_json(kind: type[_T], data: object) -> _T:

@@ -85,15 +85,11 @@ def tokens_for(model: Model, conversation: Conversation, reply: Message, kept: C
 
 @dataclass(frozen=True)
 class Fitted:
-    """Messages that leave room for a reply.
-
-    Attributes:
-        left_out: number of oldest messages that were dropped.
-    """
+    """Messages that leave room for a reply."""
 
     messages: list[dict[str, str]]
     tokens: list[int]
-    left_out: int
+    left_out: int  # number of oldest messages that were dropped
 
 
 def without_oldest(model: Model, messages: Sequence[dict[str, str]], prefill: str, room: int) -> Fitted:
@@ -145,14 +141,10 @@ _KEEP_S = 0.4
 
 
 class RunningReply:
-    """A reply in progress.
-
-    Attributes:
-        message: its row as it was at the start.
-    """
+    """A reply in progress."""
 
     def __init__(self, message: Message) -> None:
-        self.message = message
+        self.message = message  # its row as it was at the start
         self._stopped = asyncio.Event()
         self._pieces = [message.content]
         self._grown = asyncio.Event()

@@ -27,9 +27,6 @@ class Services:
         settings: settings of this run only.
         options: fields of LoadConfig for every model, but for memory and context.
         models: folders to search for models, in addition to the one in `folder`.
-
-    Attributes:
-        notices: what the user should know about how the app started.
     """
 
     def __init__(
@@ -64,6 +61,7 @@ class Services:
         )
         self.documents = Documents()
         self.catalog = Catalog()
+        # What the user should know about how the app started.
         self.notices = [
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."
             for what, path in (("conversations", self.history.put_aside), ("settings", self.settings.put_aside))

@@ -49,27 +49,16 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AppSettings:
-    """The user's settings; None leaves a choice to edgeinfer.
+    """The user's settings; None leaves a choice to edgeinfer."""
 
-    Attributes:
-        theme: one of THEMES.
-        memory: budget of the process in bytes.
-        context: in tokens.
-        model: last used, path or hub id; None is the built-in model.
-        system: system message of new conversations.
-        options: default generation options of all conversations.
-        recent: models used, latest first.
-        unfinished: models whose download has not finished.
-    """
-
-    theme: str | None = None
-    memory: int | None = None
-    context: int | None = None
-    model: str | None = None
-    system: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    recent: tuple[str, ...] = ()
-    unfinished: tuple[str, ...] = ()
+    theme: str | None = None  # one of THEMES
+    memory: int | None = None  # budget of the process in bytes
+    context: int | None = None  # in tokens
+    model: str | None = None  # last used, path or hub id; None is the built-in model
+    system: str = ""  # system message of new conversations
+    options: Mapping[str, Any] = field(default_factory=dict)  # default generation options of all conversations
+    recent: tuple[str, ...] = ()  # models used, latest first
+    unfinished: tuple[str, ...] = ()  # models whose download has not finished
 
     def __post_init__(self) -> None:
         if self.memory is not None:
@@ -114,18 +103,14 @@ class SettingsFile:
 
     Args:
         for_now: settings of this run only, saved only if they are set again.
-
-    Attributes:
-        now: the settings in force.
-        put_aside: where an unreadable file was moved; None if there was none.
     """
 
     def __init__(self, path: Path, for_now: Mapping[str, Any] | None = None) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self.put_aside: Path | None = None
+        self.put_aside: Path | None = None  # where an unreadable file was moved; None if there was none
         self._kept = self._read()
-        self.now = self._kept.changed(for_now or {})
+        self.now = self._kept.changed(for_now or {})  # the settings in force
 
     def change(self, changes: Mapping[str, Any]) -> AppSettings:
         """Change and save settings."""

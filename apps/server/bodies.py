@@ -89,20 +89,15 @@ class Uploads:
 
 
 class Upload:
-    """One body.
-
-    Attributes:
-        address: of its sender.
-        size: bytes so far.
-        deadline: for the next part, by the event loop's clock.
-    """
+    """One body."""
 
     def __init__(self, uploads: Uploads, address: str, security: Security) -> None:
         self._uploads = uploads
         self._rate = security.body_rate
         self._waiting: asyncio.Timeout | None = None
-        self.address = address
-        self.size = 0
+        self.address = address  # of its sender
+        self.size = 0  # bytes so far
+        # For the next part, by the event loop's clock.
         self.deadline = asyncio.get_running_loop().time() + security.body_seconds
 
     @contextlib.asynccontextmanager

@@ -53,19 +53,15 @@ class NoFrame:
 
 @dataclass(frozen=True)
 class CompletionKind:
-    """A kind of request for text.
+    """A kind of request for text."""
 
-    Attributes:
-        make: reads and checks a request.
-        error: writes an error inside a stream, from its status and OpenAI's body; None uses the format of the path.
-        aside: handles side effects of a request; returns the answer if it asks for no text.
-        is_brief: whether checking a request takes less time than handing it to another thread.
-    """
-
-    make: Callable[[Mapping[str, Any], Model], Completion]
+    make: Callable[[Mapping[str, Any], Model], Completion]  # reads and checks a request
     framing: Framing = SERVER_SENT
+    # Writes an error inside a stream, from its status and OpenAI's body; None uses the format of the path.
     error: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None
+    # Handles side effects of a request; returns the answer if it asks for no text.
     aside: Callable[[Service, str, Mapping[str, Any]], Response | None] | None = None
+    # Whether checking a request takes less time than handing it to another thread.
     is_brief: Callable[[Mapping[str, Any]], bool] = lambda _: False
 
 

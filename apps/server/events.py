@@ -43,17 +43,12 @@ def _written(data: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Framing:
-    """How the objects of a streamed answer are written.
-
-    Attributes:
-        comment: sent while there is nothing else to send; empty where clients could not skip it.
-        last: sent after the last object.
-    """
+    """How the objects of a streamed answer are written."""
 
     media_type: str
     encode: Callable[[Mapping[str, Any]], bytes]
-    comment: bytes = b""
-    last: bytes = b""
+    comment: bytes = b""  # sent while there is nothing else to send; empty where clients could not skip it
+    last: bytes = b""  # sent after the last object
 
 
 # OpenAI's end mark of completions; streams of named events have none.
@@ -70,9 +65,6 @@ class EventStream:
         comment_seconds: silence after which `comment` sends a comment.
         opening: objects that come first.
         headers: of the answer, in addition to those of every stream.
-
-    Attributes:
-        started: whether the head was sent.
     """
 
     def __init__(
@@ -93,7 +85,7 @@ class EventStream:
         self._writing = asyncio.Lock()
         self._time = asyncio.get_running_loop().time
         self._written = self._time()
-        self.started = False
+        self.started = False  # whether the head was sent
 
     async def start(self) -> None:
         """Send the head before there is an event."""

@@ -58,21 +58,16 @@ class HostState:
     """What the host is doing: it takes requests while "ready", and refuses them with `NotReadyError` otherwise.
 
     A "ready" model may have been unloaded for being idle; the next request loads it again. "closed" is final.
-
-    Attributes:
-        model: path or hub id as given; None is the built-in model.
-        stage, done, total: progress of loading.
-        error: why loading failed.
-        number: grows with every change.
     """
 
     status: Status = "empty"
-    model: str | None = None
+    model: str | None = None  # path or hub id as given; None is the built-in model
+    # `stage`, `done`, `total`: progress of loading.
     stage: str = ""
     done: int = 0
     total: int = 0
-    error: EdgeInferError | None = None
-    number: int = 0
+    error: EdgeInferError | None = None  # why loading failed
+    number: int = 0  # grows with every change
 
 
 _REFUSALS: Mapping[Status, tuple[str, str, str]] = {
@@ -92,14 +87,12 @@ class HostReply:
     Args:
         owner: identifies the client for fair turns.
         together: chunks passed on at once; each wakes the event loop, for which the model waits.
-
-    Attributes:
-        result: of the finished reply; None if it is not finished or was cancelled before it started.
     """
 
     def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
         self._worker = worker
         self._items: asyncio.Queue[list[Chunk | ReplyEnd | Exception]] = asyncio.Queue()
+        # Of the finished reply; None if it is not finished or was cancelled before it started.
         self.result: Result | None = None
         loop, put = asyncio.get_running_loop(), self._items.put_nowait
         waiting: list[Chunk | ReplyEnd | Exception] = []

@@ -50,7 +50,7 @@ class LlamaCompletion(NoFrame):
         self._several = self._several or self.n > 1
         self._tokens_wanted = fields.flag("return_tokens")
         self._alternatives = fields.whole("n_probs", 0, MOST_ALTERNATIVES) or 0
-        options, self._shown = _options(fields)
+        options, self._with_text = _options(fields)
         if self._alternatives:
             options["logprobs"] = self._alternatives
         fields.ignore("model")
@@ -83,7 +83,7 @@ class LlamaCompletion(NoFrame):
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         reply = self._replies[index]
         reply.push(chunk)
-        if not (chunk.text and self._shown):
+        if not (chunk.text and self._with_text):
             return []
         tokens = list(chunk.token_ids)
         event = {"index": index, "content": chunk.text, "tokens": tokens, "stop": False, "id_slot": index}
@@ -97,8 +97,8 @@ class LlamaCompletion(NoFrame):
         answers = []
         for index, reply in enumerate(self._replies):
             assert reply.result is not None, "the reply is not finished"
-            tokens = list(reply.result.token_ids) if self._tokens_wanted and self._shown else []
-            text, logprobs = (reply.text, reply.logprobs) if self._shown else ("", [])
+            tokens = list(reply.result.token_ids) if self._tokens_wanted and self._with_text else []
+            text, logprobs = (reply.text, reply.logprobs) if self._with_text else ("", [])
             last = self._last(index, text, tokens) | self._probabilities(logprobs)
             answers.append(last | warnings(self.ignored))
         return answers if self._several else answers[0]
@@ -116,7 +116,7 @@ class LlamaCompletion(NoFrame):
             "id_slot": index,
             "stop": True,
             "model": self._name,
-            "tokens_predicted": usage.completion_tokens if self._shown else 0,
+            "tokens_predicted": usage.completion_tokens if self._with_text else 0,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": self._settings,
             "prompt": self._shown[index // self._each],
@@ -130,7 +130,7 @@ class LlamaCompletion(NoFrame):
 
     def _stopped(self, result: Result) -> tuple[str, str]:
         """Why a reply ended, and the stop word if any."""
-        if result.finish_reason != "stop" or not self._shown:
+        if result.finish_reason != "stop" or not self._with_text:
             return "limit", ""
         return ("word", result.stop_string) if result.stop_string else ("eos", "")
 

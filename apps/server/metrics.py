@@ -20,16 +20,12 @@ _Samples = Iterable[tuple[Mapping[str, str], float]]
 
 @dataclass(frozen=True)
 class Load:
-    """What the server is doing now.
+    """What the server is doing now."""
 
-    Attributes:
-        running, waiting: replies in progress and in the queue.
-        context: of the loaded model; 0 without one.
-    """
-
+    # `running`, `waiting`: replies in progress and in the queue.
     running: int
     waiting: int
-    context: int = 0
+    context: int = 0  # of the loaded model; 0 without one
     plan: MemoryPlan | None = None
 
 

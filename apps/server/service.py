@@ -33,23 +33,15 @@ _LATEST = ":latest"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that requests may name.
+    """A model that requests may name."""
 
-    Attributes:
-        names: under which it is listed, at least one.
-        source: for `edgeinfer.load`; None is the built-in model.
-        modified: seconds since 1970.
-        digest: 64 hexadecimal digits that identify it.
-        others: names that are accepted but not listed.
-    """
-
-    names: tuple[str, ...]
-    source: str | None
+    names: tuple[str, ...]  # under which it is listed, at least one
+    source: str | None  # for `edgeinfer.load`; None is the built-in model
     path: Path
     facts: ModelFacts
-    modified: float
-    digest: str
-    others: tuple[str, ...] = ()
+    modified: float  # seconds since 1970
+    digest: str  # 64 hexadecimal digits that identify it
+    others: tuple[str, ...] = ()  # names that are accepted but not listed
 
     @property
     def name(self) -> str:
@@ -152,22 +144,16 @@ _BYTES_A_TOKEN = 512
 
 @dataclass(frozen=True)
 class Service:
-    """A model host and everything that endpoints need.
-
-    Attributes:
-        aliases: further names of the served model.
-        switch: loads models that requests name; None serves only the loaded one.
-        contexts: texts that requests may name.
-        compiling: limits requests whose schemas are being compiled, so that others need not wait.
-    """
+    """A model host and everything that endpoints need."""
 
     host: ModelHost
     security: Security
-    aliases: tuple[str, ...] = ()
-    switch: ModelSwitch | None = None
+    aliases: tuple[str, ...] = ()  # further names of the served model
+    switch: ModelSwitch | None = None  # loads models that requests name; None serves only the loaded one
     local: NamedModels = field(default_factory=NamedModels)
     metrics: Metrics = field(default_factory=Metrics)
-    contexts: Mapping[str, Context] = field(default_factory=dict)
+    contexts: Mapping[str, Context] = field(default_factory=dict)  # texts that requests may name
+    # Limits requests whose schemas are being compiled, so that others need not wait.
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     def model(self) -> Model:

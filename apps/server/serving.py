@@ -202,22 +202,15 @@ class _Connection(h11.Connection):
 
 
 class ServerProtocol(H11Protocol):
-    """One connection.
+    """One connection."""
 
-    Attributes:
-        head_seconds: for the head of a request, from its first byte or from connecting.
-        rest_seconds: for discarding the rest of a body after its request was answered; a client that is cut off while
-            it sends may never read the answer.
-        rest_pause: seconds between two reads of such a rest, so that it costs others little.
-        take_seconds: for a client to read once buffers are full, or before the connection closes.
-        most_connections: open at once; beyond, the one that has waited longest for a request is closed.
-    """
-
-    head_seconds: float = 10.0
+    head_seconds: float = 10.0  # for the head of a request, from its first byte or from connecting
+    # For discarding the rest of a body after its request was answered; a client that is cut off while it sends may
+    # never read the answer.
     rest_seconds: float = 10.0
-    rest_pause: float = 0.05
-    take_seconds: float = 60.0
-    most_connections: int = 512
+    rest_pause: float = 0.05  # seconds between two reads of such a rest, so that it costs others little
+    take_seconds: float = 60.0  # for a client to read once buffers are full, or before the connection closes
+    most_connections: int = 512  # open at once; beyond, the one that has waited longest for a request is closed
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _active = 0.0  # when it began to wait for a request, by the loop's clock

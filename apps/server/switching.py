@@ -45,10 +45,6 @@ class ModelSwitch:
         source: of the served model, for requests that name none.
         options: LoadConfig fields for the served model; other models get those that fit any model.
         queue: most requests waiting.
-
-    Attributes:
-        opened: whether requests may name models; false until the first is loaded.
-        most_context: tokens of the largest context a model may be loaded with.
     """
 
     def __init__(self, host: ModelHost, source: str | None, options: Mapping[str, Any], *, queue: int = 64) -> None:
@@ -63,7 +59,8 @@ class ModelSwitch:
         self._idle: asyncio.TimerHandle | None = None
         self._keep_s: float | None = None
         self._closed = False
-        self.opened = False
+        self.opened = False  # whether requests may name models; false until the first is loaded
+        # Tokens of the largest context a model may be loaded with.
         self.most_context = options.get("context") or _USUAL_CONTEXT
 
     @property

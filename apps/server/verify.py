@@ -46,30 +46,20 @@ _AGAIN = "Send the prompt and the reply so far again."
 
 @dataclass
 class _Session:
-    """A reply that a device drafts.
+    """A reply that a device drafts."""
 
-    Attributes:
-        model: digest of the verifying model.
-        prompt: token ids.
-        reply: verified tokens. Prompt and options determine the reply, so overlapping rounds do no harm.
-        most: tokens of the reply; None if the device has not said.
-        right, seen: accepted and compared draft tokens; older ones count less.
-        heard: time of the last request or answer.
-        over: whether the reply has ended.
-        checked: whether its options were checked.
-        made: the latest round while it is in use: a stream holds its model.
-    """
-
-    model: str
-    prompt: tuple[int, ...]
-    reply: list[int]
+    model: str  # digest of the verifying model
+    prompt: tuple[int, ...]  # token ids
+    reply: list[int]  # verified tokens. Prompt and options determine the reply, so overlapping rounds do no harm.
     options: dict[str, Any]
-    most: int | None = None
+    most: int | None = None  # tokens of the reply; None if the device has not said
+    # `right`, `seen`: accepted and compared draft tokens; older ones count less.
     right: float = _PRIOR * _PRIOR_TOKENS
     seen: float = _PRIOR_TOKENS
-    heard: float = 0.0
-    over: bool = False
-    checked: bool = False
+    heard: float = 0.0  # time of the last request or answer
+    over: bool = False  # whether the reply has ended
+    checked: bool = False  # whether its options were checked
+    # The latest round while it is in use: a stream holds its model.
     made: Callable[[], VerificationStream | None] = lambda: None
 
     @property

@@ -117,23 +117,15 @@ class ReplyEnd:
 
 @dataclass(eq=False)
 class Job:
-    """A requested reply.
-
-    Attributes:
-        tell: takes chunks, then ReplyEnd or the error that ended it.
-        stream: once it has started.
-        prepared: whether its prompt is evaluated.
-        shares: whether it shares passes now.
-        alone: whether it needs the model for itself.
-    """
+    """A requested reply."""
 
     start: Callable[[Model], TokenStream]
-    tell: Callable[[Chunk | ReplyEnd | Exception], None]
-    stream: TokenStream | None = None
-    prepared: bool = False
+    tell: Callable[[Chunk | ReplyEnd | Exception], None]  # takes chunks, then ReplyEnd or the error that ended it
+    stream: TokenStream | None = None  # once it has started
+    prepared: bool = False  # whether its prompt is evaluated
     cancelled: bool = False
-    shares: bool = False
-    alone: bool = False
+    shares: bool = False  # whether it shares passes now
+    alone: bool = False  # whether it needs the model for itself
 
 
 class ModelThread(threading.Thread):

@@ -119,15 +119,10 @@ _HINTS = EndingHints("/set max_tokens N for more", "/reset starts over; -c for m
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the chat.
+    """A command of the chat."""
 
-    Attributes:
-        names: the first is the one that help shows.
-        argument: placeholder in help; empty without one.
-    """
-
-    names: tuple[str, ...]
-    argument: str
+    names: tuple[str, ...]  # the first is the one that help shows
+    argument: str  # placeholder in help; empty without one
     help: str
     run: Callable[[str], None]
 

@@ -16,17 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EndingHints:
-    """What the user can do about a reply that ended too early.
+    """What the user can do about a reply that ended too early."""
 
-    Attributes:
-        longer: for a longer reply.
-        roomier: for a larger context.
-        empty: for a reply without text; empty if nothing helps.
-    """
-
-    longer: str
-    roomier: str
-    empty: str = ""
+    longer: str  # for a longer reply
+    roomier: str  # for a larger context
+    empty: str = ""  # for a reply without text; empty if nothing helps
 
 
 def ending(result: Result, max_tokens: int | None, hints: EndingHints) -> str:

@@ -97,16 +97,11 @@ HEADS = tuple(_SHAPES)
 
 @dataclass(frozen=True)
 class Heads:
-    """One kind of heads.
+    """One kind of heads."""
 
-    Attributes:
-        kind: one of HEADS.
-        notes: for people: what they were trained on, how well they guess.
-    """
-
-    kind: str
+    kind: str  # one of HEADS
     arrays: Mapping[str, NDArray[Any]]
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)  # for people: what they were trained on, how well they guess
 
     def check(self, geometry: Geometry) -> None:
         """Refuses heads that were not made for a model of these sizes."""
@@ -176,17 +171,11 @@ def copy_with_heads(path: Path, out: Path, heads: Heads) -> Bundle:
 
 @dataclass(frozen=True)
 class SteeringVector:
-    """Numbers that are added to logits.
+    """Numbers that are added to logits."""
 
-    Attributes:
-        tokens: ids, each once. (K,)
-        values: nats to add to their logits at scale 1. (K,)
-        notes: for people: what it was learnt from, and what it gained.
-    """
-
-    tokens: NDArray[np.int32]
-    values: NDArray[np.float32]
-    notes: Mapping[str, str] = field(default_factory=dict)
+    tokens: NDArray[np.int32]  # ids, each once. (K,)
+    values: NDArray[np.float32]  # nats to add to their logits at scale 1. (K,)
+    notes: Mapping[str, str] = field(default_factory=dict)  # for people: what it was learnt from, and what it gained
 
     def check(self, geometry: Geometry) -> None:
         """Refuses vectors that were not made for a model of these sizes."""

@@ -47,17 +47,12 @@ class ArrayFileError(ValueError):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array's type and its place in the file.
-
-    Attributes:
-        dtype: as the format spells it: F32, BF16 and so on.
-        offset: from the beginning of the file.
-    """
+    """An array's type and its place in the file."""
 
     name: str
-    dtype: str
+    dtype: str  # as the format spells it: F32, BF16 and so on
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # from the beginning of the file
     nbytes: int
 
     @property
@@ -67,17 +62,11 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ArrayIndex:
-    """The contents of a header.
+    """The contents of a header."""
 
-    Attributes:
-        notes: texts about the arrays.
-        arrays: in the order of the file.
-        header: the bytes before the first array.
-    """
-
-    notes: Mapping[str, Any]
-    arrays: tuple[StoredArray, ...]
-    header: bytes
+    notes: Mapping[str, Any]  # texts about the arrays
+    arrays: tuple[StoredArray, ...]  # in the order of the file
+    header: bytes  # the bytes before the first array
 
 
 def encode_header(shapes: Shapes, notes: Mapping[str, str]) -> bytes:

@@ -63,18 +63,12 @@ FLOAT32, FLOAT16 = "float32", "float16"
 
 @dataclass(frozen=True)
 class KVType:
-    """A type of cached numbers.
-
-    Attributes:
-        dtype: name of the type of the stored array.
-        bits: of a value.
-        blocks: the stored bytes are llama.cpp's blocks.
-    """
+    """A type of cached numbers."""
 
     name: str
-    dtype: str
-    bits: int
-    blocks: bool = False
+    dtype: str  # name of the type of the stored array
+    bits: int  # of a value
+    blocks: bool = False  # the stored bytes are llama.cpp's blocks
 
     def width(self, head_dim: int) -> int:
         """Items of the stored array for one head's channels; whole blocks where there are any."""
@@ -134,15 +128,11 @@ def require_few_layers(layers: int) -> None:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """What a layer keeps of every token.
+    """What a layer keeps of every token."""
 
-    Attributes:
-        heads: of keys and values; 0 where the layer keeps none, and so are the others then.
-        key_size, value_size: channels of one. Without keys, the values are the input of a recurrence: they are float32
-            whatever the type of the cache.
-    """
-
-    heads: int
+    heads: int  # of keys and values; 0 where the layer keeps none, and so are the others then
+    # `key_size`, `value_size`: channels of one. Without keys, the values are the input of a recurrence: they are
+    # float32 whatever the type of the cache.
     key_size: int
     value_size: int
 
@@ -159,18 +149,13 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class StateLayer:
-    """The state that a recurrent layer keeps of a text; all sizes are 0 where it keeps none.
+    """The state that a recurrent layer keeps of a text; all sizes are 0 where it keeps none."""
 
-    Attributes:
-        heads: matrices, (key_size, value_size) each.
-        key_heads: heads of keys and queries, each of which serves equally many matrices.
-        channels, width: of the convolution before it: its input per token, and the tokens that it reaches over.
-    """
-
-    heads: int = 0
-    key_heads: int = 0
+    heads: int = 0  # matrices, (key_size, value_size) each
+    key_heads: int = 0  # heads of keys and queries, each of which serves equally many matrices
     key_size: int = 0
     value_size: int = 0
+    # `channels`, `width`: of the convolution before it: its input per token, and the tokens that it reaches over.
     channels: int = 0
     width: int = 0
 
@@ -186,12 +171,7 @@ class StateLayer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes a runtime must know to drive any decoder: vocabulary, positions and the shape of its KV cache.
-
-    Attributes:
-        kv_layers: of each layer; empty where all have `num_kv_heads` heads of `head_dim` channels.
-        states: of each layer; empty where none keeps one.
-    """
+    """The sizes a runtime must know to drive any decoder: vocabulary, positions and the shape of its KV cache."""
 
     vocab_size: int
     hidden_size: int
@@ -199,8 +179,9 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+    # Of each layer; empty where all have `num_kv_heads` heads of `head_dim` channels.
     kv_layers: tuple[KVLayer, ...] = ()
-    states: tuple[StateLayer, ...] = ()
+    states: tuple[StateLayer, ...] = ()  # of each layer; empty where none keeps one
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

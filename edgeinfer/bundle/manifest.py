@@ -56,21 +56,15 @@ def _require_plan(condition: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """The planned format of one matrix.
-
-    Attributes:
-        bits: of each value; 32 keeps float32. For a tensor of a GGUF file with its scales, such as 4.5 for Q4_K.
-        block_size: values that share a scale; 0 at 32 bits.
-        predicted_kl: predicted cost of quantizing it, in nats per token; None without a prediction.
-        type: llama.cpp's name of a GGUF tensor's type.
-    """
+    """The planned format of one matrix."""
 
     name: str
+    # Of each value; 32 keeps float32. For a tensor of a GGUF file with its scales, such as 4.5 for Q4_K.
     bits: int | float
-    block_size: int = 0
+    block_size: int = 0  # values that share a scale; 0 at 32 bits
     symmetric: bool = False
-    predicted_kl: float | None = None
-    type: str = ""
+    predicted_kl: float | None = None  # predicted cost of quantizing it, in nats per token; None without a prediction
+    type: str = ""  # llama.cpp's name of a GGUF tensor's type
 
     def __post_init__(self) -> None:
         known = self.bits in CONVERTED_BITS or (self.type != "" and 0 < self.bits <= FLOAT_BITS)
@@ -84,20 +78,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """How every matrix of a bundle was quantized.
+    """How every matrix of a bundle was quantized."""
 
-    Attributes:
-        method: name of a method of edgeinfer.quant.
-        tensors: every matrix, in the order of the table; a tied head is its embedding and not listed.
-        calibration_sha256: of the calibration text; None without one.
-        budget_bytes: limit of the weights' bytes; None where their bits were given.
-    """
-
-    method: str
+    method: str  # name of a method of edgeinfer.quant
+    # Every matrix, in the order of the table; a tied head is its embedding and not listed.
     tensors: tuple[PlannedTensor, ...] = ()
-    calibration_sha256: str | None = None
+    calibration_sha256: str | None = None  # of the calibration text; None without one
     calibration_tokens: int = 0
-    budget_bytes: int | None = None
+    budget_bytes: int | None = None  # limit of the weights' bytes; None where their bits were given
 
     def __post_init__(self) -> None:
         names = {tensor.name for tensor in self.tensors}
@@ -149,37 +137,24 @@ class Blob:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One weight: float32 (`bits` 32), or quantized in blocks and stored in the bundle's layout.
-
-    Attributes:
-        shape: logical shape, (N, K) for a matrix.
-        data: float32 values, or quantized ones; the high plane of 8 bits in the native layout.
-        scales, zero_points: of the blocks; inline scales are in `data`; without zero points the zero is the middle.
-        low: the low plane of 8 bits in the native layout.
-        paired: two quantized matrices of N / 2 rows each, gate and up.
-        transposed: the stored array is (K, N): float32, or quantized in the static layout.
-        interleaved: the rows of gate and up alternate in the stored arrays; portable or float32 only.
-        e2m1: values are codes of E2M1 in blocks of 32 without zero points; native experts only.
-        inline_scales: scales lie among the values of the native layout, or will after a conversion to it.
-        modules: the checkpoint's modules that make it up, where adapters can change them.
-        vectors: values of 2 bits are fields of codes of vectors in whole blocks; native only.
-    """
+    """One weight: float32 (`bits` 32), or quantized in blocks and stored in the bundle's layout."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # logical shape, (N, K) for a matrix
     bits: int
-    data: Blob
+    data: Blob  # float32 values, or quantized ones; the high plane of 8 bits in the native layout
     block_size: int = 0
+    # `scales`, `zero_points`: of the blocks; inline scales are in `data`; without zero points the zero is the middle.
     scales: Blob | None = None
     zero_points: Blob | None = None
-    low: Blob | None = None
-    paired: bool = False
-    transposed: bool = False
-    interleaved: bool = False
-    e2m1: bool = False
-    inline_scales: bool = False
-    modules: tuple[Module, ...] = ()
-    vectors: bool = False
+    low: Blob | None = None  # the low plane of 8 bits in the native layout
+    paired: bool = False  # two quantized matrices of N / 2 rows each, gate and up
+    transposed: bool = False  # the stored array is (K, N): float32, or quantized in the static layout
+    interleaved: bool = False  # the rows of gate and up alternate in the stored arrays; portable or float32 only
+    e2m1: bool = False  # values are codes of E2M1 in blocks of 32 without zero points; native experts only
+    inline_scales: bool = False  # scales lie among the values of the native layout, or will after a conversion to it
+    modules: tuple[Module, ...] = ()  # the checkpoint's modules that make it up, where adapters can change them
+    vectors: bool = False  # values of 2 bits are fields of codes of vectors in whole blocks; native only
 
     def __post_init__(self) -> None:
         require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
@@ -249,30 +224,20 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the model file can do beyond plain decoding.
+    """What the model file can do beyond plain decoding."""
 
-    Attributes:
-        layer_skip: `layer_mask` is honoured.
-        hidden: `hidden_in` / `hidden_out` are there.
-        tree: a draft tree can be verified in one pass.
-        row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
-        high_planes: layers can be read by their high 4-bit planes alone (the input `planes`).
-        expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
-            Empty for models without experts.
-        exact: rows can be bit-identical at all.
-        copies: rows of the cache can be copied out and in anywhere, without a state that they depend on.
-        paged: the graph's attention reads pages of a pool, so a row depends on its own path alone, and the type of the
-            cache is chosen when it is loaded.
-    """
-
-    layer_skip: bool
-    hidden: bool
-    tree: bool
-    row_multiple: int = 1
-    high_planes: bool = False
+    layer_skip: bool  # `layer_mask` is honoured
+    hidden: bool  # `hidden_in` / `hidden_out` are there
+    tree: bool  # a draft tree can be verified in one pass
+    row_multiple: int = 1  # passes whose row count is a multiple of this, and at least 2, give bit-identical rows
+    high_planes: bool = False  # layers can be read by their high 4-bit planes alone (the input `planes`)
+    # Numbers of experts that a pass may give to each token, ascending; the last is the whole model. Empty for models
+    # without experts.
     expert_counts: tuple[int, ...] = ()
-    exact: bool = True
-    copies: bool = True
+    exact: bool = True  # rows can be bit-identical at all
+    copies: bool = True  # rows of the cache can be copied out and in anywhere, without a state that they depend on
+    # The graph's attention reads pages of a pool, so a row depends on its own path alone, and the type of the cache is
+    # chosen when it is loaded.
     paged: bool = False
 
     def __post_init__(self) -> None:
@@ -311,42 +276,30 @@ def capabilities_in(
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `edgeinfer.json`.
-
-    Attributes:
-        backend: "onnx", "onnx-static", "onnx-optimum" or "llamacpp".
-        files: every other file of the bundle by its relative path.
-        decoder: the model's full description; None where the model file is opaque (`onnx-optimum`, `llamacpp`).
-        tensors: the weights in `weights.bin`; empty for backends with opaque weights.
-        exits: layers after which an early exit is meaningful, ascending, the last is num_layers.
-        drafters: folders of nested bundles.
-        export: options the bundle was made with, for people to read.
-        quality: figures measured at export by name.
-        plan: how the bits of the weights were chosen; None where that is not known.
-        static: the graphs of an "onnx-static" bundle; None in all others.
-        taps: layers before which a pass also gives the hidden states, for the draft module inside; L is after the last.
-        module: how the decoder of a draft module reads its target; None for other bundles.
-    """
+    """The contents of `edgeinfer.json`."""
 
     name: str
     architecture: str
-    backend: str
+    backend: str  # "onnx", "onnx-static", "onnx-optimum" or "llamacpp"
     geometry: Geometry
     parameters: int
     capabilities: Capabilities
-    files: dict[str, FileEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)  # every other file of the bundle by its relative path
+    # The model's full description; None where the model file is opaque (`onnx-optimum`, `llamacpp`).
     decoder: DecoderSpec | None = None
-    tensors: tuple[TensorEntry, ...] = ()
+    tensors: tuple[TensorEntry, ...] = ()  # the weights in `weights.bin`; empty for backends with opaque weights
     layout: Layout = PORTABLE
     layout_version: int = 1
-    exits: tuple[int, ...] = ()
-    drafters: tuple[str, ...] = ()
+    exits: tuple[int, ...] = ()  # layers after which an early exit is meaningful, ascending, the last is num_layers
+    drafters: tuple[str, ...] = ()  # folders of nested bundles
+    # Options the bundle was made with, for people to read.
     export: dict[str, str | int | float | bool | None] = field(default_factory=dict)
-    quality: dict[str, float] = field(default_factory=dict)
-    plan: PlanRecord | None = None
-    static: StaticGraphs | None = None
+    quality: dict[str, float] = field(default_factory=dict)  # figures measured at export by name
+    plan: PlanRecord | None = None  # how the bits of the weights were chosen; None where that is not known
+    static: StaticGraphs | None = None  # the graphs of an "onnx-static" bundle; None in all others
+    # Layers before which a pass also gives the hidden states, for the draft module inside; L is after the last.
     taps: tuple[int, ...] = ()
-    module: DraftModule | None = None
+    module: DraftModule | None = None  # how the decoder of a draft module reads its target; None for other bundles
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]

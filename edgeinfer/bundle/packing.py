@@ -93,25 +93,17 @@ Parts = dict[str, tuple[Dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class QuantizedShape:
-    """What a quantized matrix (N, K) is, whatever its layout.
-
-    Attributes:
-        zero_points: every block has one of its own; without them the zero is the middle of the range.
-        paired: two matrices of N / 2 rows each, gate and up, which the native layout puts side by side.
-        e2m1: values are codes of E2M1.
-        inline_scales: in the native layout scales lie among the values, see edgeinfer.bundle.layouts.
-        vectors: values of 2 bits are fields of codes of vectors, see edgeinfer.bundle.packing.
-    """
+    """What a quantized matrix (N, K) is, whatever its layout."""
 
     n: int
     k: int
     bits: int
     block_size: int
-    zero_points: bool
-    paired: bool = False
-    e2m1: bool = False
-    inline_scales: bool = False
-    vectors: bool = False
+    zero_points: bool  # every block has one of its own; without them the zero is the middle of the range
+    paired: bool = False  # two matrices of N / 2 rows each, gate and up, which the native layout puts side by side
+    e2m1: bool = False  # values are codes of E2M1
+    inline_scales: bool = False  # in the native layout scales lie among the values, see edgeinfer.bundle.layouts
+    vectors: bool = False  # values of 2 bits are fields of codes of vectors, see edgeinfer.bundle.packing
 
     @property
     def blocks(self) -> int:
@@ -249,15 +241,11 @@ _NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
 
 @dataclasses.dataclass(frozen=True)
 class Expert:
-    """What an expert's tensor is, by its name.
-
-    Attributes:
-        part: "gate_up", or "up" where experts are not gated, or "down".
-    """
+    """What an expert's tensor is, by its name."""
 
     layer: int
     expert: int
-    part: str
+    part: str  # "gate_up", or "up" where experts are not gated, or "down"
 
 
 def expert_tensor(layer: int, expert: int, part: str) -> str:

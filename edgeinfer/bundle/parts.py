@@ -15,17 +15,11 @@ from edgeinfer.records import dataclass
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """The heads of the layers without a window, where they differ from the other layers' (Gemma 4).
+    """The heads of the layers without a window, where they differ from the other layers' (Gemma 4)."""
 
-    Attributes:
-        num_kv_heads: of keys and values; there are as many query heads as in other layers.
-        head_dim: channels of one.
-        keys_are_values: values are the keys before their norm and rotation, so that one product makes both.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    keys_are_values: bool = False
+    num_kv_heads: int  # of keys and values; there are as many query heads as in other layers
+    head_dim: int  # channels of one
+    keys_are_values: bool = False  # values are the keys before their norm and rotation, so that one product makes both
 
     def __post_init__(self) -> None:
         _require(self.num_kv_heads > 0 and self.head_dim > 0, "the heads of full layers must be positive")
@@ -33,21 +27,14 @@ class HeadsSpec:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one layer's attention.
-
-    Attributes:
-        size: channels of one.
-        keys_are_values: see HeadsSpec.
-        source: the layer whose keys and values are read; where it is an earlier one, the layer only makes queries.
-        owns: whether the source is the layer itself.
-    """
+    """The heads of one layer's attention."""
 
     heads: int
     kv_heads: int
-    size: int
-    keys_are_values: bool
-    source: int
-    owns: bool
+    size: int  # channels of one
+    keys_are_values: bool  # see HeadsSpec
+    source: int  # the layer whose keys and values are read; where it is an earlier one, the layer only makes queries
+    owns: bool  # whether the source is the layer itself
 
     @property
     def q_size(self) -> int:
@@ -93,14 +80,10 @@ class PerLayerSpec:
 
     A layer's vector is the sum of a row of a table, by the token, and of a product with the token's embedding, normed.
     After its MLP, the layer adds norm(out(act(gate(x)) * vector)) to the hidden states x.
-
-    Attributes:
-        size: channels of a vector.
-        vocab_size: tokens of the table.
     """
 
-    size: int
-    vocab_size: int
+    size: int  # channels of a vector
+    vocab_size: int  # tokens of the table
 
     def __post_init__(self) -> None:
         _require(self.size > 0 and self.vocab_size > 0, "per-layer embeddings need a size and a vocabulary")
@@ -119,14 +102,11 @@ class StreamsSpec:
 
     The input of a layer's attention also goes through up(down(x)) of width `laurel_rank` and a norm; the result is
     added to the hidden states after attention, and the sum divided by the root of two.
-
-    Attributes:
-        scaled: the first stream is multiplied by a vector before it meets the per-layer embedding.
     """
 
     count: int
     laurel_rank: int
-    scaled: bool = True
+    scaled: bool = True  # the first stream is multiplied by a vector before it meets the per-layer embedding
 
     def __post_init__(self) -> None:
         _require(2 <= self.count <= 64, "there must be 2 to 64 streams")
@@ -140,20 +120,15 @@ class LatentSpec:
     The cache holds that vector after its norm, and one rotated key for all heads. A head's score is the product of the
     rotated parts plus the product of `attn.k_b` times the rest of the query with the vector. Its result is `attn.v_b`
     times the weighted sum of vectors.
-
-    Attributes:
-        query_rank: width of the queries' own small vector; 0 where they are made from the hidden state.
-        rank: width of the vector.
-        plain_size, rotary_size: channels of a head's query and key without and with rotation.
-        norm_eps: of the norms of both small vectors.
     """
 
-    query_rank: int
-    rank: int
+    query_rank: int  # width of the queries' own small vector; 0 where they are made from the hidden state
+    rank: int  # width of the vector
+    # `plain_size`, `rotary_size`: channels of a head's query and key without and with rotation.
     plain_size: int
     rotary_size: int
     value_size: int
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # of the norms of both small vectors
 
     def __post_init__(self) -> None:
         _require(self.query_rank >= 0, "query_rank must be 0 or positive")
@@ -172,35 +147,28 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn",
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`).
-
-    Attributes:
-        dim: rotated dimensions of a head, even; the rest pass through.
-        short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
-        attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
-        beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
-        interleaved: neighbouring channels are a pair, instead of one of each half.
-        query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
-            (Llama 4, Ministral 3); 0 leaves them as they are.
-        turned: pairs that a "proportional" rotation turns; the others stay (LFM3, Gemma 4).
-    """
+    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`)."""
 
     type: RopeType
     theta: float
-    dim: int
+    dim: int  # rotated dimensions of a head, even; the rest pass through
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
+    # `short_factors`, `long_factors`: LongRoPE's divisors, `dim / 2` each.
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies sine and cosine; 1 for all types but longrope and yarn
+    # `beta_fast`, `beta_slow`, `truncate`: YaRN's borders in rotations, and whether they are rounded to whole pairs.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    interleaved: bool = False
+    interleaved: bool = False  # neighbouring channels are a pair, instead of one of each half
+    # Queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions) (Llama 4, Ministral
+    # 3); 0 leaves them as they are.
     query_beta: float = 0.0
-    turned: int = 0
+    turned: int = 0  # pairs that a "proportional" rotation turns; the others stay (LFM3, Gemma 4)
 
     def __post_init__(self) -> None:
         _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
@@ -239,41 +207,29 @@ class MoESpec:
       is the number of experts.
     - "sparsemixer" (Phi-3.5-MoE): by falling score, each weighted by its share of a softmax over the experts that are
       not chosen before it and whose score is at most 2 `jitter` lower, relative to the larger magnitude of both.
-
-    Attributes:
-        top_k: the most a token uses.
-        expert_size: inner width of one.
-        shared_size: inner width of the expert that every token uses; 0 where there is none.
-        shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
-        gated: experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
-        router_bias: is added to the scores (gpt-oss).
-        choice_bias: is added to the shares when experts are chosen, and not to their weights (DeepSeek-V3).
-        expert_bias: the experts' matrices have biases (gpt-oss).
-        groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
-            group's rank is its best share, or with a choice bias the sum of its two best.
-        jitter: of a "sparsemixer"; 0 for other routers.
-        with_mlp: the layer has its ordinary MLP as well. Router, experts and MLP each read the hidden states through a
-            norm of their own; the experts' results are multiplied by a number of each, and the layer's MLP gives the
-            sum of the normed results of experts and MLP (Gemma 4).
     """
 
     experts: int
-    top_k: int
-    expert_size: int
-    shared_size: int = 0
-    shared_gate: bool = False
+    top_k: int  # the most a token uses
+    expert_size: int  # inner width of one
+    shared_size: int = 0  # inner width of the expert that every token uses; 0 where there is none
+    shared_gate: bool = False  # its result is multiplied by the logistic function of a product of its own (Qwen2-MoE)
     router: Router = "softmax"
     renormalize: bool = True
-    gated: bool = True
-    dense_layers: tuple[int, ...] = ()
-    router_bias: bool = False
-    choice_bias: bool = False
-    expert_bias: bool = False
+    gated: bool = True  # experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x)))
+    dense_layers: tuple[int, ...] = ()  # layers that have an ordinary MLP of `intermediate_size`, ascending
+    router_bias: bool = False  # is added to the scores (gpt-oss)
+    choice_bias: bool = False  # is added to the shares when experts are chosen, and not to their weights (DeepSeek-V3)
+    expert_bias: bool = False  # the experts' matrices have biases (gpt-oss)
+    # `groups`, `group_top_k`: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
+    # group's rank is its best share, or with a choice bias the sum of its two best.
     groups: int = 1
     group_top_k: int = 1
     scale: float = 1.0
-    jitter: float = 0.0
+    jitter: float = 0.0  # of a "sparsemixer"; 0 for other routers
+    # The layer has its ordinary MLP as well. Router, experts and MLP each read the hidden states through a norm of
+    # their own; the experts' results are multiplied by a number of each, and the layer's MLP gives the sum of the
+    # normed results of experts and MLP (Gemma 4).
     with_mlp: bool = False
 
     def __post_init__(self) -> None:
@@ -321,14 +277,10 @@ class ConvSpec:
 
     Each channel has its own weights over the last tokens. The input of the convolution, B * x, is kept for every token
     like keys and values.
-
-    Attributes:
-        width: tokens that it reaches over, the latest included.
-        bias: of both products and of the convolution.
     """
 
-    width: int
-    bias: bool = False
+    width: int  # tokens that it reaches over, the latest included
+    bias: bool = False  # of both products and of the convolution
 
     def __post_init__(self) -> None:
         require_described(1 <= self.width <= 64, "the width of a convolution must be from 1 to 64")
@@ -340,18 +292,15 @@ class DeltaSpec:
 
     Queries, keys and values are made from the hidden state and go through a convolution over the last tokens and silu.
     The results of the heads are normed and multiplied by silu of a gate.
-
-    Attributes:
-        key_heads, value_heads: each head of queries and keys serves equally many heads of values.
-        key_size, value_size: channels of one.
-        width: tokens that the convolution reaches over, the latest included.
     """
 
+    # `key_heads`, `value_heads`: each head of queries and keys serves equally many heads of values.
     key_heads: int
     value_heads: int
+    # `key_size`, `value_size`: channels of one.
     key_size: int
     value_size: int
-    width: int
+    width: int  # tokens that the convolution reaches over, the latest included
 
     def __post_init__(self) -> None:
         sizes = (self.key_heads, self.value_heads, self.key_size, self.value_size)
@@ -383,28 +332,19 @@ class Mamba2Spec:
     pass a convolution over the last tokens and SiLU. With dt = softplus(time step + bias), clipped, a head's state S
     becomes exp(-exp(a_log) dt) S + dt x B^T and gives S C + d x. The heads' results are multiplied by SiLU(z) and
     normed.
-
-    Attributes:
-        heads, head_size: of x and z; their product is the width of the last matrix's input.
-        groups: of heads, which share B and C, and of channels, which share a norm.
-        state_size: channels of B and of C.
-        width: tokens that the convolution reaches over, the latest included.
-        bias: of both products.
-        conv_bias: of the convolution.
-        normed: there is a norm; otherwise the gate is all.
-        norm_first: the norm comes before the gate.
-        least_step, most_step: limits of dt; 0 for the latter sets none.
     """
 
+    # `heads`, `head_size`: of x and z; their product is the width of the last matrix's input.
     heads: int
     head_size: int
-    groups: int
-    state_size: int
-    width: int = 4
-    bias: bool = False
-    conv_bias: bool = True
-    normed: bool = True
-    norm_first: bool = False
+    groups: int  # of heads, which share B and C, and of channels, which share a norm
+    state_size: int  # channels of B and of C
+    width: int = 4  # tokens that the convolution reaches over, the latest included
+    bias: bool = False  # of both products
+    conv_bias: bool = True  # of the convolution
+    normed: bool = True  # there is a norm; otherwise the gate is all
+    norm_first: bool = False  # the norm comes before the gate
+    # `least_step`, `most_step`: limits of dt; 0 for the latter sets none.
     least_step: float = 0.0
     most_step: float = 0.0
 

@@ -53,19 +53,13 @@ _PLAIN_HINT = "Merge it into the model with PEFT (merge_and_unload), save that, 
 
 @dataclass(frozen=True)
 class Module:
-    """A linear module of the checkpoint, of which a matrix of a bundle holds some rows.
+    """A linear module of the checkpoint, of which a matrix of a bundle holds some rows."""
 
-    Attributes:
-        name: as the checkpoint has it, such as model.layers.0.self_attn.q_proj.
-        rows: of the matrix, after those of the modules before it.
-        scale: by which the export multiplied the module's weights.
-        pieces: (period, first, share): of each `period` rows of the module the matrix has `share`, from `first` on;
-            empty for all. The others are in another matrix, or elsewhere in this one.
-    """
-
-    name: str
-    rows: int
-    scale: float = 1.0
+    name: str  # as the checkpoint has it, such as model.layers.0.self_attn.q_proj
+    rows: int  # of the matrix, after those of the modules before it
+    scale: float = 1.0  # by which the export multiplied the module's weights
+    # (period, first, share): of each `period` rows of the module the matrix has `share`, from `first` on; empty for
+    # all. The others are in another matrix, or elsewhere in this one.
     pieces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,18 +90,13 @@ class Module:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of one module.
+    """The change of one module."""
 
-    Attributes:
-        module: its name, as the adapter has it.
-        a, b: where its factors lie, (rank, inputs) and (outputs, rank).
-        scale: of their product.
-    """
-
-    module: str
+    module: str  # its name, as the adapter has it
+    # `a`, `b`: where its factors lie, (rank, inputs) and (outputs, rank).
     a: StoredArray
     b: StoredArray
-    scale: float
+    scale: float  # of their product
 
     @property
     def rank(self) -> int:
@@ -116,15 +105,10 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter whose configuration and header were read and checked.
+    """An adapter whose configuration and header were read and checked."""
 
-    Attributes:
-        path: of the folder.
-        changes: of its modules, by `module_key`.
-    """
-
-    path: Path
-    changes: Mapping[str, LowRank]
+    path: Path  # of the folder
+    changes: Mapping[str, LowRank]  # of its modules, by `module_key`
 
     @property
     def nbytes(self) -> int:

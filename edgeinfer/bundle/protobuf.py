@@ -14,17 +14,11 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a message.
+    """One field of a message."""
 
-    Attributes:
-        number: as the message's definition gives it.
-        whole: all bytes of the field.
-        body: what a field with a length holds; None for numbers.
-    """
-
-    number: int
-    whole: bytes
-    body: bytes | None
+    number: int  # as the message's definition gives it
+    whole: bytes  # all bytes of the field
+    body: bytes | None  # what a field with a length holds; None for numbers
 
     @property
     def integer(self) -> int:

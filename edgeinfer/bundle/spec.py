@@ -33,43 +33,7 @@ OutputGate = Literal["", "channel", "head"]
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder of attention, and MLPs or mixtures of experts, with residual connections around both.
-
-    Attributes:
-        rope: rotation of queries and keys, in the layers that rotate.
-        qk_norm: norm on every query and key head before rotation (Qwen3).
-        whole_norm: that norm is over all heads together (OLMoE).
-        tied: the LM head is the embedding.
-        windows: sliding window of each layer in tokens, 0 for full attention; empty when all are full.
-        moe: the experts of every layer that is not among its dense layers; None where all are dense.
-        norm: "rms", or "layer", which also takes the mean off.
-        norm_bias: norms, except those of queries and keys, add a bias.
-        pre_norm, post_norm: norms before attention and MLP, and of their results before these are added (OLMo 2 has the
-            latter alone, Gemma 2 both).
-        inner_norms: norms before the last product of attention and of the MLP (BitNet).
-        parallel: attention and MLP read the same hidden states, with one norm, and both are added (Cohere, Phi).
-        gated: MLPs are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        logit_softcap, attention_softcap: logits, and scores, are cap * tanh(x / cap); 0 leaves them as they are.
-        attention_scale: of the scores; 0 is one over the root of the head's width.
-        sinks: every head has a score that takes its share of the softmax and gives nothing (gpt-oss).
-        norm_after_rope: queries and keys are normed after rotation (Hunyuan).
-        value_norm: values are normed like keys, without a weight (Gemma 4).
-        output_gate: the heads' results are multiplied by the logistic function of a product of the normed hidden state,
-            one number for each "channel" (Qwen3-Next) or "head" (LFM3).
-        rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
-            where all layers have `rope`.
-        latent: multi-head latent attention; head sizes are those of its queries then, and it has one key.
-        mixers: how each layer mixes tokens; empty where all have attention.
-        conv, delta, mamba2: sizes of the layers with that mixer.
-        no_mlp: layers without an MLP, ascending (Nemotron-H, Mamba-2).
-        full_heads: heads of the layers without a window, where theirs differ.
-        kv_sources: for each layer the one whose keys and values it reads; empty where all read their own.
-        mlp_sizes: inner width of each layer's MLP; empty where all have `intermediate_size`.
-        layer_scales: the hidden states after each layer are multiplied by a number of its own (Gemma 4).
-        streams: hidden states in several streams (Gemma 3n).
-        sparsity: share of each layer's gate values that is cut off, as if they were normally distributed; the rest are
-            counted from the cutoff. 0 cuts nothing. Empty where no layer cuts.
-    """
+    """A decoder of attention, and MLPs or mixtures of experts, with residual connections around both."""
 
     vocab_size: int
     hidden_size: int
@@ -80,45 +44,60 @@ class DecoderSpec:
     head_dim: int
     max_positions: int
     norm_eps: float
-    rope: RopeSpec
+    rope: RopeSpec  # rotation of queries and keys, in the layers that rotate
     activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    whole_norm: bool = False
-    tied: bool = False
+    qk_norm: bool = False  # norm on every query and key head before rotation (Qwen3)
+    whole_norm: bool = False  # that norm is over all heads together (OLMoE)
+    tied: bool = False  # the LM head is the embedding
+    # Sliding window of each layer in tokens, 0 for full attention; empty when all are full.
     windows: tuple[int, ...] = ()
+    # The experts of every layer that is not among its dense layers; None where all are dense.
     moe: MoESpec | None = None
-    norm: NormKind = "rms"
-    norm_bias: bool = False
+    norm: NormKind = "rms"  # "rms", or "layer", which also takes the mean off
+    norm_bias: bool = False  # norms, except those of queries and keys, add a bias
+    # `pre_norm`, `post_norm`: norms before attention and MLP, and of their results before these are added (OLMo 2 has
+    # the latter alone, Gemma 2 both).
     pre_norm: bool = True
     post_norm: bool = False
-    inner_norms: bool = False
+    inner_norms: bool = False  # norms before the last product of attention and of the MLP (BitNet)
+    # Attention and MLP read the same hidden states, with one norm, and both are added (Cohere, Phi).
     parallel: bool = False
-    gated: bool = True
+    gated: bool = True  # MLPs are down(act(gate(x)) * up(x)); otherwise down(act(up(x)))
     head_bias: bool = False
+    # `logit_softcap`, `attention_softcap`: logits, and scores, are cap * tanh(x / cap); 0 leaves them as they are.
     logit_softcap: float = 0.0
     attention_softcap: float = 0.0
-    attention_scale: float = 0.0
-    sinks: bool = False
-    norm_after_rope: bool = False
-    value_norm: bool = False
+    attention_scale: float = 0.0  # of the scores; 0 is one over the root of the head's width
+    sinks: bool = False  # every head has a score that takes its share of the softmax and gives nothing (gpt-oss)
+    norm_after_rope: bool = False  # queries and keys are normed after rotation (Hunyuan)
+    value_norm: bool = False  # values are normed like keys, without a weight (Gemma 4)
+    # The heads' results are multiplied by the logistic function of a product of the normed hidden state, one number for
+    # each "channel" (Qwen3-Next) or "head" (LFM3).
     output_gate: OutputGate = ""
     more_ropes: tuple[RopeSpec, ...] = ()
+    # For each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty where all layers
+    # have `rope`.
     rope_layers: tuple[int, ...] = ()
+    # Multi-head latent attention; head sizes are those of its queries then, and it has one key.
     latent: LatentSpec | None = None
-    mixers: tuple[Mixer, ...] = ()
+    mixers: tuple[Mixer, ...] = ()  # how each layer mixes tokens; empty where all have attention
+    # `conv`, `delta`, `mamba2`: sizes of the layers with that mixer.
     conv: ConvSpec | None = None
     delta: DeltaSpec | None = None
     mamba2: Mamba2Spec | None = None
-    no_mlp: tuple[int, ...] = ()
-    full_heads: HeadsSpec | None = None
+    no_mlp: tuple[int, ...] = ()  # layers without an MLP, ascending (Nemotron-H, Mamba-2)
+    full_heads: HeadsSpec | None = None  # heads of the layers without a window, where theirs differ
+    # For each layer the one whose keys and values it reads; empty where all read their own.
     kv_sources: tuple[int, ...] = ()
-    mlp_sizes: tuple[int, ...] = ()
-    layer_scales: bool = False
+    mlp_sizes: tuple[int, ...] = ()  # inner width of each layer's MLP; empty where all have `intermediate_size`
+    layer_scales: bool = False  # the hidden states after each layer are multiplied by a number of its own (Gemma 4)
     per_layer: PerLayerSpec | None = None
-    streams: StreamsSpec | None = None
+    streams: StreamsSpec | None = None  # hidden states in several streams (Gemma 3n)
+    # Share of each layer's gate values that is cut off, as if they were normally distributed; the rest are counted from
+    # the cutoff. 0 cuts nothing. Empty where no layer cuts.
     sparsity: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -315,50 +294,33 @@ class DraftModule:
     A module is a decoder of one layer or a few. Its row for a token reads that token's embedding, and the state from
     which the target, or the module itself in the row before, predicted it; or its rows are a block that is drafted at
     once. Embedding and head may be the target's own, whose bytes are read in the target's bundle.
-
-    Attributes:
-        width: W, of the states read for each of the target's rows: all tapped layers', or the last one's.
-        drafter: name of the drafter that uses it.
-        vocab_size: tokens that it can draft; 0 is all of the target's.
-        shares: tensors that lie in the target's bundle, of "embed" and "head".
-        concatenated: the first layer's attention reads normed embedding and normed state side by side, the state being
-            a product of the target's states (EAGLE-3); otherwise a product of both enters the first layer.
-        residual_normed: the first layer adds to the normed state (EAGLE-3's norm_before_residual).
-        taps_normed: the target's states are normed before that product (EAGLE-3's norm_before_fc).
-        parts_normed: embedding and state are normed before their product (MTP).
-        first_normed: the input of the first layer's attention is normed (all but EAGLE-1).
-        last_normed: the head reads normed states (all but EAGLE-1).
-        state_normed: the target's state is read through its final norm, as its head reads it.
-        feeds_normed: the module's own state is read through the module's final norm (Qwen's MTP).
-        block: rows of a block that is drafted at once (DFlash): the last token, then masks that see each other and the
-            text. The text's rows are keys and values alone, made from a normed product of the target's states. 0 where
-            tokens are drafted one by one.
-        mask: the token of the masks.
-        embed_scale: factor of the rows of the target's embedding that a block's tokens and heads read.
-        causal: layers in which a row of a block does not see later ones.
-        heads: one for each token of a draft, over the layer's output for the target's normed states alone (Hydra++); 0
-            where the layers draft.
-        head_layers: of each head.
     """
 
-    width: int
-    drafter: str
-    vocab_size: int = 0
-    shares: tuple[str, ...] = ()
+    width: int  # W, of the states read for each of the target's rows: all tapped layers', or the last one's
+    drafter: str  # name of the drafter that uses it
+    vocab_size: int = 0  # tokens that it can draft; 0 is all of the target's
+    shares: tuple[str, ...] = ()  # tensors that lie in the target's bundle, of "embed" and "head"
+    # The first layer's attention reads normed embedding and normed state side by side, the state being a product of the
+    # target's states (EAGLE-3); otherwise a product of both enters the first layer.
     concatenated: bool = False
-    residual_normed: bool = False
-    taps_normed: bool = False
-    parts_normed: bool = False
-    first_normed: bool = True
-    last_normed: bool = True
-    state_normed: bool = False
-    feeds_normed: bool = False
+    residual_normed: bool = False  # the first layer adds to the normed state (EAGLE-3's norm_before_residual)
+    taps_normed: bool = False  # the target's states are normed before that product (EAGLE-3's norm_before_fc)
+    parts_normed: bool = False  # embedding and state are normed before their product (MTP)
+    first_normed: bool = True  # the input of the first layer's attention is normed (all but EAGLE-1)
+    last_normed: bool = True  # the head reads normed states (all but EAGLE-1)
+    state_normed: bool = False  # the target's state is read through its final norm, as its head reads it
+    feeds_normed: bool = False  # the module's own state is read through the module's final norm (Qwen's MTP)
+    # Rows of a block that is drafted at once (DFlash): the last token, then masks that see each other and the text. The
+    # text's rows are keys and values alone, made from a normed product of the target's states. 0 where tokens are
+    # drafted one by one.
     block: int = 0
-    mask: int = 0
-    embed_scale: float = 1.0
-    causal: tuple[int, ...] = ()
+    mask: int = 0  # the token of the masks
+    embed_scale: float = 1.0  # factor of the rows of the target's embedding that a block's tokens and heads read
+    causal: tuple[int, ...] = ()  # layers in which a row of a block does not see later ones
+    # One for each token of a draft, over the layer's output for the target's normed states alone (Hydra++); 0 where the
+    # layers draft.
     heads: int = 0
-    head_layers: int = 1
+    head_layers: int = 1  # of each head
 
     def __post_init__(self) -> None:
         _require(self.width > 0 and self.vocab_size >= 0, "a draft module reads states")

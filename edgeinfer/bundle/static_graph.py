@@ -64,17 +64,11 @@ class Value:
 
 @dataclass(frozen=True)
 class StaticGraph:
-    """One graph of a bundle.
+    """One graph of a bundle."""
 
-    Attributes:
-        rows: S.
-        prompts: the graph for prompts, which gives the logits of one row.
-        context: C.
-    """
-
-    rows: int
-    prompts: bool
-    context: int
+    rows: int  # S
+    prompts: bool  # the graph for prompts, which gives the logits of one row
+    context: int  # C
 
     @property
     def file(self) -> str:
@@ -109,19 +103,12 @@ class StaticGraph:
 
 @dataclass(frozen=True)
 class StaticGraphs:
-    """The graphs of a bundle.
+    """The graphs of a bundle."""
 
-    Attributes:
-        context: rows of the cache.
-        chunk: rows of the graph for prompts, at least the largest width.
-        widths: rows of the other graphs, ascending.
-        layers: of the model that the graphs are made of, which may be fewer than it has; ascending.
-    """
-
-    context: int
-    chunk: int
-    widths: tuple[int, ...]
-    layers: tuple[int, ...]
+    context: int  # rows of the cache
+    chunk: int  # rows of the graph for prompts, at least the largest width
+    widths: tuple[int, ...]  # rows of the other graphs, ascending
+    layers: tuple[int, ...]  # of the model that the graphs are made of, which may be fewer than it has; ascending
 
     def __post_init__(self) -> None:
         for what, numbers in (("widths", self.widths), ("layers", self.layers)):

@@ -36,20 +36,13 @@ _AGAIN = "Export or download the bundle again."
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its manifest is valid and every file is there with the right size.
+    """An opened bundle: its manifest is valid and every file is there with the right size."""
 
-    Attributes:
-        path: the folder that its files lie in.
-        texts: contents of small files that are not there, by their names.
-        header: of a GGUF model file.
-        digests: the manifest has the sha256 of every file; of a plain GGUF file it has a fingerprint only.
-    """
-
-    path: Path
+    path: Path  # the folder that its files lie in
     manifest: Manifest
-    texts: Mapping[str, str] = field(default_factory=dict)
-    header: GgufFile | None = field(default=None, repr=False, compare=False)
-    digests: bool = True
+    texts: Mapping[str, str] = field(default_factory=dict)  # contents of small files that are not there, by their names
+    header: GgufFile | None = field(default=None, repr=False, compare=False)  # of a GGUF model file
+    digests: bool = True  # the manifest has the sha256 of every file; of a plain GGUF file it has a fingerprint only
 
     def file(self, name: str) -> Path:
         """Path of a listed file, compared with its digest; weights are verified by their loader."""

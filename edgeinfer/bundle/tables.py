@@ -43,19 +43,13 @@ _of_bytes = operator.attrgetter(*({each.name for each in dataclasses.fields(Tens
 
 @dataclass(frozen=True)
 class Outline:
-    """A tensor before it has a place.
-
-    Attributes:
-        quantized: None keeps it float32.
-        transposed: float32 matrices only: stored as (K, N).
-        shares: name of an earlier tensor whose bytes it is, and nothing else of which matters then.
-    """
+    """A tensor before it has a place."""
 
     name: str
     shape: tuple[int, ...]
-    quantized: QuantizedShape | None = None
-    transposed: bool = False
-    shares: str = ""
+    quantized: QuantizedShape | None = None  # None keeps it float32
+    transposed: bool = False  # float32 matrices only: stored as (K, N)
+    shares: str = ""  # name of an earlier tensor whose bytes it is, and nothing else of which matters then
 
     def parts(self, layout: Layout) -> Parts:
         if self.quantized is not None:

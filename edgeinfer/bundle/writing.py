@@ -27,17 +27,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Properties of a file that change when it is written to or replaced.
-
-    Attributes:
-        changed_ns: time of the last change of contents, name or rights, which programs cannot set as they can
-            `modified_ns`; 0 on Windows, which has none.
-    """
+    """Properties of a file that change when it is written to or replaced."""
 
     device: int
     inode: int
     size: int
     modified_ns: int
+    # Time of the last change of contents, name or rights, which programs cannot set as they can `modified_ns`; 0 on
+    # Windows, which has none.
     changed_ns: int
 
     @classmethod

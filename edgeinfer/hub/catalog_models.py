@@ -30,12 +30,7 @@ _SHARE = 0.75
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """The sizes of a decoder by which its memory is estimated, by the names of Hugging Face's config.json.
-
-    Attributes:
-        experts: of each layer; 0 without a mixture.
-        shared: width of the MLP that every token uses next to the experts.
-    """
+    """The sizes of a decoder by which its memory is estimated, by the names of Hugging Face's config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -45,8 +40,8 @@ class DecoderSizes:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    experts: int = 0
-    shared: int = 0
+    experts: int = 0  # of each layer; 0 without a mixture
+    shared: int = 0  # width of the MLP that every token uses next to the experts
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DecoderSizes:

@@ -40,27 +40,16 @@ _GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class FetchJob:
-    """A model to fetch and convert.
+    """A model to fetch and convert."""
 
-    Attributes:
-        name: of the hub, ORG/NAME[:TYPE]; "" for a directory.
-        directory: of a checkpoint on this machine; "" for the hub.
-        revision: branch, tag or commit; None is the main branch.
-        refresh: bring the hub's cache up to date instead of using it as it is.
-        bits: of the conversion; None decides by memory.
-        memory: budget that the model is to run in; None is what this machine has.
-        bars: draw bars on stderr.
-        asks: send the offers of a repository of GGUF files, and take the one that is chosen.
-    """
-
-    name: str = ""
-    directory: str = ""
-    revision: str | None = None
-    refresh: bool = False
-    bits: int | None = None
-    memory: int | None = None
-    bars: bool = False
-    asks: bool = False
+    name: str = ""  # of the hub, ORG/NAME[:TYPE]; "" for a directory
+    directory: str = ""  # of a checkpoint on this machine; "" for the hub
+    revision: str | None = None  # branch, tag or commit; None is the main branch
+    refresh: bool = False  # bring the hub's cache up to date instead of using it as it is
+    bits: int | None = None  # of the conversion; None decides by memory
+    memory: int | None = None  # budget that the model is to run in; None is what this machine has
+    bars: bool = False  # draw bars on stderr
+    asks: bool = False  # send the offers of a repository of GGUF files, and take the one that is chosen
 
 
 def fetch(

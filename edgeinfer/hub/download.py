@@ -49,16 +49,11 @@ _USUAL = (
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub.
-
-    Attributes:
-        commit: of its revision.
-        sizes: bytes of its files by name, 0 where the hub does not tell.
-    """
+    """A repository of the hub."""
 
     repo_id: str
-    commit: str
-    sizes: dict[str, int]
+    commit: str  # of its revision
+    sizes: dict[str, int]  # bytes of its files by name, 0 where the hub does not tell
     kind: Kind
 
     @property

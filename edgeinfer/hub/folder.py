@@ -48,15 +48,10 @@ _TELLING = (
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint that is converted: a repository of the hub, or a directory.
+    """A checkpoint that is converted: a repository of the hub, or a directory."""
 
-    Attributes:
-        name: ORG/NAME, or the directory's path.
-        directory: None for a repository.
-    """
-
-    name: str
-    directory: Path | None = None
+    name: str  # ORG/NAME, or the directory's path
+    directory: Path | None = None  # None for a repository
 
     @classmethod
     def of_directory(cls, path: Path) -> CheckpointSource:

@@ -47,17 +47,11 @@ _OTHERS = ("mmproj", "imatrix")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub as users name it: ORG/NAME, ORG/NAME:TYPE or ORG/NAME:4bit.
+    """A model on the hub as users name it: ORG/NAME, ORG/NAME:TYPE or ORG/NAME:4bit."""
 
-    Attributes:
-        repo_id: ORG/NAME.
-        tag: which GGUF file, by its type or another part of its name; None where none was given.
-        bits: of a checkpoint that is converted; None where none were given.
-    """
-
-    repo_id: str
-    tag: str | None = None
-    bits: int | None = None
+    repo_id: str  # ORG/NAME
+    tag: str | None = None  # which GGUF file, by its type or another part of its name; None where none was given
+    bits: int | None = None  # of a checkpoint that is converted; None where none were given
 
     def __str__(self) -> str:
         if self.bits is not None:

@@ -33,14 +33,10 @@ _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
 @dataclass(frozen=True)
 class Found:
-    """What a name means.
+    """What a name means."""
 
-    Attributes:
-        path: the bundle or GGUF file on this machine; None where it must be fetched or converted first.
-        source: what it is fetched or converted from where there is no path: a checkpoint's directory, or a hub name.
-    """
-
-    path: Path | None
+    path: Path | None  # the bundle or GGUF file on this machine; None where it must be fetched or converted first
+    # What it is fetched or converted from where there is no path: a checkpoint's directory, or a hub name.
     source: Path | HubName | None = None
 
 

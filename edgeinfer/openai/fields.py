@@ -96,9 +96,6 @@ class Fields:
 
     Args:
         where: prefix of its fields' names in messages, such as "tools[0]."; empty for a whole request.
-
-    Attributes:
-        ignored: fields with an effect elsewhere that are ignored here, those of inner objects included.
     """
 
     def __init__(self, body: Any, where: str = "", ignored: list[str] | None = None) -> None:
@@ -108,6 +105,7 @@ class Fields:
             raise RequestError(f"{name} is not an object.", "See the reference of the API.", param=where.rstrip("."))
         self._left = {name: value for name, value in body.items() if value is not None}
         self._followed: set[str] = set()
+        # Fields with an effect elsewhere that are ignored here, those of inner objects included.
         self.ignored: list[str] = [] if ignored is None else ignored
 
     def take(self, name: str, kind: type | tuple[type, ...], what: str) -> Any:

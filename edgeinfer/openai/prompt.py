@@ -46,25 +46,18 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages to answer, with tools and options.
-
-    Attributes:
-        options: of GenerationConfig, for the first reply.
-        variables: further variables of the chat template.
-        prefill: the start of the reply.
-        tokens: of the rendered prompt, once they are made; messages are then kept only for an option that needs them.
-        fields: names of the request's fields that hold the messages and the form of the reply.
-        contexts: texts that are evaluated separately, before the messages.
-    """
+    """Messages to answer, with tools and options."""
 
     messages: Sequence[Message]
     tools: ToolUse
-    options: Mapping[str, Any]
-    variables: Mapping[str, Any] | None = None
-    prefill: str = ""
+    options: Mapping[str, Any]  # of GenerationConfig, for the first reply
+    variables: Mapping[str, Any] | None = None  # further variables of the chat template
+    prefill: str = ""  # the start of the reply
+    # Of the rendered prompt, once they are made; messages are then kept only for an option that needs them.
     tokens: PromptTokens | None = None
+    # Names of the request's fields that hold the messages and the form of the reply.
     fields: tuple[str, str] = ("messages", "response_format")
-    contexts: Sequence[Context] = ()
+    contexts: Sequence[Context] = ()  # texts that are evaluated separately, before the messages
 
     @property
     def left_out(self) -> tuple[str, ...]:

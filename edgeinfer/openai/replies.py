@@ -19,29 +19,19 @@ _ID_LENGTH = 24
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format: `prefix`, calls with `between` in between, `suffix`, each call an object of `name` and arguments.
-
-    Attributes:
-        signs: texts in a chat template, any of which says that its model uses this format.
-        others: texts in a chat template, any of which says that it does not, in spite of the signs.
-        marker: the start of `prefix` and a first call, which distinguishes a call from text. May be a special token.
-        anywhere: whether text may precede the marker; else it only counts at the very start.
-        key: name of the arguments.
-        several: whether the models' templates know replies of more than one call.
-        id_length: letters and digits of an id, where templates insist on it; 0 is OpenAI's.
-    """
+    """A format: `prefix`, calls with `between` in between, `suffix`, each call an object of `name` and arguments."""
 
     name: str
-    signs: tuple[str, ...]
-    marker: str
+    signs: tuple[str, ...]  # texts in a chat template, any of which says that its model uses this format
+    marker: str  # the start of `prefix` and a first call, which distinguishes a call from text. May be a special token.
     prefix: str
     between: str
     suffix: str
-    anywhere: bool = True
-    key: str = "arguments"
-    several: bool = True
-    id_length: int = 0
-    others: tuple[str, ...] = ()
+    anywhere: bool = True  # whether text may precede the marker; else it only counts at the very start
+    key: str = "arguments"  # name of the arguments
+    several: bool = True  # whether the models' templates know replies of more than one call
+    id_length: int = 0  # letters and digits of an id, where templates insist on it; 0 is OpenAI's
+    others: tuple[str, ...] = ()  # texts in a chat template, any of which says that it does not, in spite of the signs
 
     def known_by(self, template: str) -> bool:
         return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
@@ -111,14 +101,10 @@ _TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True)
 class Dialect:
-    """How functions are described to a model, and how it calls them.
-
-    Attributes:
-        native: its template knows functions; else the system message describes them.
-    """
+    """How functions are described to a model, and how it calls them."""
 
     format: ToolFormat
-    native: bool
+    native: bool  # its template knows functions; else the system message describes them
 
 
 def dialect_of(template: str | None) -> Dialect:
@@ -139,15 +125,10 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """The start of a call.
+    """The start of a call."""
 
-    Attributes:
-        place: index of the call in the reply.
-        id: the answer to the call names it.
-    """
-
-    place: int
-    id: str
+    place: int  # index of the call in the reply
+    id: str  # the answer to the call names it
     name: str
 
 
@@ -347,21 +328,14 @@ class Call:
 
 @dataclass
 class Reply:
-    """A reply that is being made.
-
-    Attributes:
-        text: so far, without calls.
-        logprobs: those of all tokens so far.
-        unsent: those that were not sent yet.
-        result: once finished.
-    """
+    """A reply that is being made."""
 
     reader: ReplyReader = field(default_factory=PlainReader)
-    text: str = ""
+    text: str = ""  # so far, without calls
     calls: list[Call] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    unsent: list[TokenLogprob] = field(default_factory=list)
-    result: Result | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # those of all tokens so far
+    unsent: list[TokenLogprob] = field(default_factory=list)  # those that were not sent yet
+    result: Result | None = None  # once finished
 
     def push(self, chunk: Chunk) -> list[Piece]:
         """Add a chunk and return the pieces that became certain with it."""

@@ -127,21 +127,14 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Alternative:
-    """The properties that distinguish an alternative of a `oneOf`.
+    """The properties that distinguish an alternative of a `oneOf`."""
 
-    Attributes:
-        closes: whether closing may reduce its documents.
-        types: allowed types; empty where it does not say, or refers to another schema.
-        listed: allowed values by property; empty for any value, None where it lists no properties.
-        required: required properties.
-        ends: whether it allows only the listed properties, once it is closed.
-    """
-
-    closes: bool
-    types: frozenset[str] = frozenset()
+    closes: bool  # whether closing may reduce its documents
+    types: frozenset[str] = frozenset()  # allowed types; empty where it does not say, or refers to another schema
+    # Allowed values by property; empty for any value, None where it lists no properties.
     listed: Mapping[str, list[Any]] | None = None
-    required: frozenset[str] = frozenset()
-    ends: bool = False
+    required: frozenset[str] = frozenset()  # required properties
+    ends: bool = False  # whether it allows only the listed properties, once it is closed
 
     @classmethod
     def of(cls, schema: Any) -> _Alternative:
@@ -193,14 +186,10 @@ _WHOLE = "the schema"  # named where all of it is left out
 
 @dataclass(frozen=True)
 class ArgumentRules:
-    """Grammar rules for the arguments of functions, in their order.
-
-    Attributes:
-        left_out: constraints that the rules do not enforce, such as "uniqueItems of the tool set_tags".
-    """
+    """Grammar rules for the arguments of functions, in their order."""
 
     rules: tuple[str, ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...]  # constraints that the rules do not enforce, such as "uniqueItems of the tool set_tags"
 
 
 def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> ArgumentRules:

@@ -43,17 +43,12 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True)
 class ToolFunction:
-    """A function that may be called.
-
-    Attributes:
-        parameters: JSON Schema of its arguments, of type object.
-        strict: arguments must follow all of the schema.
-    """
+    """A function that may be called."""
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
-    strict: bool = False
+    parameters: Mapping[str, Any]  # JSON Schema of its arguments, of type object
+    strict: bool = False  # arguments must follow all of the schema
 
     @property
     def arguments(self) -> Mapping[str, Any]:

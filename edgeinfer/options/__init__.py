@@ -34,19 +34,13 @@ _METAVARS = {int: "N", float: "X"}
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may have.
-
-    Attributes:
-        whole: only whole numbers are allowed.
-        above: `least` itself is not allowed.
-        optional: None is allowed.
-    """
+    """The numbers that an option may have."""
 
     least: float
     most: float
-    whole: bool = False
-    above: bool = False
-    optional: bool = False
+    whole: bool = False  # only whole numbers are allowed
+    above: bool = False  # `least` itself is not allowed
+    optional: bool = False  # None is allowed
 
     def holds(self, value: object) -> bool:
         """Whether a value is in the range; NaN never is, and True and False are no numbers."""
@@ -66,41 +60,28 @@ class Range:
 
 @dataclass(frozen=True)
 class ConfigOption:
-    """One field of a configuration: what it means, which values it takes, and its names outside Python.
-
-    Attributes:
-        type: of its values; None is not part of it.
-        optional: None is allowed.
-        help: one line without a full stop; it ends in the default where that is not obvious.
-        range: the numbers it takes; None where it takes none.
-        choices: the texts it takes; empty where any text will do.
-        flags: of the commands, such as ("-c", "--context"); empty where no command offers it. A flag of a truth value
-            that begins with "--no-" turns it off.
-        group: heading under which help lists it.
-        size: commands take the number as a size, such as 600MB.
-        wire: fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
-        basic: the short help of commands shows it too.
-        brief: replaces the help there, where that is long.
-        goes_with: another option and its value; both are given, or neither. None where there is no such option.
-        given: type of the values that callers may give, in Python; empty where that is the field's own.
-    """
+    """One field of a configuration: what it means, which values it takes, and its names outside Python."""
 
     name: str
-    type: Any
-    optional: bool
+    type: Any  # of its values; None is not part of it
+    optional: bool  # None is allowed
     default: Any
-    help: str
-    range: Range | None = None
-    choices: tuple[str, ...] = ()
+    help: str  # one line without a full stop; it ends in the default where that is not obvious
+    range: Range | None = None  # the numbers it takes; None where it takes none
+    choices: tuple[str, ...] = ()  # the texts it takes; empty where any text will do
+    # Of the commands, such as ("-c", "--context"); empty where no command offers it. A flag of a truth value that
+    # begins with "--no-" turns it off.
     flags: tuple[str, ...] = ()
     metavar: str | None = None
-    group: str = ""
-    size: bool = False
+    group: str = ""  # heading under which help lists it
+    size: bool = False  # commands take the number as a size, such as 600MB
+    # Fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
     wire: tuple[str, ...] = ()
-    basic: bool = False
-    brief: str = ""
+    basic: bool = False  # the short help of commands shows it too
+    brief: str = ""  # replaces the help there, where that is long
+    # Another option and its value; both are given, or neither. None where there is no such option.
     goes_with: tuple[str, str] | None = None
-    given: str = ""
+    given: str = ""  # type of the values that callers may give, in Python; empty where that is the field's own
 
     @property
     def description(self) -> str:

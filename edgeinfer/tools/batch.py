@@ -40,19 +40,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """The result of a run over a file of requests.
+    """The result of a run over a file of requests."""
 
-    Attributes:
-        requests: lines of the file, all of which are answered.
-        failed: lines whose answer is an error.
-        resumed: lines that an earlier run had answered.
-        seconds: of this run.
-    """
-
-    requests: int
-    failed: int
-    resumed: int
-    seconds: float
+    requests: int  # lines of the file, all of which are answered
+    failed: int  # lines whose answer is an error
+    resumed: int  # lines that an earlier run had answered
+    seconds: float  # of this run
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON's types."""
@@ -93,35 +86,24 @@ def answer_batch(
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of requests.
+    """A line of requests."""
 
-    Attributes:
-        number: of the line, from 1.
-        offset, size: its place in the file, in bytes.
-        custom_id: of its request; None where that cannot be read.
-        error: why it holds no request; None where it does.
-    """
-
-    number: int
+    number: int  # of the line, from 1
+    # `offset`, `size`: its place in the file, in bytes.
     offset: int
     size: int
-    custom_id: str | None
-    error: RequestError | None = None
+    custom_id: str | None  # of its request; None where that cannot be read
+    error: RequestError | None = None  # why it holds no request; None where it does
 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """A file of requests, all lines of which were checked; empty ones are left out.
-
-    Attributes:
-        sha256: of the file.
-        text: the file in UTF-8, where its own encoding is another.
-    """
+    """A file of requests, all lines of which were checked; empty ones are left out."""
 
     path: Path
     lines: tuple[BatchLine, ...]
-    sha256: str
-    text: bytes | None = None
+    sha256: str  # of the file
+    text: bytes | None = None  # the file in UTF-8, where its own encoding is another
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -192,29 +174,21 @@ def _line(data: bytes | None, line: BatchLine) -> BatchLine:
 
 @dataclass(frozen=True)
 class ReplyLine:
-    """The answer to a line of requests.
+    """The answer to a line of requests."""
 
-    Attributes:
-        number: of that line.
-        reply: the object of the output's line.
-        failed: whether it is an error.
-    """
-
-    number: int
-    reply: Mapping[str, Any]
-    failed: bool
+    number: int  # of that line
+    reply: Mapping[str, Any]  # the object of the output's line
+    failed: bool  # whether it is an error
 
 
 class ReplyFile:
     """The replies of a batch, kept in a file next to the output and written in the order of the requests at the end.
 
     Replies of an earlier run are taken over where they have the same `origin`, and else refused.
-
-    Attributes:
-        partial: the file that keeps replies until all are there; each is on disk before the next one starts.
     """
 
     def __init__(self, output: Path, origin: Mapping[str, Any]) -> None:
+        # The file that keeps replies until all are there; each is on disk before the next one starts.
         self.partial = self.partial_of(output)
         self._output = output
         self._places: dict[int, tuple[int, int]] = {}  # offset and size, by the request's line

@@ -172,15 +172,10 @@ def _tokens(model: Model, text: str | None, length: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Tokens to read, and those whose predictions count.
+    """Tokens to read, and those whose predictions count."""
 
-    Attributes:
-        ids: a beginning, a passage, the rest of the text, the passage again, needles.
-        kinds: of the text, of the passage and of needles, those that count. (S,) each
-    """
-
-    ids: list[int]
-    kinds: tuple[NDArray[np.bool_], ...]
+    ids: list[int]  # a beginning, a passage, the rest of the text, the passage again, needles
+    kinds: tuple[NDArray[np.bool_], ...]  # of the text, of the passage and of needles, those that count. (S,) each
 
     @classmethod
     def of(cls, model: Model, tokens: Sequence[int], length: int) -> _Reading:

@@ -49,21 +49,13 @@ class ModelReplier:
 
 @dataclass(frozen=True)
 class DraftFigures:
-    """What drafting did to greedy replies.
+    """What drafting did to greedy replies."""
 
-    Attributes:
-        acceptance_rate: accepted tokens by drafted ones, of the drafter alone.
-        mean_accepted_length: tokens committed per pass of the target, of the drafter alone.
-        tokens_per_second: of replies that it alone drafted, as the controller lets it.
-        plain_tokens_per_second: without drafting.
-        speedup: median over prompts of how many times faster it was.
-    """
-
-    acceptance_rate: float
-    mean_accepted_length: float
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    speedup: float
+    acceptance_rate: float  # accepted tokens by drafted ones, of the drafter alone
+    mean_accepted_length: float  # tokens committed per pass of the target, of the drafter alone
+    tokens_per_second: float  # of replies that it alone drafted, as the controller lets it
+    plain_tokens_per_second: float  # without drafting
+    speedup: float  # median over prompts of how many times faster it was
 
 
 def measure_drafter(

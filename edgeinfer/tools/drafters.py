@@ -146,14 +146,10 @@ def _paying(gains: Sequence[DrafterGain]) -> tuple[str, ...]:
 
 
 class _Way:
-    """One way to decode, plainly or with some drafters, and what the drafters have learnt.
-
-    Attributes:
-        name: as the option `speculation` has it.
-    """
+    """One way to decode, plainly or with some drafters, and what the drafters have learnt."""
 
     def __init__(self, model: Model, name: str, learnt: Mapping[str, State]) -> None:
-        self.name = name
+        self.name = name  # as the option `speculation` has it
         self._model = model
         self._learnt = self._latest = learnt
 
@@ -172,12 +168,7 @@ class _Way:
 
 
 class _Visits:
-    """Replies to the same texts in several ways, alternating.
-
-    Attributes:
-        texts: whose replies were long enough to be timed.
-        plain_ms: of a token by plain decoding, median over these texts.
-    """
+    """Replies to the same texts in several ways, alternating."""
 
     def __init__(
         self, model: Model, learnt: Mapping[str, State], prompts: Sequence[Sequence[int]], max_tokens: int, repeats: int
@@ -187,8 +178,8 @@ class _Visits:
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._repeats = repeats
-        self.texts = 0
-        self.plain_ms = 0.0
+        self.texts = 0  # whose replies were long enough to be timed
+        self.plain_ms = 0.0  # of a token by plain decoding, median over these texts
 
     def usable(self) -> tuple[list[str], dict[str, str]]:
         """The drafters that can draft here, and why the others cannot."""

@@ -55,19 +55,12 @@ class SteeringGain:
 
 @dataclass(frozen=True)
 class _Read:
-    """Predictions of a text's tokens, as far as a vector can change them.
+    """Predictions of a text's tokens, as far as a vector can change them."""
 
-    Attributes:
-        logits: of the tokens that may be steered, less the logarithm of the sum over all tokens. (S, K)
-        rest: probability of all other tokens. (S,)
-        targets: index of each text token among the steered; -1 is another. (S,)
-        others: log-probability of each text token that is not among them; 0 elsewhere. (S,)
-    """
-
-    logits: Floats
-    rest: Doubles
-    targets: NDArray[np.int64]
-    others: Doubles
+    logits: Floats  # of the tokens that may be steered, less the logarithm of the sum over all tokens. (S, K)
+    rest: Doubles  # probability of all other tokens. (S,)
+    targets: NDArray[np.int64]  # index of each text token among the steered; -1 is another. (S,)
+    others: Doubles  # log-probability of each text token that is not among them; 0 elsewhere. (S,)
 
     def predicted(self, vector: Doubles) -> tuple[Doubles, Doubles]:  # (K,) -> (S, K), (S,)
         """Probabilities of the steered tokens with a vector, and the logarithm of the sum over all tokens."""

@@ -95,26 +95,20 @@ _TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of checkpoints.
+    """A family of checkpoints."""
 
-    Attributes:
-        classes: transformers' model classes.
-        model_types: transformers' family names, used where config.json names no class.
-        read: turns a config into a spec; the flag says whether embedding and head are tied.
-        roots: replacements of "model." in names, and prefixes of the head; the first pair that finds the embedding.
-        ignorable: patterns of checkpoint tensors that carry no weights.
-        refine: changes a tensor by what else the config says, such as a factor.
-        predicts: where checkpoints may have a module for multi-token prediction: MTP, NEXT_LAYER, or "" for nowhere.
-    """
-
-    classes: tuple[str, ...]
-    model_types: tuple[str, ...]
+    classes: tuple[str, ...]  # transformers' model classes
+    model_types: tuple[str, ...]  # transformers' family names, used where config.json names no class
+    # Turns a config into a spec; the flag says whether embedding and head are tied.
     read: Callable[[HFConfig, bool], DecoderSpec]
     naming: Naming = field(default_factory=Naming)
+    # Replacements of "model." in names, and prefixes of the head; the first pair that finds the embedding.
     roots: tuple[tuple[str, str], ...] = (("model.", ""),)
     # Old checkpoints store the rotary frequencies, which the config gives.
-    ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # patterns of checkpoint tensors that carry no weights
+    # Changes a tensor by what else the config says, such as a factor.
     refine: Callable[[HFConfig, DecoderSpec, TensorPlan], TensorPlan] | None = None
+    # Where checkpoints may have a module for multi-token prediction: MTP, NEXT_LAYER, or "" for nowhere.
     predicts: str = ""
 
     def module_root(self, layers: int) -> str:

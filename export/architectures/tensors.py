@@ -23,15 +23,11 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class HeadPadding:
-    """Zeros after each attention head along one axis; see edgeinfer.export.architectures.described.
+    """Zeros after each attention head along one axis; see edgeinfer.export.architectures.described."""
 
-    Attributes:
-        axis: 0 for rows, 1 for columns.
-        width, wide: of a head, before and after.
-    """
-
-    axis: int
+    axis: int  # 0 for rows, 1 for columns
     heads: int
+    # `width`, `wide`: of a head, before and after.
     width: int
     wide: int
     scale: float = 1.0
@@ -39,34 +35,25 @@ class HeadPadding:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint tensor, or one of several stacked in it, and how it changes on its way into the bundle.
-
-    Attributes:
-        shape: of the one that is taken.
-        index, stacked: its place and the number of tensors stacked along an additional first axis; 0 where none are.
-        joined: axis of a matrix along which several follow one another instead.
-        split: our rows in a row of the checkpoint's matrix.
-        turned: the checkpoint's matrix is transposed.
-        packing: how the checkpoint's numbers are packed (edgeinfer.export.source.packed); "" for floats.
-        softplus, offset, scale: values become (log(1 + exp(x)) or x, plus the offset) times the scale.
-        pieces: period, first and number of the rows that are taken of each period; empty for all.
-        heads: of a matrix that the bundle has transposed head by head; 0 for none.
-    """
+    """A checkpoint tensor, or one of several stacked in it, and how it changes on its way into the bundle."""
 
     name: str
-    shape: Shape
+    shape: Shape  # of the one that is taken
     padding: HeadPadding | None = None
+    # `index`, `stacked`: its place and the number of tensors stacked along an additional first axis; 0 where none are.
     index: int = 0
     stacked: int = 0
-    joined: int | None = None
-    split: int = 1
-    turned: bool = False
-    packing: str = ""
+    joined: int | None = None  # axis of a matrix along which several follow one another instead
+    split: int = 1  # our rows in a row of the checkpoint's matrix
+    turned: bool = False  # the checkpoint's matrix is transposed
+    packing: str = ""  # how the checkpoint's numbers are packed (edgeinfer.export.source.packed); "" for floats
     scale: float = 1.0
     offset: float = 0.0
+    # `softplus`, `offset`, `scale`: values become (log(1 + exp(x)) or x, plus the offset) times the scale.
     softplus: bool = False
+    # Period, first and number of the rows that are taken of each period; empty for all.
     pieces: tuple[int, int, int] | tuple[()] = ()
-    heads: int = 0
+    heads: int = 0  # of a matrix that the bundle has transposed head by head; 0 for none
 
     @property
     def is_whole(self) -> bool:
@@ -160,35 +147,28 @@ class MixtureNaming:
 
     A checkpoint stores every expert's matrices on their own, or one tensor that stacks them along a first axis, as
     floats or as blocks of MXFP4 with scales; all are accepted.
-
-    Attributes:
-        choice_bias_stacked: number of vectors that the tensor stacks along a first axis; 0 where it is a vector.
-        router_norm: of a "relu" router.
-        gate_up: tensors with the rows of gate and up of expert `{expert}`, in this order; empty where always stacked.
-        stacked_gate_up, stacked_down: names of stacked tensors; names of their biases end in "_bias".
-        turned: stacked floats are transposed.
-        by_turns: rows of gate and up alternate.
-        router_input_norm, experts_norm, experts_post_norm, dense_post_norm: of experts with an MLP: norms of the
-            router's input, before and after the experts, and after the MLP.
-        expert_scale: likewise, factors of each expert's results.
     """
 
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.bias"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
-    choice_bias_stacked: int = 0
-    router_norm: str = ""
+    choice_bias_stacked: int = 0  # number of vectors that the tensor stacks along a first axis; 0 where it is a vector
+    router_norm: str = ""  # of a "relu" router
+    # Tensors with the rows of gate and up of expert `{expert}`, in this order; empty where always stacked.
     gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
     down: str = "mlp.experts.{expert}.down_proj.weight"
+    # `stacked_gate_up`, `stacked_down`: names of stacked tensors; names of their biases end in "_bias".
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
-    turned: bool = False
-    by_turns: bool = False
+    turned: bool = False  # stacked floats are transposed
+    by_turns: bool = False  # rows of gate and up alternate
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
     shared_down: str = "mlp.shared_expert.down_proj.weight"
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    # `router_input_norm`, `experts_norm`, `experts_post_norm`, `dense_post_norm`: of experts with an MLP: norms of the
+    # router's input, before and after the experts, and after the MLP.
     router_input_norm: str = "router.scale"
-    expert_scale: str = "router.per_expert_scale"
+    expert_scale: str = "router.per_expert_scale"  # likewise, factors of each expert's results
     experts_norm: str = "pre_feedforward_layernorm_2.weight"
     experts_post_norm: str = "post_feedforward_layernorm_2.weight"
     dense_post_norm: str = "post_feedforward_layernorm_1.weight"

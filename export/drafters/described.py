@@ -23,17 +23,12 @@ _ANOTHER = "It was made for another model: choose a drafter of this one, or leav
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A checkpoint with a draft module, and its target.
-
-    Attributes:
-        target: the target's decoder, with heads as wide as in its checkpoint.
-        embed_scale: factor of the target's embedding in its bundle.
-    """
+    """A checkpoint with a draft module, and its target."""
 
     config: HFConfig
     checkpoint: Checkpoint
-    target: DecoderSpec
-    embed_scale: float = 1.0
+    target: DecoderSpec  # the target's decoder, with heads as wide as in its checkpoint
+    embed_scale: float = 1.0  # factor of the target's embedding in its bundle
 
     def require_same(self, name: str, own: int, targets: int) -> None:
         """Refuses a module of another size than its target."""
@@ -44,20 +39,15 @@ class ModuleSource:
 
 @dataclass(frozen=True)
 class DescribedModule:
-    """A draft module that can be written.
-
-    Attributes:
-        plans: of its own tensors.
-        taps: as `Manifest.taps` of the target.
-        borrowed: the target's tensors that it has copies of, by their names in the module.
-        tokens: the target's token of each of its own; None where it drafts all of them. (Vd,)
-    """
+    """A draft module that can be written."""
 
     spec: DecoderSpec
     module: DraftModule
-    plans: tuple[TensorPlan, ...]
-    taps: tuple[int, ...] = ()
+    plans: tuple[TensorPlan, ...]  # of its own tensors
+    taps: tuple[int, ...] = ()  # as `Manifest.taps` of the target
+    # The target's tensors that it has copies of, by their names in the module.
     borrowed: Mapping[str, str] = field(default_factory=dict)
+    # The target's token of each of its own; None where it drafts all of them. (Vd,).
     tokens: NDArray[np.int64] | None = None
 
 

@@ -29,19 +29,12 @@ from edgeinfer.export.source.hf_config import HFConfig
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a module lies in its model's checkpoint.
+    """Where a module lies in its model's checkpoint."""
 
-    Attributes:
-        count: the field of config.json with the number of its layers.
-        own: kind of its only layer, in the words of the target's config.json.
-        layer: prefix of the layer's tensors, after the module's root.
-        joined: the product of the inputs, with norms embed_norm and hidden_norm; final_norm: of the layer's result.
-    """
-
-    count: str
-    own: Mapping[str, Any]
-    layer: str
-    joined: str
+    count: str  # the field of config.json with the number of its layers
+    own: Mapping[str, Any]  # kind of its only layer, in the words of the target's config.json
+    layer: str  # prefix of the layer's tensors, after the module's root
+    joined: str  # the product of the inputs, with norms embed_norm and hidden_norm; final_norm: of the layer's result
     embed_norm: str
     hidden_norm: str
     final_norm: str

@@ -147,15 +147,11 @@ def attach_drafter(
 
 @dataclass(frozen=True)
 class ModuleTarget:
-    """The parts of a target's bundle that a module in it needs.
+    """The parts of a target's bundle that a module in it needs."""
 
-    Attributes:
-        manifest: with its tensors in the stored layout.
-        borrowed: tensors of its checkpoint that the module has copies of, by their names in the module.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # with its tensors in the stored layout
     sidecar: Sidecar
+    # Tensors of its checkpoint that the module has copies of, by their names in the module.
     borrowed: Mapping[str, PlannedRows] = field(default_factory=dict)
 
     @property

@@ -75,19 +75,12 @@ class RowQuantizer:
 
 @dataclass(frozen=True)
 class TensorTypes:
-    """The types of a file's tensors.
+    """The types of a file's tensors."""
 
-    Attributes:
-        kind: type of the file.
-        types: of the tensors whose type is chosen; the file's type decides the others.
-        predicted: cost by tensor, in nats of KL divergence per token.
-        budget: bytes of all tensors; None where types were given.
-    """
-
-    kind: str
-    types: Mapping[str, str]
-    predicted: Mapping[str, float]
-    budget: int | None
+    kind: str  # type of the file
+    types: Mapping[str, str]  # of the tensors whose type is chosen; the file's type decides the others
+    predicted: Mapping[str, float]  # cost by tensor, in nats of KL divergence per token
+    budget: int | None  # bytes of all tensors; None where types were given
 
     def record(self, calibration_sha256: str | None = None, calibration_tokens: int = 0) -> PlanRecord:
         tensors = tuple(self._entry(name, ggml_type(kind)) for name, kind in self.types.items())

@@ -27,83 +27,58 @@ _MOST_LAYERS = 512
 
 @dataclass(frozen=True)
 class GgufForm:
-    """The form of a tensor in a file.
+    """The form of a tensor in a file."""
 
-    Attributes:
-        shape: as in numpy.
-        change: of the values of some of our rows.
-        rows: the change takes a multiple of this number of rows.
-        parts: ranges of our rows in the file's order; empty for all in ours.
-    """
-
-    shape: Shape
-    change: Callable[[Floats], Floats] | None = None
-    rows: int = 1
-    parts: tuple[tuple[int, int], ...] = ()
+    shape: Shape  # as in numpy
+    change: Callable[[Floats], Floats] | None = None  # of the values of some of our rows
+    rows: int = 1  # the change takes a multiple of this number of rows
+    parts: tuple[tuple[int, int], ...] = ()  # ranges of our rows in the file's order; empty for all in ours
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """An architecture of llama.cpp: its name (`general.architecture`), and what its graph has.
-
-    Attributes:
-        neighbours: rotates neighbouring channels of a head; Hugging Face mostly rotates halves.
-        ropes: types of scaled rotary embedding.
-        partial_rope: some channels of a head may pass through.
-        free_heads: all heads together may be wider or narrower than the hidden state.
-        grouped: queries may share keys.
-        own_head: there is no tied head, so that the embedding is stored twice.
-        tensors: llama.cpp's names of a layer's tensors, by ours, where they differ from the usual ones.
-        parts: optional fields of a DecoderSpec (edgeinfer.bundle.spec).
-        needs: fields of a DecoderSpec without which the graph has no meaning.
-        full_every: period of layers without a window where no key says which; 0 without windows, -1 where a key says.
-        always_slides: there are windows in any case.
-        unrotated_every: period of layers that do not rotate; 0 where all do.
-        scale: of scores; 0 is by the width of heads.
-        norm_offset: added to weights of norms, which checkpoints store without it.
-        compressed: the cache of latent attention holds the small vector.
-        attention: some layers attend.
-        mixed_heads: layers without attention have no key heads; where False, another key says which layers these are.
-        widths: of the layers' MLPs, where they differ.
-        instead: another architecture that some decoders of the family are written as.
-        multipliers: fields of config.json, their keys in the metadata, and their defaults.
-        refined: the family's changes of weights (Architecture.refine) are applied, instead of by multipliers.
-        rewrite: one of our tensors as those of the file; their names are ours, or llama.cpp's within a layer.
-        forms: of tensors whose forms differ from ours, by our names in a layer.
-        keys: adds further keys, also from values of tensors.
-        lacks: further parts of a decoder that are missing, in words.
-    """
+    """An architecture of llama.cpp: its name (`general.architecture`), and what its graph has."""
 
     name: str
-    neighbours: bool = False
-    ropes: tuple[str, ...] = ("default", "linear")
-    partial_rope: bool = False
-    free_heads: bool = False
-    grouped: bool = True
+    neighbours: bool = False  # rotates neighbouring channels of a head; Hugging Face mostly rotates halves
+    ropes: tuple[str, ...] = ("default", "linear")  # types of scaled rotary embedding
+    partial_rope: bool = False  # some channels of a head may pass through
+    free_heads: bool = False  # all heads together may be wider or narrower than the hidden state
+    grouped: bool = True  # queries may share keys
     qkv_bias: bool = True
     output_bias: bool = False
     mlp_bias: bool = False
-    own_head: bool = False
+    own_head: bool = False  # there is no tied head, so that the embedding is stored twice
+    # Llama.cpp's names of a layer's tensors, by ours, where they differ from the usual ones.
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     activation: str = "silu"
-    parts: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # optional fields of a DecoderSpec (edgeinfer.bundle.spec)
+    needs: tuple[str, ...] = ()  # fields of a DecoderSpec without which the graph has no meaning
+    # Period of layers without a window where no key says which; 0 without windows, -1 where a key says.
     full_every: int = 0
-    always_slides: bool = True
-    unrotated_every: int = 0
-    scale: float = 0.0
-    norm_offset: float = 0.0
-    compressed: bool = False
-    attention: bool = True
+    always_slides: bool = True  # there are windows in any case
+    unrotated_every: int = 0  # period of layers that do not rotate; 0 where all do
+    scale: float = 0.0  # of scores; 0 is by the width of heads
+    norm_offset: float = 0.0  # added to weights of norms, which checkpoints store without it
+    compressed: bool = False  # the cache of latent attention holds the small vector
+    attention: bool = True  # some layers attend
+    # Layers without attention have no key heads; where False, another key says which layers these are.
     mixed_heads: bool = False
-    widths: Callable[[DecoderSpec], list[int]] | None = None
+    widths: Callable[[DecoderSpec], list[int]] | None = None  # of the layers' MLPs, where they differ
+    # Another architecture that some decoders of the family are written as.
     instead: Callable[[DecoderSpec], GgufArchitecture | None] | None = None
     mixture: GgufMixture | None = None
+    # Fields of config.json, their keys in the metadata, and their defaults.
     multipliers: tuple[tuple[str, str, float], ...] = ()
+    # The family's changes of weights (Architecture.refine) are applied, instead of by multipliers.
     refined: bool = False
+    # One of our tensors as those of the file; their names are ours, or llama.cpp's within a layer.
     rewrite: Callable[[HFConfig, DecoderSpec, TensorPlan], Iterator[TensorPlan]] | None = None
+    # Of tensors whose forms differ from ours, by our names in a layer.
     forms: Mapping[str, Callable[[DecoderSpec, Shape], GgufForm]] = field(default_factory=dict)
+    # Adds further keys, also from values of tensors.
     keys: Callable[[Any, HFConfig, DecoderSpec, Tensor], None] | None = None
+    # Further parts of a decoder that are missing, in words.
     lacks: Callable[[HFConfig, DecoderSpec], Iterator[str]] | None = None
 
     @property
@@ -182,30 +157,19 @@ _GATING = {"softmax": 1, "sigmoid": 2}
 
 @dataclass(frozen=True)
 class GgufMixture:
-    """The mixture of an architecture of llama.cpp.
+    """The mixture of an architecture of llama.cpp."""
 
-    Attributes:
-        renormalizes: whether the weights of a token's experts sum to one; None where a key says so.
-        length: the width of experts has a key of its own.
-        leading: the first layers may have ordinary MLPs.
-        router: how scores become shares.
-        gating: a key says how, with `router` as its default.
-        scale: a key multiplies the weights.
-        groups: experts may be chosen among the best groups.
-        shared: describes the shared expert: "length" by its width, "count" by its width in experts, "both" by both,
-            "same" is as wide as an expert, "" there is none.
-        parts: optional fields of a MoESpec (edgeinfer.bundle.spec).
-    """
-
-    renormalizes: bool | None
-    length: bool = True
-    leading: bool = False
-    router: str = "softmax"
-    gating: bool = False
-    scale: bool = False
-    groups: bool = False
+    renormalizes: bool | None  # whether the weights of a token's experts sum to one; None where a key says so
+    length: bool = True  # the width of experts has a key of its own
+    leading: bool = False  # the first layers may have ordinary MLPs
+    router: str = "softmax"  # how scores become shares
+    gating: bool = False  # a key says how, with `router` as its default
+    scale: bool = False  # a key multiplies the weights
+    groups: bool = False  # experts may be chosen among the best groups
+    # Describes the shared expert: "length" by its width, "count" by its width in experts, "both" by both, "same" is as
+    # wide as an expert, "" there is none.
     shared: str = "length"
-    parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # optional fields of a MoESpec (edgeinfer.bundle.spec)
 
     @property
     def known(self) -> tuple[str, ...]:

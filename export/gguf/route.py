@@ -81,17 +81,11 @@ _MIXTURE = 1.25
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A shrunk file.
+    """A shrunk file."""
 
-    Attributes:
-        kind: type of the file.
-        record: for the manifest.
-        pruned: layers of the checkpoint that were left out.
-    """
-
-    kind: str
-    record: PlanRecord
-    pruned: tuple[int, ...]
+    kind: str  # type of the file
+    record: PlanRecord  # for the manifest
+    pruned: tuple[int, ...]  # layers of the checkpoint that were left out
 
 
 def check_request(checkpoint: Checkpoint, described: GgufSource, config: ExportConfig) -> None:

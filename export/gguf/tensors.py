@@ -91,22 +91,16 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class PlannedGgufTensor:
-    """A tensor of the file: parts of ours that follow one another.
-
-    Attributes:
-        shape: as in numpy; experts of a layer are stacked along the first of three axes.
-        exact: it is float32 whatever the type of the file.
-        change: of the values of some rows, by multiples of `rows`; None where they stay.
-        packed: the checkpoint's MXFP4 blocks are copied whatever the type of the file.
-    """
+    """A tensor of the file: parts of ours that follow one another."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # as in numpy; experts of a layer are stacked along the first of three axes
     parts: tuple[TensorRows, ...]
-    exact: bool = False
+    exact: bool = False  # it is float32 whatever the type of the file
+    # Of the values of some rows, by multiples of `rows`; None where they stay.
     change: Callable[[Floats], Floats] | None = None
     rows: int = 1
-    packed: bool = False
+    packed: bool = False  # the checkpoint's MXFP4 blocks are copied whatever the type of the file
 
 
 def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[str, ...]:

@@ -33,33 +33,22 @@ _ENDS = ("eos", "eot", "eom")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer's metadata of a file.
+    """The tokenizer's metadata of a file."""
 
-    Attributes:
-        model: "gpt2" for byte-level BPE, "llama" for SentencePiece's.
-        pre: llama.cpp's name of the pre-tokenizer.
-        merges: of "gpt2"; others have scores.
-        ids: special tokens by llama.cpp's names: bos, eos, eot, eom, unk, pad.
-        prefix: a space is put before a text; of "llama".
-        steps: of edgeinfer.bundle.gguf.normalizer.
-        templates: chat templates by name, "default" and "tool_use".
-        special: spellings of special and added tokens, at which texts are cut first.
-        strips: ids of tokens that absorb white space before, and after them.
-    """
-
-    model: str
-    pre: str
+    model: str  # "gpt2" for byte-level BPE, "llama" for SentencePiece's
+    pre: str  # llama.cpp's name of the pre-tokenizer
     tokens: tuple[str, ...]
     types: tuple[int, ...]
-    ids: dict[str, int]
+    ids: dict[str, int]  # special tokens by llama.cpp's names: bos, eos, eot, eom, unk, pad
     add_bos: bool
     add_eos: bool
-    merges: tuple[str, ...] = ()
+    merges: tuple[str, ...] = ()  # of "gpt2"; others have scores
     scores: tuple[float, ...] = ()
-    prefix: bool = False
-    steps: tuple[str, ...] = ()
-    templates: Mapping[str, str] = field(default_factory=dict)
-    special: tuple[str, ...] = ()
+    prefix: bool = False  # a space is put before a text; of "llama"
+    steps: tuple[str, ...] = ()  # of edgeinfer.bundle.gguf.normalizer
+    templates: Mapping[str, str] = field(default_factory=dict)  # chat templates by name, "default" and "tool_use"
+    special: tuple[str, ...] = ()  # spellings of special and added tokens, at which texts are cut first
+    # Ids of tokens that absorb white space before, and after them.
     strips: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 

@@ -55,21 +55,14 @@ WITHOUT_GGUF = {
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A checkpoint that llama.cpp can express.
-
-    Attributes:
-        spec: with heads as wide as the checkpoint's.
-        plans: tensors with the checkpoint's values: multipliers are metadata.
-        computing: tensors with values that compute, multipliers included.
-        tensors: of the file.
-    """
+    """A checkpoint that llama.cpp can express."""
 
     config: HFConfig
-    spec: DecoderSpec
+    spec: DecoderSpec  # with heads as wide as the checkpoint's
     arch: GgufArchitecture
-    plans: tuple[TensorPlan, ...]
-    computing: tuple[TensorPlan, ...]
-    tensors: tuple[PlannedGgufTensor, ...]
+    plans: tuple[TensorPlan, ...]  # tensors with the checkpoint's values: multipliers are metadata
+    computing: tuple[TensorPlan, ...]  # tensors with values that compute, multipliers included
+    tensors: tuple[PlannedGgufTensor, ...]  # of the file
 
     @property
     def unpacked(self) -> GgufSource:

@@ -48,16 +48,11 @@ _STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS
 
 @dataclass(frozen=True)
 class Carried:
-    """A result of an attention block besides the hidden states.
-
-    Attributes:
-        inside: its name where the block runs.
-        source: its value where the block is masked.
-    """
+    """A result of an attention block besides the hidden states."""
 
     name: str
-    inside: str
-    source: str
+    inside: str  # its name where the block runs
+    source: str  # its value where the block is masked
     dtype: str
     shape: tuple[int | str, ...]
 
@@ -120,36 +115,23 @@ class Attention(ABC):
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """The attributes of `edgeinfer.Attention`, by their names.
-
-    Attributes:
-        layer: index into the offsets of `kv_layout`.
-        part: place in the layer mask.
-        rotary_dim: rotated channels of a head; the rest pass through. 0: none.
-        window: positions of a path that a row sees, itself included; 0: all.
-        interleaved: neighbouring channels are rotated as pairs, instead of one of each half.
-        scale: of the scores; 0: one over the square root of the key size.
-        softcap: scores are softcap * tanh(score / softcap); 0: no cap.
-        norm_after: queries and keys are normed after the rotation.
-        value_norm: values are normed without a weight.
-        shared: keys and values of `layer` were written by an earlier node, and only queries enter.
-    """
+    """The attributes of `edgeinfer.Attention`, by their names."""
 
     num_heads: int
     kv_num_heads: int
     key_size: int
     value_size: int
-    layer: int
-    part: int
-    rotary_dim: int
+    layer: int  # index into the offsets of `kv_layout`
+    part: int  # place in the layer mask
+    rotary_dim: int  # rotated channels of a head; the rest pass through. 0: none.
     norm_epsilon: float
-    window: int = 0
-    interleaved: int = 0
-    scale: float = 0.0
-    softcap: float = 0.0
-    norm_after: int = 0
-    value_norm: int = 0
-    shared: int = 0
+    window: int = 0  # positions of a path that a row sees, itself included; 0: all
+    interleaved: int = 0  # neighbouring channels are rotated as pairs, instead of one of each half
+    scale: float = 0.0  # of the scores; 0: one over the square root of the key size
+    softcap: float = 0.0  # scores are softcap * tanh(score / softcap); 0: no cap
+    norm_after: int = 0  # queries and keys are normed after the rotation
+    value_norm: int = 0  # values are normed without a weight
+    shared: int = 0  # keys and values of `layer` were written by an earlier node, and only queries enter
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:

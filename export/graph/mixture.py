@@ -54,17 +54,12 @@ def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_c
 
 @dataclass(frozen=True)
 class Entering:
-    """Input of an MLP or a mixture.
-
-    Attributes:
-        norm: before it; empty for none.
-        post_norm: of the result before it is added; empty for none.
-    """
+    """Input of an MLP or a mixture."""
 
     value: str
-    norm: str
+    norm: str  # before it; empty for none
     residual: str
-    post_norm: str
+    post_norm: str  # of the result before it is added; empty for none
 
 
 def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:

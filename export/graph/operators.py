@@ -226,14 +226,10 @@ _OAI = _SWIGLU | {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_lim
 
 @dataclass(frozen=True)
 class Routing:
-    """A router's choice by token and slot; a slot with weight zero has the id -1 in `ids`.
-
-    Attributes:
-        chosen: ids as chosen, whatever their weight.
-    """
+    """A router's choice by token and slot; a slot with weight zero has the id -1 in `ids`."""
 
     ids: str
-    chosen: str
+    chosen: str  # ids as chosen, whatever their weight
     weights: str
     scores: str
 
@@ -303,21 +299,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Arguments of an operator of experts.
-
-    Attributes:
-        count: most experts of a token.
-        value: normed input.
-        residual: added to the weighted results; empty for nothing.
-        result: name of the sum.
-    """
+    """Arguments of an operator of experts."""
 
     experts: Experts
-    count: int
-    value: str
+    count: int  # most experts of a token
+    value: str  # normed input
     routing: Routing
-    residual: str
-    result: str
+    residual: str  # added to the weighted results; empty for nothing
+    result: str  # name of the sum
 
 
 def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:

@@ -22,15 +22,10 @@ _LEAST_SQUARE = 1e-5
 
 @dataclass(frozen=True)
 class Predicted:
-    """The streams at the beginning of a layer.
+    """The streams at the beginning of a layer."""
 
-    Attributes:
-        first: the stream that it computes with (1, S, D).
-        apart: all of them (1, S, A, D).
-    """
-
-    first: str
-    apart: str
+    first: str  # the stream that it computes with (1, S, D)
+    apart: str  # all of them (1, S, A, D)
 
 
 class Streams:

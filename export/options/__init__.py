@@ -37,19 +37,12 @@ _UNRECORDED = (
 
 @dataclass(frozen=True)
 class StaticOptions:
-    """Shapes that are fixed at export.
+    """Shapes that are fixed at export."""
 
-    Attributes:
-        context: tokens of prompt plus reply; None is 1024, or as many as the model allows.
-        chunk: prompt tokens per pass; None is 64, or as many as context and widths allow.
-        widths: rows of the passes that decode and verify drafts, ascending.
-        layers: to keep, ascending; empty for all.
-    """
-
-    context: int | None = None
-    chunk: int | None = None
-    widths: tuple[int, ...] = (1, 2, 4, 8)
-    layers: tuple[int, ...] = ()
+    context: int | None = None  # tokens of prompt plus reply; None is 1024, or as many as the model allows
+    chunk: int | None = None  # prompt tokens per pass; None is 64, or as many as context and widths allow
+    widths: tuple[int, ...] = (1, 2, 4, 8)  # rows of the passes that decode and verify drafts, ascending
+    layers: tuple[int, ...] = ()  # to keep, ascending; empty for all
 
     def __post_init__(self) -> None:
         if not self.widths or any(a >= b for a, b in itertools.pairwise(self.widths)):
@@ -89,54 +82,39 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """How a checkpoint becomes a bundle.
+    """How a checkpoint becomes a bundle."""
 
-    Attributes:
-        bits: of the linear layers; 32 keeps float32, and a GGUF file may have 16. Not used where there is a budget.
-        group_size: values that share a scale; None decides by the model's size. A layer whose width it does not divide
-            takes the next smaller one that does.
-        symmetric: no stored zero points: a tenth smaller, a little less exact.
-        head_bits: of embedding and LM head; None decides by their size.
-        keep_small: linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8.
-        method: of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else "rtn".
-        calibration: UTF-8 text to run the model on; None quantizes without.
-        calibration_tokens: of the text; None decides by the model's size.
-        budget_bits: stored bits per parameter in weights.bin, spent where the model gains most.
-        target_size: the same budget in bytes.
-        bits_for, types_for: bits or GGUF types of tensors by glob patterns, of which the last match wins, in any case.
-        layout: "native" for our own kernel, "portable" for MatMulNBits; either can be converted to the other.
-        exporter: "native" builds the graph itself, "optimum" uses optimum-onnx.
-        format: "onnx", or "gguf" for llama.cpp.
-        gguf_type: llama.cpp's name of a GGUF file's type, as Q4_K_M; None decides by `bits`.
-        prune_layers, prune_count: layers to leave out of a GGUF file, or how many, for a drafter.
-        static: fixed shapes, for devices that run no others; None makes an ordinary bundle.
-        drafter: a checkpoint of a draft module for the bundle.
-        name: in the manifest; None takes the folder's.
-        force: replace an existing bundle.
-    """
-
+    # Of the linear layers; 32 keeps float32, and a GGUF file may have 16. Not used where there is a budget.
     bits: int = 4
+    # Values that share a scale; None decides by the model's size. A layer whose width it does not divide takes the next
+    # smaller one that does.
     group_size: int | None = None
-    symmetric: bool = False
-    head_bits: int | None = None
+    symmetric: bool = False  # no stored zero points: a tenth smaller, a little less exact
+    head_bits: int | None = None  # of embedding and LM head; None decides by their size
+    # Linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8.
     keep_small: bool = True
+    # Of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else "rtn".
     method: str | None = None
-    calibration: Path | None = None
-    calibration_tokens: int | None = None
-    budget_bits: float | None = None
-    target_size: int | None = None
+    calibration: Path | None = None  # UTF-8 text to run the model on; None quantizes without
+    calibration_tokens: int | None = None  # of the text; None decides by the model's size
+    budget_bits: float | None = None  # stored bits per parameter in weights.bin, spent where the model gains most
+    target_size: int | None = None  # the same budget in bytes
+    # `bits_for`, `types_for`: bits or GGUF types of tensors by glob patterns, of which the last match wins, in any
+    # case.
     bits_for: tuple[tuple[str, int], ...] = ()
+    # "native" for our own kernel, "portable" for MatMulNBits; either can be converted to the other.
     layout: Layout = NATIVE
-    exporter: str = "native"
-    format: str = "onnx"
-    gguf_type: str | None = None
+    exporter: str = "native"  # "native" builds the graph itself, "optimum" uses optimum-onnx
+    format: str = "onnx"  # "onnx", or "gguf" for llama.cpp
+    gguf_type: str | None = None  # llama.cpp's name of a GGUF file's type, as Q4_K_M; None decides by `bits`
     types_for: tuple[tuple[str, str], ...] = ()
+    # `prune_layers`, `prune_count`: layers to leave out of a GGUF file, or how many, for a drafter.
     prune_layers: tuple[int, ...] = ()
     prune_count: int = 0
-    static: StaticOptions | None = None
-    drafter: Path | None = None
-    name: str | None = None
-    force: bool = False
+    static: StaticOptions | None = None  # fixed shapes, for devices that run no others; None makes an ordinary bundle
+    drafter: Path | None = None  # a checkpoint of a draft module for the bundle
+    name: str | None = None  # in the manifest; None takes the folder's
+    force: bool = False  # replace an existing bundle
 
     def __post_init__(self) -> None:
         _choice("format", self.format, FORMATS)
@@ -326,19 +304,12 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True)
 class FileType:
-    """A type of files.
+    """A type of files."""
 
-    Attributes:
-        name: as llama.cpp's own tool writes it.
-        number: llama.cpp's number of it.
-        base: type of most tensors.
-        needs_importance: llama.cpp makes it with importance data only.
-    """
-
-    name: str
-    number: int
-    base: str
-    needs_importance: bool = False
+    name: str  # as llama.cpp's own tool writes it
+    number: int  # llama.cpp's number of it
+    base: str  # type of most tensors
+    needs_importance: bool = False  # llama.cpp makes it with importance data only
 
     @property
     def is_float(self) -> bool:

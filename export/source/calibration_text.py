@@ -20,15 +20,10 @@ _PIECES = 256
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Texts to run a model on.
+    """Texts to run a model on."""
 
-    Attributes:
-        texts: token ids of each.
-        sha256: of the file.
-    """
-
-    texts: tuple[NDArray[np.int64], ...]
-    sha256: str
+    texts: tuple[NDArray[np.int64], ...]  # token ids of each
+    sha256: str  # of the file
 
     @property
     def tokens(self) -> int:

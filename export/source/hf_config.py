@@ -36,12 +36,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class HFConfig:
-    """A parsed config.json.
-
-    Attributes:
-        architecture: the model class, `architectures[0]`, or "".
-        model_type: transformers' name of the family, or "".
-    """
+    """A parsed config.json."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         listed = values.get("layers_block_type")
@@ -50,8 +45,8 @@ class HFConfig:
         self._values = values
         classes = values.get("architectures")
         named = isinstance(classes, list) and bool(classes) and isinstance(classes[0], str)
-        self.architecture: str = classes[0] if named and classes else ""
-        self.model_type: str = str(values.get("model_type", ""))
+        self.architecture: str = classes[0] if named and classes else ""  # the model class, `architectures[0]`, or ""
+        self.model_type: str = str(values.get("model_type", ""))  # transformers' name of the family, or ""
 
     @property
     def values(self) -> dict[str, Any]:

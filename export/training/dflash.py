@@ -50,19 +50,13 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class DflashOptions(KindOptions["DflashTask"]):
-    """How a drafter is trained.
-
-    Attributes:
-        layers: of the drafter.
-        block: tokens of a block, of which all but the first are drafted.
-        anchors: blocks of a window to learn from.
-    """
+    """How a drafter is trained."""
 
     kind = "dflash"
 
-    layers: int = 1
-    block: int = 8
-    anchors: int = 24
+    layers: int = 1  # of the drafter
+    block: int = 8  # tokens of a block, of which all but the first are drafted
+    anchors: int = 24  # blocks of a window to learn from
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,21 +83,14 @@ class DflashOptions(KindOptions["DflashTask"]):
 
 @dataclass(frozen=True)
 class BlockShape(ModuleShape):
-    """Sizes of a drafter.
-
-    Attributes:
-        taps: layers of the target after which it reads states.
-        block: rows of a block, the last token's included.
-        mask: the token of the others.
-        tied: whether the target's head is its embedding.
-    """
+    """Sizes of a drafter."""
 
     layers: int
     target_layers: int
-    taps: tuple[int, ...]
-    block: int
-    mask: int
-    tied: bool
+    taps: tuple[int, ...]  # layers of the target after which it reads states
+    block: int  # rows of a block, the last token's included
+    mask: int  # the token of the others
+    tied: bool  # whether the target's head is its embedding
 
     def __post_init__(self) -> None:
         require(self.target_layers >= 2, "the model's layers", self.target_layers, "2 or more")

@@ -37,29 +37,22 @@ _SCHEDULE = "schedule.json"
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """Options of all trainings of drafters.
-
-    Attributes:
-        steps: of the optimizer; None goes by `minutes`.
-        minutes: time limit of everything, where `steps` is None.
-        samples: tokens that the target writes; None goes by the steps or by `minutes`.
-        rows, length: windows of a step and their tokens.
-        learning_rate: at its highest.
-        device, threads: as TrainOptions.
-    """
+    """Options of all trainings of drafters."""
 
     least_steps: ClassVar[int] = 1
     least_samples: ClassVar[int] = 0
     weight_decay: ClassVar[float] = 0.1
     most_warmup: ClassVar[int] = 50
 
-    steps: int | None = None
-    minutes: float | None = 30.0
-    samples: int | None = None
+    steps: int | None = None  # of the optimizer; None goes by `minutes`
+    minutes: float | None = 30.0  # time limit of everything, where `steps` is None
+    samples: int | None = None  # tokens that the target writes; None goes by the steps or by `minutes`
+    # `rows`, `length`: windows of a step and their tokens.
     rows: int = 8
     length: int = 256
-    learning_rate: float = 2e-3
+    learning_rate: float = 2e-3  # at its highest
     seed: int = 0
+    # `device`, `threads`: as TrainOptions.
     device: str = "auto"
     threads: int | None = None
 
@@ -147,20 +140,15 @@ class KindOptions(DistillOptions, ABC, Generic[T]):
 
 @dataclass(frozen=True)
 class Distilled(Generic[T]):
-    """A trained drafter.
-
-    Attributes:
-        before, after: figures on validation text.
-        seconds: in all, since it was last started.
-        prompts: for measuring on an engine; no replies to them were learned from. (n,) each
-    """
+    """A trained drafter."""
 
     task: T
+    # `before`, `after`: figures on validation text.
     before: dict[str, float]
     after: dict[str, float]
     trained: Trained
-    seconds: float
-    prompts: Sequence[NDArray[np.int64]]
+    seconds: float  # in all, since it was last started
+    prompts: Sequence[NDArray[np.int64]]  # for measuring on an engine; no replies to them were learned from. (n,) each
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -57,13 +57,9 @@ _AT_EQUAL, _PER_HALVING, _LEAST = 0.86, 0.045, 0.2
 
 @dataclass(frozen=True)
 class StudentSize:
-    """Sizes of a Llama with tied embeddings.
+    """Sizes of a Llama with tied embeddings."""
 
-    Attributes:
-        width: hidden size, a multiple of 32.
-    """
-
-    width: int
+    width: int  # hidden size, a multiple of 32
     layers: int
     inner: int
     heads: int
@@ -98,20 +94,13 @@ class StudentSize:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """Costs of passes of the target on a device.
+    """Costs of passes of the target on a device."""
 
-    Attributes:
-        target_ms: milliseconds of a pass by its rows, 1 among them.
-        target_weights: parameters that a pass reads.
-        call_ms: of any pass of any model, before its first layer.
-        layer_ms: of any layer, besides its weights.
-    """
-
-    target_ms: Mapping[int, float]
-    target_weights: int
+    target_ms: Mapping[int, float]  # milliseconds of a pass by its rows, 1 among them
+    target_weights: int  # parameters that a pass reads
     target_layers: int
-    call_ms: float = 0.06
-    layer_ms: float = 0.025
+    call_ms: float = 0.06  # of any pass of any model, before its first layer
+    layer_ms: float = 0.025  # of any layer, besides its weights
 
     def __post_init__(self) -> None:
         if 1 not in self.target_ms or not all(0 < ms < math.inf for ms in self.target_ms.values()):
@@ -138,19 +127,13 @@ class TargetCosts:
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """The chosen size, and why.
-
-    Attributes:
-        acceptance: assumed rate.
-        drafted: best number of tokens of a draft.
-        speedup: predicted.
-    """
+    """The chosen size, and why."""
 
     size: StudentSize
-    acceptance: float
-    drafted: int
+    acceptance: float  # assumed rate
+    drafted: int  # best number of tokens of a draft
     draft_ms: float
-    speedup: float
+    speedup: float  # predicted
 
 
 def expected_tokens(acceptance: float, drafted: int) -> float:
@@ -223,19 +206,12 @@ def _inherit_embedding(student: Any, target: Any) -> None:
 
 @dataclass(frozen=True)
 class AcceptanceRates:
-    """How often a target accepts a student's tokens.
+    """How often a target accepts a student's tokens."""
 
-    Attributes:
-        agreement: share of tokens at which both find the same token likeliest: the acceptance of greedy drafts.
-        overlap: sum over tokens of the lesser of the two probabilities: the acceptance of drawn drafts.
-        mean_accepted_length: tokens per round with four drafted, by runs of agreement.
-        divergence: mean Kullback-Leibler divergence from the target, in nats.
-    """
-
-    agreement: float
-    overlap: float
-    mean_accepted_length: float
-    divergence: float
+    agreement: float  # share of tokens at which both find the same token likeliest: the acceptance of greedy drafts
+    overlap: float  # sum over tokens of the lesser of the two probabilities: the acceptance of drawn drafts
+    mean_accepted_length: float  # tokens per round with four drafted, by runs of agreement
+    divergence: float  # mean Kullback-Leibler divergence from the target, in nats
 
 
 @torch.inference_mode()
@@ -275,13 +251,7 @@ def run_lengths(matches: NDArray[np.bool_], drafted: int) -> list[int]:  # (S,)
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(DistillOptions):
-    """How a drafter is made: a third of the steps read text, the others learn from the target.
-
-    Attributes:
-        nested: every depth learns to predict, for a drafter that uses as many layers as a token needs (S2D).
-        sampling: how the target's replies are drawn; their number is 16 windows' worth for each ten steps, or as the
-            minutes allow.
-    """
+    """How a drafter is made: a third of the steps read text, the others learn from the target."""
 
     least_steps: ClassVar[int] = 2
     least_samples: ClassVar[int] = 1
@@ -290,7 +260,8 @@ class DrafterOptions(DistillOptions):
     minutes: float | None = 20.0
     rows: int = 16
     learning_rate: float = 4e-3
-    nested: bool = False
+    nested: bool = False  # every depth learns to predict, for a drafter that uses as many layers as a token needs (S2D)
+    # How the target's replies are drawn; their number is 16 windows' worth for each ten steps, or as the minutes allow.
     sampling: SampleOptions = field(default_factory=lambda: SampleOptions(tokens=1))
 
     def __post_init__(self) -> None:
@@ -338,26 +309,20 @@ class _StudentTask:
 
 @dataclass(frozen=True)
 class DrafterTraining:
-    """A trained drafter.
-
-    Attributes:
-        untrained, read, distilled: acceptance before training, after reading text, and at the end, on replies of the
-            target that were not learned from.
-        depths: acceptance of a nested drafter by number of layers.
-        seconds: in all, since it was last started.
-        prompts: for measuring; no replies to them were learned from. (n,) each
-    """
+    """A trained drafter."""
 
     checkpoint: Path
     size: StudentSize
+    # `untrained`, `read`, `distilled`: acceptance before training, after reading text, and at the end, on replies of
+    # the target that were not learned from.
     untrained: AcceptanceRates
     read: AcceptanceRates
     distilled: AcceptanceRates
-    depths: dict[int, AcceptanceRates]
+    depths: dict[int, AcceptanceRates]  # acceptance of a nested drafter by number of layers
     reading: Trained
     distilling: Trained
-    seconds: float
-    prompts: Sequence[NDArray[Any]]
+    seconds: float  # in all, since it was last started
+    prompts: Sequence[NDArray[Any]]  # for measuring; no replies to them were learned from. (n,) each
 
     def facts(self) -> dict[str, Any]:
         curves = {"reading": self.reading.losses, "distilling": self.distilling.losses}

@@ -42,16 +42,12 @@ _USUAL_LAYERS = 8
 
 @dataclass(frozen=True)
 class EagleOptions(KindOptions["EagleTask"]):
-    """How a head is trained.
-
-    Attributes:
-        depth: steps of drafting that a window is unrolled over.
-        tokens: that the head can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-    """
+    """How a head is trained."""
 
     kind = "eagle"
 
-    depth: int = 5
+    depth: int = 5  # steps of drafting that a window is unrolled over
+    # That the head can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
     tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,15 +72,10 @@ def _default_taps(layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class HeadShape(ModuleShape):
-    """Sizes of a head.
+    """Sizes of a head."""
 
-    Attributes:
-        drafted: Vd, tokens that it can draft.
-        taps: layers of the target before which it reads states.
-    """
-
-    drafted: int
-    taps: tuple[int, ...]
+    drafted: int  # Vd, tokens that it can draft
+    taps: tuple[int, ...]  # layers of the target before which it reads states
 
 
 class EagleTask(ChainTask):

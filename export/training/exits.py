@@ -38,21 +38,16 @@ DepthFigures = dict[int, float]
 
 @dataclass(frozen=True)
 class ExitsOptions:
-    """How exits are tuned.
-
-    Attributes:
-        dropout: rate at which the last layer is left out; it is lower for earlier layers, and 0 for the first.
-        exit_weight: of an exit's loss relative to the whole model's.
-        guard: weight of the whole model's divergence from its original predictions.
-    """
+    """How exits are tuned."""
 
     steps: int = 300
     rows: int = 8
     length: int = 256
     learning_rate: float = 5e-4
+    # Rate at which the last layer is left out; it is lower for earlier layers, and 0 for the first.
     dropout: float = 0.1
-    exit_weight: float = 1.0
-    guard: float = 1.0
+    exit_weight: float = 1.0  # of an exit's loss relative to the whole model's
+    guard: float = 1.0  # weight of the whole model's divergence from its original predictions
     seed: int = 0
     device: str = "auto"
     threads: int | None = None
@@ -80,17 +75,14 @@ class ExitsOptions:
 
 @dataclass(frozen=True)
 class ExitsTraining:
-    """A model whose exits were tuned.
-
-    Attributes:
-        before, after: by layers run, how often an exit finds the whole model's likeliest token, which is the acceptance
-            of greedy self-speculation.
-        perplexity_before, perplexity_after: of the whole model, on validation text.
-    """
+    """A model whose exits were tuned."""
 
     checkpoint: Path
+    # `before`, `after`: by layers run, how often an exit finds the whole model's likeliest token, which is the
+    # acceptance of greedy self-speculation.
     before: DepthFigures
     after: DepthFigures
+    # `perplexity_before`, `perplexity_after`: of the whole model, on validation text.
     perplexity_before: float
     perplexity_after: float
     trained: Trained

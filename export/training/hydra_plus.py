@@ -41,18 +41,13 @@ _USUAL_EPS = 1e-5
 
 @dataclass(frozen=True)
 class HydraPlusOptions(KindOptions["HydraPlusTask"]):
-    """How a module is trained.
-
-    Attributes:
-        count: heads, and tokens of a draft; 4 in the paper.
-        layers: of each head; 4 in the paper.
-        tokens: that can be drafted, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-    """
+    """How a module is trained."""
 
     kind = "hydra-plus"
 
-    count: int = 4
-    layers: int = 4
+    count: int = 4  # heads, and tokens of a draft; 4 in the paper
+    layers: int = 4  # of each head; 4 in the paper
+    # That can be drafted, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
     tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,19 +71,12 @@ class HydraPlusOptions(KindOptions["HydraPlusTask"]):
 
 @dataclass(frozen=True)
 class HydraShape(ModuleShape):
-    """Sizes of a module; the inherited ones are the prefix layer's.
+    """Sizes of a module; the inherited ones are the prefix layer's."""
 
-    Attributes:
-        drafted: Vd, tokens that it can draft.
-        places: heads, one for each place of a draft.
-        layers: of each head.
-        eps: of the norms.
-    """
-
-    drafted: int
-    places: int
-    layers: int
-    eps: float
+    drafted: int  # Vd, tokens that it can draft
+    places: int  # heads, one for each place of a draft
+    layers: int  # of each head
+    eps: float  # of the norms
 
 
 class HydraPlusTask(ChainTask):

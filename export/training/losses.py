@@ -110,15 +110,11 @@ def taught_divergence(
 
 @dataclass(frozen=True)
 class TeacherProbabilities:
-    """Windows of tokens with the target's probabilities after each token, mapped into memory.
+    """Windows of tokens with the target's probabilities after each token, mapped into memory."""
 
-    Attributes:
-        table: tokens; ids and log probabilities of the likeliest next tokens. (n,) of fields (S,), (S, K), (S, K)
-        digest: of the tokens and the target.
-    """
-
+    # Tokens; ids and log probabilities of the likeliest next tokens. (n,) of fields (S,), (S, K), (S, K).
     table: NDArray[np.void]
-    digest: str
+    digest: str  # of the tokens and the target
 
     def __len__(self) -> int:
         return len(self.table)

@@ -50,24 +50,15 @@ def no_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The model to learn from.
+    """The model to learn from."""
 
-    Attributes:
-        model: in transformers, float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits.
-        template: of conversations; None where it has none.
-        begin: token that opens a text; None where there is none.
-        ends: tokens that close a reply.
-        folder: with the tokenizer and other small files.
-        digest: of weights and sizes.
-    """
-
-    model: Any
+    model: Any  # in transformers, float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits
     tokenizer: Tokenizer
-    template: str | None
-    begin: int | None
-    ends: tuple[int, ...]
-    folder: Path
-    digest: str
+    template: str | None  # of conversations; None where it has none
+    begin: int | None  # token that opens a text; None where there is none
+    ends: tuple[int, ...]  # tokens that close a reply
+    folder: Path  # with the tokenizer and other small files
+    digest: str  # of weights and sizes
 
     @property
     def config(self) -> Any:

@@ -35,20 +35,14 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """Sizes of all modules.
+    """Sizes of all modules."""
 
-    Attributes:
-        width: D, hidden size of the target and of the module.
-        inner: of the MLPs.
-        vocabulary: V, of the target.
-    """
-
-    width: int
-    inner: int
+    width: int  # D, hidden size of the target and of the module
+    inner: int  # of the MLPs
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
+    vocabulary: int  # V, of the target
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -227,27 +221,17 @@ def by_place(right: np.ndarray[Any, Any], reached: np.ndarray[Any, Any]) -> dict
 
 @dataclass(frozen=True)
 class Taught:
-    """The target's results for windows.
+    """The target's results for windows."""
 
-    Attributes:
-        states: inputs of the module. (B, S, W)
-        logits: of the tokens that can be drafted. (B, S, Vd)
-        known: whether the likeliest token can be drafted. (B, S)
-    """
-
-    states: Tensor
-    logits: Tensor
-    known: Tensor
+    states: Tensor  # inputs of the module. (B, S, W)
+    logits: Tensor  # of the tokens that can be drafted. (B, S, Vd)
+    known: Tensor  # whether the likeliest token can be drafted. (B, S)
 
 
 class ChainModule(torch.nn.Module):
-    """A module with its own head over the tokens that it can draft.
+    """A module with its own head over the tokens that it can draft."""
 
-    Attributes:
-        lm_head: (Vd, D).
-    """
-
-    lm_head: torch.nn.Linear
+    lm_head: torch.nn.Linear  # (Vd, D)
 
 
 class ChainTask(ModuleTask):

@@ -30,11 +30,7 @@ _SCALED = 4
 
 @dataclass(frozen=True)
 class RoutersOptions(KindOptions["RoutersTask"]):
-    """How routers are trained.
-
-    Attributes:
-        keep: share of the layers that replies should run with on average.
-    """
+    """How routers are trained."""
 
     kind = "routers"
     weight_decay = 0.0
@@ -43,7 +39,7 @@ class RoutersOptions(KindOptions["RoutersTask"]):
     steps: int | None = 600
     length: int = 128
     learning_rate: float = 2e-2
-    keep: float = 0.75
+    keep: float = 0.75  # share of the layers that replies should run with on average
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,16 +29,11 @@ _PROMPTS, _KEPT = 4000, 20
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text to train on.
-
-    Attributes:
-        asked: prompts to sample replies to. (n,) each
-        kept: other prompts, for measuring on an engine; the same ones where there are few. (n,) each
-    """
+    """A text to train on."""
 
     tokens: TokenFile
-    asked: list[Ints]
-    kept: list[Ints]
+    asked: list[Ints]  # prompts to sample replies to. (n,) each
+    kept: list[Ints]  # other prompts, for measuring on an engine; the same ones where there are few. (n,) each
 
 
 def open_text(text: TextSource, work: Path, length: int, threads: int | None) -> TrainingText:
@@ -55,19 +50,12 @@ def open_text(text: TextSource, work: Path, length: int, threads: int | None) ->
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How replies are drawn.
+    """How replies are drawn."""
 
-    Attributes:
-        tokens: least number in all.
-        length: most tokens of a reply.
-        rows: replies drawn at a time.
-        temperatures: used in turn; 0 takes the most likely token.
-    """
-
-    tokens: int
-    length: int = 256
-    rows: int = 96
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    tokens: int  # least number in all
+    length: int = 256  # most tokens of a reply
+    rows: int = 96  # replies drawn at a time
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # used in turn; 0 takes the most likely token
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -36,13 +36,9 @@ _HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "mess
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Documents one after the other, mapped into memory.
+    """Documents one after the other, mapped into memory."""
 
-    Attributes:
-        ids: (T,).
-    """
-
-    ids: NDArray[np.uint32]
+    ids: NDArray[np.uint32]  # (T,)
     digest: str
 
     def __len__(self) -> int:

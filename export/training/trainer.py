@@ -37,26 +37,17 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a task is trained.
+    """How a task is trained."""
 
-    Attributes:
-        steps: of the optimizer; the learning rate rises over `warmup` of them and falls along half a cosine.
-        learning_rate: at its highest.
-        weight_decay: of matrices; vectors have none.
-        clip: largest norm of all gradients together.
-        save_seconds: between two checkpoints; it does not change the result.
-        device: one of DEVICES; "auto" is CUDA where there is a CUDA device.
-        threads: of the linear algebra; None takes torch's own number. The same number gives the same result.
-    """
-
-    steps: int
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
+    steps: int  # of the optimizer; the learning rate rises over `warmup` of them and falls along half a cosine
+    learning_rate: float = 2e-3  # at its highest
+    weight_decay: float = 0.1  # of matrices; vectors have none
     warmup: int = 50
-    clip: float = 1.0
+    clip: float = 1.0  # largest norm of all gradients together
     seed: int = 0
-    save_seconds: float = 60.0
-    device: str = "auto"
+    save_seconds: float = 60.0  # between two checkpoints; it does not change the result
+    device: str = "auto"  # one of DEVICES; "auto" is CUDA where there is a CUDA device
+    # Of the linear algebra; None takes torch's own number. The same number gives the same result.
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,13 +68,9 @@ class TrainOptions:
 
 
 class Task(Protocol):
-    """A loss over parameters to train.
+    """A loss over parameters to train."""
 
-    Attributes:
-        name: of the stage, as progress shows it.
-    """
-
-    name: str
+    name: str  # of the stage, as progress shows it
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -101,17 +88,11 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training.
+    """A finished training."""
 
-    Attributes:
-        losses: of every step.
-        resumed_at: step at which it was resumed; 0 where it was not interrupted.
-        seconds: since it was last started.
-    """
-
-    losses: tuple[float, ...]
-    resumed_at: int
-    seconds: float
+    losses: tuple[float, ...]  # of every step
+    resumed_at: int  # step at which it was resumed; 0 where it was not interrupted
+    seconds: float  # since it was last started
 
     @property
     def final_loss(self) -> float:

@@ -69,21 +69,17 @@ class CacheSnapshot(Protocol):
 
 @dataclass(eq=False)
 class CopiedRows:
-    """Implements `CacheSnapshot` by arrays of its own.
-
-    Attributes:
-        keys, values: each layer's rows in the type's dtype and width, see edgeinfer.bundle.geometry.
-            (kv_heads, length, width)
-        state_bytes: size of one recurrent state; 0 without recurrent layers.
-    """
+    """Implements `CacheSnapshot` by arrays of its own."""
 
     length: int
+    # `keys`, `values`: each layer's rows in the type's dtype and width, see edgeinfer.bundle.geometry. (kv_heads,
+    # length, width).
     keys: Sequence[NDArray[Any]]
     values: Sequence[NDArray[Any]]
     kv: str = FLOAT32
     scales: str = ""
     state: NDArray[np.uint8] | None = None
-    state_bytes: int = 0
+    state_bytes: int = 0  # size of one recurrent state; 0 without recurrent layers
     in_place: ClassVar[bool] = False
 
     @property

@@ -36,47 +36,38 @@ class PreemptedError(BackendError):
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The experts that tokens of a pass may use where the routers do not choose alone.
+    """The experts that tokens of a pass may use where the routers do not choose alone."""
 
-    Attributes:
-        count: experts for each token, one of `Capabilities.expert_counts`.
-        bias: added to the routers' scores before choosing: 0, or -1e9 for an expert that may not be chosen; None is 0
-            for all. (L, E)
-    """
-
-    count: int
+    count: int  # experts for each token, one of `Capabilities.expert_counts`
+    # Added to the routers' scores before choosing: 0, or -1e9 for an expert that may not be chosen; None is 0 for all.
+    # (L, E).
     bias: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardInput:
-    """Input of one pass: S new tokens and how they are evaluated.
-
-    Attributes:
-        rows: indices of the new tokens whose logits are wanted; may be empty.
-        tree: parent row of each row, -1 for the context; None is a chain.
-        layer_mask: [2i] attention and [2i+1] MLP of layer i, true where they run; None runs all.
-        hidden: enters the first layer that runs instead of the embeddings.
-        planes: 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole.
-        experts: None leaves the choice to the routers: the whole model.
-        tapped: the target's states that a draft module reads for each row, where `hidden` is not given.
-        block: how many of the last rows are the block of a module that drafts in blocks: they see the cache and each
-            other. `tapped` has the rows before them, whose keys and values are kept.
-        gains: tokens that each draft row behind the root is expected to add; a pass shared with other texts may leave
-            out the last rows, and gives the logits of the rows it has. None leaves out nothing.
-    """
+    """Input of one pass: S new tokens and how they are evaluated."""
 
     tokens: Ints  # (S,)
     positions: Ints  # (S,)
+    # Indices of the new tokens whose logits are wanted; may be empty.
     rows: Ints  # (R,)
     _: KW_ONLY
+    # Parent row of each row, -1 for the context; None is a chain.
     tree: Ints | None = None  # (S,)
+    # [2i] attention and [2i+1] MLP of layer i, true where they run; None runs all.
     layer_mask: NDArray[np.bool_] | None = None  # (2 L,)
+    # Enters the first layer that runs instead of the embeddings.
     hidden: Floats | None = None  # (S, D)
-    planes: int = 2
-    experts: ExpertChoice | None = None
+    planes: int = 2  # 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole
+    experts: ExpertChoice | None = None  # None leaves the choice to the routers: the whole model
+    # The target's states that a draft module reads for each row, where `hidden` is not given.
     tapped: Floats | None = None  # (S, W), or (S - block, W)
+    # How many of the last rows are the block of a module that drafts in blocks: they see the cache and each other.
+    # `tapped` has the rows before them, whose keys and values are kept.
     block: int | None = None
+    # Tokens that each draft row behind the root is expected to add; a pass shared with other texts may leave out the
+    # last rows, and gives the logits of the rows it has. None leaves out nothing.
     gains: tuple[float, ...] | None = None  # (S,)
 
     @property
@@ -101,19 +92,15 @@ def _same(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardOutput:
-    """Outcome of one pass.
+    """Outcome of one pass."""
 
-    Attributes:
-        logits: (R, V), one row for each requested row.
-        hidden: (S, D) after the last layer that ran, before the final norm; None where the backend has none.
-        experts: (L, S, k) chosen for each token, -1 in layers without experts, in those that did not run, and for
-            experts that were not used; None where the model has none.
-        tapped: (S, W) hidden states that a draft module reads; None where the bundle has none inside.
-    """
-
-    logits: Floats
+    logits: Floats  # (R, V), one row for each requested row
+    # (S, D) after the last layer that ran, before the final norm; None where the backend has none.
     hidden: Floats | None
+    # (L, S, k) chosen for each token, -1 in layers without experts, in those that did not run, and for experts that
+    # were not used; None where the model has none.
     experts: Ints | None = None
+    # (S, W) hidden states that a draft module reads; None where the bundle has none inside.
     tapped: Floats | None = None
 
     def copy(self) -> ForwardOutput:
@@ -212,15 +199,11 @@ class ObservedBackend(Protocol):
 
 @runtime_checkable
 class RotatingBackend(Protocol):
-    """A backend whose model rotates long texts differently from short ones (LongRoPE).
+    """A backend whose model rotates long texts differently from short ones (LongRoPE)."""
 
-    Attributes:
-        rotation_border: tokens of the longest text that is rotated as a short one; None where a context is no longer.
-        rotates_long: whether passes rotate as in longer texts; rows in the cache are to be rotated alike.
-    """
-
+    # Tokens of the longest text that is rotated as a short one; None where a context is no longer.
     rotation_border: int | None
-    rotates_long: bool
+    rotates_long: bool  # whether passes rotate as in longer texts; rows in the cache are to be rotated alike
 
     def rotate_long(self, long: bool) -> None:
         """Rotates as in texts beyond the border from the next pass on, or as in those within it."""

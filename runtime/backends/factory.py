@@ -26,21 +26,16 @@ from edgeinfer.runtime.weights.layouts import Progress
 
 @dataclass(frozen=True)
 class BackendOrder:
-    """A backend that is wanted.
-
-    Attributes:
-        layout: where the bundle's weights are kept, as the factory's `layout` says.
-        room: bytes of the weights that the system can keep in memory; None where it keeps all.
-    """
+    """A backend that is wanted."""
 
     bundle: Bundle
-    layout: Layout
+    layout: Layout  # where the bundle's weights are kept, as the factory's `layout` says
     config: LoadConfig
     configuration: Configuration
     progress: Progress | None
     device: Device = CPU
     settings: TunedSettings = UNTUNED
-    room: int | None = None
+    room: int | None = None  # bytes of the weights that the system can keep in memory; None where it keeps all
 
     @property
     def threads(self) -> int:
@@ -53,18 +48,13 @@ class BackendOrder:
 
 
 class BackendFactory(ABC):
-    """Makes a backend, and says what it can do.
+    """Makes a backend, and says what it can do."""
 
-    Attributes:
-        modes_differ, loads_experts: see `planning.plan_input.PlanInput`.
-        tunes: names of the fields of `TunedSettings` that change how fast it is.
-        graphs: the backend runs on onnxruntime, which decides about devices other than the CPU.
-    """
-
+    # `modes_differ`, `loads_experts`: see `planning.plan_input.PlanInput`.
     modes_differ: ClassVar[bool] = False
     loads_experts: ClassVar[bool] = False
-    tunes: ClassVar[tuple[str, ...]] = ()
-    graphs: ClassVar[Graphs] = "none"
+    tunes: ClassVar[tuple[str, ...]] = ()  # names of the fields of `TunedSettings` that change how fast it is
+    graphs: ClassVar[Graphs] = "none"  # the backend runs on onnxruntime, which decides about devices other than the CPU
     adapts: ClassVar[bool] = False
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:

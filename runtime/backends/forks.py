@@ -17,14 +17,10 @@ _MOST_PIECES = 8
 
 @dataclass(eq=False)
 class _Piece:
-    """Rows of a text that follow each other.
-
-    Attributes:
-        rows: a copy; None while they lie in the backend's cache alone.
-    """
+    """Rows of a text that follow each other."""
 
     length: int
-    rows: CacheSnapshot | None = None
+    rows: CacheSnapshot | None = None  # a copy; None while they lie in the backend's cache alone
 
 
 class CopiedFork:

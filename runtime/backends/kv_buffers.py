@@ -34,9 +34,6 @@ class KVBuffers(TrimmedCache):
         spare: rows beyond the capacity, for the padding of passes.
         zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
         fixed: the memory of all rows is taken at once and stays where it is.
-
-    Attributes:
-        unbind: called before memory moves or is freed; nothing may be bound to the buffers afterwards.
     """
 
     def __init__(
@@ -53,6 +50,7 @@ class KVBuffers(TrimmedCache):
         # Growing elsewhere would need room for both arrays, and a copy through this process.
         self._least = self._most if fixed or zeros is not None else 0
         self._fixed = fixed
+        # Called before memory moves or is freed; nothing may be bound to the buffers afterwards.
         self.unbind: Callable[[], None] | None = None
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.capacity = capacity

@@ -40,21 +40,14 @@ def active_experts(ids: Ints, experts: int) -> NDArray[np.bool_]:  # (L, S, k) -
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Counts of used experts; counts of different times can be added and subtracted.
+    """Counts of used experts; counts of different times can be added and subtracted."""
 
-    Attributes:
-        layers: the layers that have experts, ascending.
-        usage: tokens that used each expert. (L', E)
-        runs: number of runs of each length of CHUNKS. (3,)
-        unions: experts that the rows of such runs used together, summed over runs and layers. (3,)
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # the layers that have experts, ascending
     top_k: int
     tokens: int
-    usage: Ints
-    runs: Ints
-    unions: Ints
+    usage: Ints  # tokens that used each expert. (L', E)
+    runs: Ints  # number of runs of each length of CHUNKS. (3,)
+    unions: Ints  # experts that the rows of such runs used together, summed over runs and layers. (3,)
 
     def __add__(self, other: ExpertCounts) -> ExpertCounts:
         return self._with(other, 1)

@@ -253,9 +253,6 @@ class Scheduler:
             is not known, which leaves them whole.
         draft_rows: rows of drafts in a pass that is shared at most.
         on_pass_ms: is called with the rows of a pass without prompts, and its milliseconds.
-
-    Attributes:
-        batch_size: number of sequences in the last pass.
     """
 
     def __init__(
@@ -276,7 +273,7 @@ class Scheduler:
         self._share = PromptShare(prompt_rows, inter_token_latency)
         self._make_room = make_room
         self._pass_ms, self._draft_rows, self._on_pass_ms = pass_ms, draft_rows, on_pass_ms
-        self.batch_size = 0
+        self.batch_size = 0  # number of sequences in the last pass
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._current: SequenceTask | None = None  # that goes on now

@@ -45,12 +45,10 @@ class PromptShare:
         most: rows of prompts in any pass.
         inter_token_latency: milliseconds that a step with such a pass may take; None is twice those of one without
             prompts, and infinity as long as it takes. One row of a prompt comes with a pass in any case.
-
-    Attributes:
-        rows: of prompts in a pass with others'; see `prompt_rows`.
     """
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
+        # Of prompts in a pass with others'; see `prompt_rows`.
         self.rows = most if inter_token_latency == math.inf else min(_FIRST_ROWS, most)
         self._wanted_ms = inter_token_latency
         self._most = most

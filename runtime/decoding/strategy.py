@@ -60,22 +60,14 @@ class SearchStatistics(DecodingStatistics):
 
 @dataclass
 class ReducedStatistics(DecodingStatistics):
-    """What reduced compute made of a reply's tokens after the first.
-
-    Attributes:
-        reduced: of them, made with less than the whole model.
-        caught_up: of those, evaluated by the whole model later.
-        blocks_skipped: attention and MLP blocks, over all tokens.
-        decide_ms: milliseconds of deciding what is left out.
-        ms: milliseconds of all tokens.
-    """
+    """What reduced compute made of a reply's tokens after the first."""
 
     tokens: int = 0
-    reduced: int = 0
-    caught_up: int = 0
-    blocks_skipped: int = 0
-    decide_ms: float = 0.0
-    ms: float = 0.0
+    reduced: int = 0  # of them, made with less than the whole model
+    caught_up: int = 0  # of those, evaluated by the whole model later
+    blocks_skipped: int = 0  # attention and MLP blocks, over all tokens
+    decide_ms: float = 0.0  # milliseconds of deciding what is left out
+    ms: float = 0.0  # milliseconds of all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +81,7 @@ class RoundTimes:
 
 @dataclass
 class SpeculationStatistics(DecodingStatistics):
-    """Counts what the rounds of one generation came to; fields as in `results.SpeculationUse`.
-
-    Attributes:
-        timed_passes: rows and milliseconds of passes of the target that gave the logits of all rows, as they ran.
-        timed_guesses: by drafter, milliseconds of its guesses that were paid for, the mean of each round.
-        timed_reading: by drafter, milliseconds a token of what it read before a guess.
-        asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
-        plain_overhead_ms: what plain steps took besides their pass, one entry each.
-        alone: the passes are of this reply's rows, so that these times tell what passes and rounds cost; where others'
-            rows share them, `timed_passes`, `timed_guesses`, `timed_reading`, `asking` and `plain_overhead_ms` get no
-            entries.
-    """
+    """Counts what the rounds of one generation came to; fields as in `results.SpeculationUse`."""
 
     rounds: int = 0
     drafted: int = 0
@@ -113,13 +94,20 @@ class SpeculationStatistics(DecodingStatistics):
     verify_ms: float = 0.0
     overhead_ms: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
+    # Rows and milliseconds of passes of the target that gave the logits of all rows, as they ran.
     timed_passes: list[tuple[int, float]] = field(default_factory=list)
+    # By drafter, milliseconds of its guesses that were paid for, the mean of each round.
     timed_guesses: dict[str, list[float]] = field(default_factory=dict)
+    # By drafter, milliseconds a token of what it read before a guess.
     timed_reading: dict[str, list[float]] = field(default_factory=dict)
+    # What rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
     asking: list[tuple[float, int]] = field(default_factory=list)
+    # What plain steps took besides their pass, one entry each.
     plain_overhead_ms: list[float] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
+    # The passes are of this reply's rows, so that these times tell what passes and rounds cost; where others' rows
+    # share them, `timed_passes`, `timed_guesses`, `timed_reading`, `asking` and `plain_overhead_ms` get no entries.
     alone: bool = True
 
     def add_round(

@@ -43,17 +43,14 @@ def device_value(array: NDArray[Any], device: Device) -> ort.OrtValue:
 
 
 class DeviceArray:
-    """An array of zeros on a device, of which parts can be read and written as of numpy's.
-
-    Attributes:
-        written: the array that a pass writes: this one, or a second copy where the device cannot write in place.
-    """
+    """An array of zeros on a device, of which parts can be read and written as of numpy's."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: Device) -> None:
         self.shape = shape
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._device = device
         self.value = self._new()
+        # The array that a pass writes: this one, or a second copy where the device cannot write in place.
         self.written = self.value if device.traits.in_place_kv else self._new()
 
     def _new(self) -> ort.OrtValue:

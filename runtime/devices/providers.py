@@ -30,46 +30,30 @@ CPU_MEMORY = "cpu"
 
 @dataclass(frozen=True)
 class Traits:
-    """Abilities of a provider's own kernels.
+    """Abilities of a provider's own kernels."""
 
-    Attributes:
-        dynamic_shapes: runs the ordinary graphs; else only static ones (edgeinfer export --static), to which none of
-            the others applies.
-        in_place_kv: past and present may be bound to one buffer.
-        quantized_kv: attention over a cache of int8 and int4.
-        branches: `If`; without, the CPU decides, and what is inside runs on the device all the same.
-        tree_bias: GroupQueryAttention with attention_bias, and rows at positions of their own.
-        custom_ops: runs our native kernel.
-    """
-
+    # Runs the ordinary graphs; else only static ones (edgeinfer export --static), to which none of the others applies.
     dynamic_shapes: bool
-    in_place_kv: bool
-    quantized_kv: bool
-    branches: bool
-    tree_bias: bool
-    custom_ops: bool
+    in_place_kv: bool  # past and present may be bound to one buffer
+    quantized_kv: bool  # attention over a cache of int8 and int4
+    branches: bool  # `If`; without, the CPU decides, and what is inside runs on the device all the same
+    tree_bias: bool  # GroupQueryAttention with attention_bias, and rows at positions of their own
+    custom_ops: bool  # runs our native kernel
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a model runs.
+    """Where a model runs."""
 
-    Attributes:
-        name: as users write it: "cpu", "cuda", "openvino:NPU".
-        provider: onnxruntime's name: "CPUExecutionProvider".
-        memory: onnxruntime's name of where its arrays live; CPU_MEMORY where it reads ordinary memory.
-        plugin: module of the package that brings the provider as a library of its own; empty where onnxruntime has it.
-        servers: addresses of other machines that it is made of; none where it is this machine's.
-        preloaded: whether the provider needs libraries that pip installs where the system's linker does not look.
-    """
-
-    name: str
-    provider: str
+    name: str  # as users write it: "cpu", "cuda", "openvino:NPU"
+    provider: str  # onnxruntime's name: "CPUExecutionProvider"
     options: Mapping[str, str]
     traits: Traits
-    memory: str
+    memory: str  # onnxruntime's name of where its arrays live; CPU_MEMORY where it reads ordinary memory
+    # Module of the package that brings the provider as a library of its own; empty where onnxruntime has it.
     plugin: str = ""
-    servers: tuple[str, ...] = ()
+    servers: tuple[str, ...] = ()  # addresses of other machines that it is made of; none where it is this machine's
+    # Whether the provider needs libraries that pip installs where the system's linker does not look.
     preloaded: bool = False
 
     @property
@@ -88,23 +72,14 @@ def _always(device: Device) -> bool:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """One name's entry in the registry.
+    """One name's entry in the registry."""
 
-    Attributes:
-        devices: the devices it stands for, the first by the bare name.
-        package: the pip package that brings the provider.
-        plugin: whether the package is installed together with onnxruntime; else in place of it.
-        tried: where it was run, for people: the table says so.
-        hardware: whether the provider, which is installed, sees hardware for a device.
-        automatic: whether "auto" may take it.
-    """
-
-    devices: tuple[Device, ...]
-    package: str
-    plugin: bool
-    tried: str
-    hardware: Callable[[Device], bool] = _always
-    automatic: bool = True
+    devices: tuple[Device, ...]  # the devices it stands for, the first by the bare name
+    package: str  # the pip package that brings the provider
+    plugin: bool  # whether the package is installed together with onnxruntime; else in place of it
+    tried: str  # where it was run, for people: the table says so
+    hardware: Callable[[Device], bool] = _always  # whether the provider, which is installed, sees hardware for a device
+    automatic: bool = True  # whether "auto" may take it
 
     @property
     def name(self) -> str:

@@ -41,16 +41,12 @@ _LEAST = 16
 
 @dataclass(frozen=True)
 class EditPart:
-    """A run of tokens of the edited text.
+    """A run of tokens of the edited text."""
 
-    Attributes:
-        start, stop: where it is now.
-        before: where it was; None where it is new.
-    """
-
+    # `start`, `stop`: where it is now.
     start: int
     stop: int
-    before: int | None
+    before: int | None  # where it was; None where it is new
 
 
 def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[EditPart]:
@@ -138,10 +134,6 @@ class JoinedContexts:
     Args:
         prefix: the rows behind which every context was evaluated.
         use: how they are placed, and the temperature of their scores.
-
-    Attributes:
-        use: what replies report about them.
-        tokens: the tokens of prefix and contexts.
     """
 
     def __init__(
@@ -149,12 +141,12 @@ class JoinedContexts:
     ) -> None:
         self._spec = spec
         self._rows = (prefix, *contexts)
-        self.use = use
+        self.use = use  # what replies report about them
         self._prefix = len(prefix.tokens)
         lengths = [len(context.tokens) for context in contexts]
         self._starts = [0, *(self._prefix + start for start in PLACEMENTS[use.placement](lengths))]
         self._behind = max(start + size for start, size in zip(self._starts, [self._prefix, *lengths], strict=True))
-        self.tokens = tuple(token for rows in self._rows for token in rows.tokens)
+        self.tokens = tuple(token for rows in self._rows for token in rows.tokens)  # the tokens of prefix and contexts
 
     @property
     def there(self) -> bool:
@@ -198,18 +190,12 @@ _MOST_BYTES = 4 * 1000**3
 
 @dataclass(frozen=True)
 class Making:
-    """Everything that rows depend on besides their own text.
+    """Everything that rows depend on besides their own text."""
 
-    Attributes:
-        origin: model, adapter, and how the model runs here.
-        tokenizer: digest of the vocabulary.
-        prefix: the tokens behind which they were made.
-        kv, scales: type of the cache.
-    """
-
-    origin: Origin
-    tokenizer: str
-    prefix: tuple[int, ...]
+    origin: Origin  # model, adapter, and how the model runs here
+    tokenizer: str  # digest of the vocabulary
+    prefix: tuple[int, ...]  # the tokens behind which they were made
+    # `kv`, `scales`: type of the cache.
     kv: str
     scales: str
 
@@ -220,18 +206,13 @@ class Making:
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """Implements `ContextRows` by a file.
-
-    Attributes:
-        edits: how often the rows were made from an earlier version's.
-        stamp: the file's stamp when it was written or last checked whole.
-    """
+    """Implements `ContextRows` by a file."""
 
     path: Path
     making: Making
     tokens: tuple[int, ...]
-    edits: int
-    stamp: Stamp
+    edits: int  # how often the rows were made from an earlier version's
+    stamp: Stamp  # the file's stamp when it was written or last checked whole
 
     @property
     def there(self) -> bool:

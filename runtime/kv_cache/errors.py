@@ -21,13 +21,10 @@ from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Difference of attention over a smaller cache from attention over a float32 one.
-
-    Attributes:
-        layers: root of the summed squares of the difference, as a share of that of the output, for each layer.
-    """
+    """Difference of attention over a smaller cache from attention over a float32 one."""
 
     kv: str
+    # Root of the summed squares of the difference, as a share of that of the output, for each layer.
     layers: tuple[float, ...]
 
     @property

@@ -64,15 +64,10 @@ _COPY = "Use another copy of it, or start the conversation again."
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows come from.
+    """Where rows come from."""
 
-    Attributes:
-        model: digest of the weights and the decoder.
-        run: digest of what else their bits depend on.
-    """
-
-    model: str
-    run: str
+    model: str  # digest of the weights and the decoder
+    run: str  # digest of what else their bits depend on
 
     def with_adapter(self, digest: str) -> Origin:
         """The origin of rows made with an adapter of this digest; "" is none."""

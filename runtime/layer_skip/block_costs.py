@@ -28,16 +28,12 @@ class Gain:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Milliseconds, or any other unit, of the parts of a pass.
+    """Milliseconds, or any other unit, of the parts of a pass."""
 
-    Attributes:
-        fixed: what every pass over one row does besides its blocks: the call, the embedding, the head.
-        blocks: each attention and MLP block in a pass over one row, in the order of a layer mask. (2 L,)
-        whole: c(1), c(2), ...: whole passes over that many rows; at least two, the first is all parts together.
-    """
-
-    fixed: float
+    fixed: float  # what every pass over one row does besides its blocks: the call, the embedding, the head
+    # Each attention and MLP block in a pass over one row, in the order of a layer mask. (2 L,).
     blocks: tuple[float, ...]
+    # C(1), c(2), ...: whole passes over that many rows; at least two, the first is all parts together.
     whole: tuple[float, ...]
 
     def ms(self, layer_mask: NDArray[np.bool_]) -> float:  # (2 L,)

@@ -237,14 +237,10 @@ def layers_mask(layers: int, kept: list[int]) -> Mask:
 
 @dataclass(frozen=True)
 class SkipLevels:
-    """Sets by ascending saving, each of no less loss than the one before it; the first leaves nothing out.
+    """Sets by ascending saving, each of no less loss than the one before it; the first leaves nothing out."""
 
-    Attributes:
-        masks: blocks that run. (N, 2 L)
-        losses: nats from the whole model's predictions on the texts of the search, mean over tokens. (N,)
-    """
-
-    masks: NDArray[np.bool_]
+    masks: NDArray[np.bool_]  # blocks that run. (N, 2 L)
+    # Nats from the whole model's predictions on the texts of the search, mean over tokens. (N,).
     losses: NDArray[np.float64]
 
     def state(self) -> dict[str, NDArray[Any]]:

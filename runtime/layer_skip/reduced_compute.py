@@ -35,18 +35,12 @@ _REPEATS, _MEASURED_MS, _PAST = (3, 60), 200.0, 64
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeMethod(DeclaredMethod):
-    """A way to compute less as its file declares it.
-
-    Attributes:
-        refuses: options of reduced compute that do not go with it.
-        follows_replies: whether it can read a given reply token by token.
-        remote: whether the large model can be a server's.
-    """
+    """A way to compute less as its file declares it."""
 
     make: Callable[[ReducedComputeStrategies, StrategyArguments], DecodingStrategy]
-    refuses: tuple[str, ...] = ("skip_cache",)
-    follows_replies: bool = True
-    remote: bool = False
+    refuses: tuple[str, ...] = ("skip_cache",)  # options of reduced compute that do not go with it
+    follows_replies: bool = True  # whether it can read a given reply token by token
+    remote: bool = False  # whether the large model can be a server's
 
 
 def compute_method(name: str) -> ComputeMethod:

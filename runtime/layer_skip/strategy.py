@@ -33,15 +33,10 @@ Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
 
 @dataclass(frozen=True)
 class SpeedTarget:
-    """What a set of layers is chosen for.
+    """What a set of layers is chosen for."""
 
-    Attributes:
-        speedup: of a pass, over the whole model's.
-        costs: of the blocks here.
-    """
-
-    speedup: float
-    costs: BlockCosts
+    speedup: float  # of a pass, over the whole model's
+    costs: BlockCosts  # of the blocks here
 
     def reached(self, mask: Mask) -> bool:
         """Whether passes of these blocks are that fast."""
@@ -62,13 +57,9 @@ class EvaluatedPrompt(Protocol):
 
 
 class SkipPolicy(Protocol):
-    """Decides once per reply what runs for its tokens.
+    """Decides once per reply what runs for its tokens."""
 
-    Attributes:
-        reads_states: of the prompt, which its passes then keep.
-    """
-
-    reads_states: ClassVar[bool]
+    reads_states: ClassVar[bool]  # of the prompt, which its passes then keep
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Choose the blocks that run."""
@@ -147,15 +138,12 @@ class DivergenceLimit:
 
     Args:
         nats: the limit; None only counts.
-
-    Attributes:
-        stopped_at: tokens of the reply when it was exceeded; None as long as it is not.
     """
 
     def __init__(self, nats: float | None) -> None:
         self.nats = nats
         self.sampled = 0
-        self.stopped_at: int | None = None
+        self.stopped_at: int | None = None  # tokens of the reply when it was exceeded; None as long as it is not
         self._sum = self._squares = 0.0
         self._worst = math.inf  # of a token, as the prompt tells
 
@@ -235,24 +223,15 @@ class DivergenceLimit:
 
 @dataclass(frozen=True)
 class StrategyArguments:
-    """What the strategy of a reply works with.
+    """What the strategy of a reply works with."""
 
-    Attributes:
-        backend: of the whole model.
-        sampler: of the reply's tokens.
-        options: what was asked for.
-        chunk: most tokens of a pass.
-        rows: most logit rows of a pass, as memory was planned for.
-        plain_ms: a pass of the whole model over one token, as far as that is known already.
-        tokenizer, stop_ids: of the reply.
-    """
-
-    backend: Backend
-    sampler: Sampler
-    options: GenerationConfig
-    chunk: int
-    rows: int
-    plain_ms: float | None
+    backend: Backend  # of the whole model
+    sampler: Sampler  # of the reply's tokens
+    options: GenerationConfig  # what was asked for
+    chunk: int  # most tokens of a pass
+    rows: int  # most logit rows of a pass, as memory was planned for
+    plain_ms: float | None  # a pass of the whole model over one token, as far as that is known already
+    # `tokenizer`, `stop_ids`: of the reply.
     tokenizer: TokenizerLike | None = None
     stop_ids: frozenset[int] = frozenset()
 

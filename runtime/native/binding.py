@@ -28,43 +28,29 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix (N, K) in the layout of lowbit.h; arrays are flat and contiguous.
-
-    Attributes:
-        data: the values; of 8-bit matrices the high plane.
-        low: the low plane; without it an 8-bit matrix is read by its high plane alone.
-        scales: bits of bfloat16; None where they lie inline, among `data`.
-        zeros: None is the middle of the range.
-        paired: two matrices of N / 2 rows, gate and up, share the tiles.
-        vectors: bytes of 2 bits are codes of vectors.
-    """
+    """A matrix (N, K) in the layout of lowbit.h; arrays are flat and contiguous."""
 
     n: int
     k: int
     bits: int
     block: int
-    data: Bytes
-    scales: NDArray[np.uint16] | None
-    low: Bytes | None = None
-    zeros: Bytes | None = None
-    paired: bool = False
-    vectors: bool = False
+    data: Bytes  # the values; of 8-bit matrices the high plane
+    scales: NDArray[np.uint16] | None  # bits of bfloat16; None where they lie inline, among `data`
+    low: Bytes | None = None  # the low plane; without it an 8-bit matrix is read by its high plane alone
+    zeros: Bytes | None = None  # None is the middle of the range
+    paired: bool = False  # two matrices of N / 2 rows, gate and up, share the tiles
+    vectors: bool = False  # bytes of 2 bits are codes of vectors
 
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """A pass of the operator Attention over a cache of one layer; ort_attention.c tells what its inputs are.
-
-    Attributes:
-        layout: key type, value type, bytes of a page, offset of the layer.
-        rotary: channels that are rotated by the tables cos and sin.
-    """
+    """A pass of the operator Attention over a cache of one layer; ort_attention.c tells what its inputs are."""
 
     heads: int
     kv_heads: int
     key_size: int
     value_size: int
-    layout: tuple[int, int, int, int]
+    layout: tuple[int, int, int, int]  # key type, value type, bytes of a page, offset of the layer
     pages: NDArray[np.int32]  # (B, P)
     rows: NDArray[np.int32]  # (S, 4)
     extras: NDArray[np.int32]  # (X,)
@@ -72,7 +58,7 @@ class AttentionPass:
     positions: NDArray[np.int64]  # (S,)
     cos: Floats | None = None  # (P', rotary / 2)
     sin: Floats | None = None
-    rotary: int = 0
+    rotary: int = 0  # channels that are rotated by the tables cos and sin
     window: int = 0
     softcap: float = 0.0
 

@@ -80,28 +80,17 @@ def _groups(size: int) -> int:
 
 
 class RowCodec(ABC):
-    """A type of stored rows.
-
-    Attributes:
-        code: the type's number in the graph's layout.
-        dtype: numpy type of stored rows.
-        level_dtype: numpy type of a channel's level, before two are put into a byte.
-        packed: levels in one item of a page.
-        lanes: channels of a key that lie side by side in a tile.
-        order: places of the positions whose values lie side by side, channel by channel.
-        scale_dtype: numpy type of a row's scale; "" without one.
-        turned: rows are turned before they are stored.
-    """
+    """A type of stored rows."""
 
     name: ClassVar[str]
-    code: ClassVar[int]
-    dtype: ClassVar[str]
-    level_dtype: ClassVar[str]
-    packed: ClassVar[int] = 1
-    lanes: ClassVar[int] = 1
-    order: ClassVar[tuple[int, ...]] = (0,)
-    scale_dtype: ClassVar[str] = ""
-    turned: ClassVar[bool] = False
+    code: ClassVar[int]  # the type's number in the graph's layout
+    dtype: ClassVar[str]  # numpy type of stored rows
+    level_dtype: ClassVar[str]  # numpy type of a channel's level, before two are put into a byte
+    packed: ClassVar[int] = 1  # levels in one item of a page
+    lanes: ClassVar[int] = 1  # channels of a key that lie side by side in a tile
+    order: ClassVar[tuple[int, ...]] = (0,)  # places of the positions whose values lie side by side, channel by channel
+    scale_dtype: ClassVar[str] = ""  # numpy type of a row's scale; "" without one
+    turned: ClassVar[bool] = False  # rows are turned before they are stored
 
     @property
     def scales(self) -> str:

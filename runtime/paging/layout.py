@@ -55,21 +55,15 @@ class StoredRows(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of a model whose heads are of one size: they lie side by side in a page.
+    """Layers of a model whose heads are of one size: they lie side by side in a page."""
 
-    Attributes:
-        layers: indices in the model, ascending.
-        offset: where the first begins in a page.
-        keys, values: how their rows are stored.
-        weighed: behind the values of a head lies what is added to the scores of each position.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # indices in the model, ascending
     kept: KVLayer
-    offset: int
+    offset: int  # where the first begins in a page
+    # `keys`, `values`: how their rows are stored.
     keys: RowCodec
     values: RowCodec
-    weighed: bool = False
+    weighed: bool = False  # behind the values of a head lies what is added to the scores of each position
 
     @cached_property
     def key_bytes(self) -> int:
@@ -124,17 +118,13 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The pages of one model's cache.
-
-    Attributes:
-        keys, values: how their rows are stored; recurrent states are float32.
-        weighed: each position of a head has a weight, which is added to its scores.
-    """
+    """The pages of one model's cache."""
 
     layers: tuple[KVLayer, ...]
+    # `keys`, `values`: how their rows are stored; recurrent states are float32.
     keys: RowCodec
     values: RowCodec
-    weighed: bool = False
+    weighed: bool = False  # each position of a head has a weight, which is added to its scores
 
     @classmethod
     def of(cls, geometry: Geometry, kv: str, *, weighed: bool = False) -> PageLayout:

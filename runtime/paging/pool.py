@@ -33,9 +33,6 @@ class BlockPool:
 
     Args:
         spare: free blocks that stay in memory.
-
-    Attributes:
-        memory: the bytes of all blocks. (pages * page_bytes,)
     """
 
     def __init__(self, pages: int, page_bytes: int, spare: int) -> None:
@@ -48,6 +45,7 @@ class BlockPool:
             self._map = mmap.mmap(-1, size, **({"flags": flags} if flags else {}))
         except (OSError, OverflowError) as error:
             raise refused("The KV cache", MemoryError(f"of size {size}")) from error
+        # The bytes of all blocks. (pages * page_bytes,).
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._holders = [0] * pages
         # Low ones first, so that the pages in use lie together.

@@ -138,16 +138,13 @@ class StateSnapshot:
 
 
 class SequenceState:
-    """The state of one text, and one to go back to: where a mark was set, or the last long pass began.
-
-    Attributes:
-        row: the graph's input: its slot, and after how many tokens the state shall stand; never reallocated. (2,)
-        pinned: passes take the state no further than this many tokens; None as far as rows are there for good.
-    """
+    """The state of one text, and one to go back to: where a mark was set, or the last long pass began."""
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
+        # The graph's input: its slot, and after how many tokens the state shall stand; never reallocated. (2,).
         self.row: NDArray[np.int64] = np.zeros(2, np.int64)
+        # Passes take the state no further than this many tokens; None as far as rows are there for good.
         self.pinned: int | None = None
         self._slot: int | None = None
         self._position = 0  # of the layer that has taken in most

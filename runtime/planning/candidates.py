@@ -80,17 +80,11 @@ def configurations(
 
 
 class Drafting(NamedTuple):
-    """A way to draft.
+    """A way to draft."""
 
-    Attributes:
-        drafters: names of those that may draft.
-        most: tokens in a draft at most; 0 is no speculation.
-        model: whether the draft model is in memory.
-    """
-
-    drafters: tuple[str, ...]
-    most: int
-    model: bool
+    drafters: tuple[str, ...]  # names of those that may draft
+    most: int  # tokens in a draft at most; 0 is no speculation
+    model: bool  # whether the draft model is in memory
 
 
 class WeightsWay(NamedTuple):

@@ -42,25 +42,16 @@ class Prior:
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a drafter is expected to do for a text.
-
-    Attributes:
-        covers: share of the rounds without a draft of those before it in which it drafts.
-        accepted: rate at which a token of its drafts is accepted where those before it were.
-        at_once: whether the first guess of a round pays for all of them.
-        most: tokens of its drafts at most; 0 is any number.
-        tables: whether it looks guesses up, so that asking costs time in every round.
-        model: whether it is the draft model, or runs it.
-    """
+    """What a drafter is expected to do for a text."""
 
     drafter: str
-    covers: float
-    accepted: float
+    covers: float  # share of the rounds without a draft of those before it in which it drafts
+    accepted: float  # rate at which a token of its drafts is accepted where those before it were
     guess_ms: float
-    at_once: bool = False
-    most: int = 0
-    tables: bool = False
-    model: bool = False
+    at_once: bool = False  # whether the first guess of a round pays for all of them
+    most: int = 0  # tokens of its drafts at most; 0 is any number
+    tables: bool = False  # whether it looks guesses up, so that asking costs time in every round
+    model: bool = False  # whether it is the draft model, or runs it
 
 
 class Ahead(NamedTuple):

@@ -36,38 +36,22 @@ GrammarMode = Literal["none", "plain", "sliced"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run a model.
+    """One way to run a model."""
 
-    Attributes:
-        context: tokens of prompt plus reply the cache may hold.
-        prefill_chunk: prompt tokens per pass.
-        kv: how the cache stores numbers, one of KV_TYPES.
-        weights: where the weights are, one of WEIGHTS_MODES.
-        window_layers: layers in memory together where the weights are streamed; 0 where all are.
-        kept_layers: further layers that stay in memory, and head and embedding with them; 0 where none of these do.
-        drafters: names of those that may draft.
-        draft_max: tokens in a draft at most; 0 is no speculation.
-        tokenizer: one of `TokenizerMode`.
-        expert_bytes: of experts that are in memory at once; 0 where all are, or the weights are streamed.
-        expert_count: of experts that every token uses; None leaves it to the model.
-        draft_model: whether a second, smaller model is in memory to draft.
-        gpu_layers: of the last layers, as many as run on a graphics processor; the head counts as one.
-        grammars: one of `GrammarMode`.
-    """
-
-    context: int
-    prefill_chunk: int
-    kv: str
-    weights: str
-    window_layers: int
-    drafters: tuple[str, ...]
-    draft_max: int
-    tokenizer: TokenizerMode
-    expert_bytes: int = 0
-    expert_count: int | None = None
-    draft_model: bool = False
-    gpu_layers: int = 0
-    grammars: GrammarMode = "none"
+    context: int  # tokens of prompt plus reply the cache may hold
+    prefill_chunk: int  # prompt tokens per pass
+    kv: str  # how the cache stores numbers, one of KV_TYPES
+    weights: str  # where the weights are, one of WEIGHTS_MODES
+    window_layers: int  # layers in memory together where the weights are streamed; 0 where all are
+    drafters: tuple[str, ...]  # names of those that may draft
+    draft_max: int  # tokens in a draft at most; 0 is no speculation
+    tokenizer: TokenizerMode  # one of `TokenizerMode`
+    expert_bytes: int = 0  # of experts that are in memory at once; 0 where all are, or the weights are streamed
+    expert_count: int | None = None  # of experts that every token uses; None leaves it to the model
+    draft_model: bool = False  # whether a second, smaller model is in memory to draft
+    gpu_layers: int = 0  # of the last layers, as many as run on a graphics processor; the head counts as one
+    grammars: GrammarMode = "none"  # one of `GrammarMode`
+    # Further layers that stay in memory, and head and embedding with them; 0 where none of these do.
     kept_layers: int = 0
 
 
@@ -135,23 +119,18 @@ class OptionBytes:
     """Bytes that options take besides the model, as upper bounds, and what drafters are expected to do.
 
     Each is computed by the room that implements it.
-
-    Attributes:
-        drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out, with all
-            of its logits at once or a few rows of them.
-        drafting_in_batch: what drafts for a text whose passes others share has of its own.
-        prefix_cache: of its cap in bytes and the model's number of layers.
-        context_shift: of a policy's name, and a cache of so many tokens.
-        priors: of the drafters that "auto" will ask, in the order in which it asks them.
-        grammars: of so many replies side by side by grammars, with a vocabulary of so many tokens; and while the
-            engine's tables of the vocabulary are made.
     """
 
+    # Tables of the configuration's drafters, and what the largest pass that verifies gives out, with all of its logits
+    # at once or a few rows of them.
     drafting: Callable[[Bundle, Configuration, bool], int]
-    drafting_in_batch: Callable[[Configuration], int]
-    prefix_cache: Callable[[int, int], int]
-    context_shift: Callable[[str, DecoderSpec | None, int], int]
+    drafting_in_batch: Callable[[Configuration], int]  # what drafts for a text whose passes others share has of its own
+    prefix_cache: Callable[[int, int], int]  # of its cap in bytes and the model's number of layers
+    context_shift: Callable[[str, DecoderSpec | None, int], int]  # of a policy's name, and a cache of so many tokens
+    # Of the drafters that "auto" will ask, in the order in which it asks them.
     priors: Callable[[PlanInput, TunedDrafting], Mapping[str, Prior]]
+    # Of so many replies side by side by grammars, with a vocabulary of so many tokens; and while the engine's tables of
+    # the vocabulary are made.
     grammars: Callable[[GrammarMode, int, int], tuple[int, int]]
 
 
@@ -167,41 +146,31 @@ class BackendChoice:
 
 @dataclass(frozen=True)
 class PlanInput:
-    """A model to plan for, and what there is to choose from.
-
-    Attributes:
-        kv_types: those that the graph or the library has, the usual one first.
-        weights_modes: those the backend has, the fastest first.
-        modes_differ: whether weights of another mode are multiplied in another way, at another speed.
-        loads_experts: whether how many experts a token uses is fixed when the model is loaded.
-        most_drafted: tokens of a draft that can be taken back again, at most; None where any number can.
-        head_apart: whether logits of a draft's rows can be computed a few at a time where all weights are in memory.
-        settings: tuned settings that the caller left open; the largest that fit are taken.
-        device_note: why it is not the one that was asked for; empty where it is.
-        offload: how many layers run on a graphics processor; None where none do.
-        weights_place: the file that passes read the weights from, which may still have to be made; None where
-            that is the bundle itself.
-        option_bytes: bytes that options take; None for a draft model, which is planned with its target.
-    """
+    """A model to plan for, and what there is to choose from."""
 
     backend: str
     bundle: Bundle
     layout: Layout
     drafter: PlanInput | None
-    kv_types: tuple[str, ...]
-    weights_modes: tuple[str, ...]
+    kv_types: tuple[str, ...]  # those that the graph or the library has, the usual one first
+    weights_modes: tuple[str, ...]  # those the backend has, the fastest first
     tokenizer: TokenizerMode
     threads: int
     memory: ModelMemory
-    modes_differ: bool = False
-    loads_experts: bool = False
+    modes_differ: bool = False  # whether weights of another mode are multiplied in another way, at another speed
+    loads_experts: bool = False  # whether how many experts a token uses is fixed when the model is loaded
+    # Tokens of a draft that can be taken back again, at most; None where any number can.
     most_drafted: int | None = None
+    # Whether logits of a draft's rows can be computed a few at a time where all weights are in memory.
     head_apart: bool = False
-    settings: TunedSettings = UNTUNED
+    settings: TunedSettings = UNTUNED  # tuned settings that the caller left open; the largest that fit are taken
     device: Device = CPU
-    device_note: str = ""
+    device_note: str = ""  # why it is not the one that was asked for; empty where it is
+    # How many layers run on a graphics processor; None where none do.
     offload: Callable[[Configuration], int] | None = None
+    # The file that passes read the weights from, which may still have to be made; None where that is the bundle itself.
     weights_place: Path | None = None
+    # Bytes that options take; None for a draft model, which is planned with its target.
     option_bytes: OptionBytes | None = None
 
     @property

@@ -45,19 +45,12 @@ _TIMED_PAST = 64
 
 @dataclass(frozen=True)
 class Speed:
-    """A predicted pace of a text that was never seen.
+    """A predicted pace of a text that was never seen."""
 
-    Attributes:
-        tokens_per_second: of a reply, as expected with drafts.
-        turn_ms: a turn of 64 prompt tokens and 128 of reply.
-        measured: whether it rests on passes timed on this device.
-        plain_tokens_per_second: of a reply without drafts.
-    """
-
-    tokens_per_second: float
-    turn_ms: float
-    measured: bool
-    plain_tokens_per_second: float
+    tokens_per_second: float  # of a reply, as expected with drafts
+    turn_ms: float  # a turn of 64 prompt tokens and 128 of reply
+    measured: bool  # whether it rests on passes timed on this device
+    plain_tokens_per_second: float  # of a reply without drafts
 
     def at_most(self, other: Speed) -> Speed:
         """Limit the speed to another's."""
@@ -67,39 +60,25 @@ class Speed:
 
 @dataclass(frozen=True)
 class Pace:
-    """What is known of a device and a model before it is loaded.
+    """What is known of a device and a model before it is loaded."""
 
-    Attributes:
-        passes: c(m).
-        measured: whether they were timed here, or guessed from the size of the weights.
-        round_ms: of a round that drafts, besides its pass.
-        prospects: of the drafters that "auto" asks, in the order in which it asks them.
-        token_ms: of a token besides its round.
-    """
-
-    passes: PassCosts
-    measured: bool
-    round_ms: float
-    prospects: Sequence[Prospect]
-    token_ms: float = 0.0
+    passes: PassCosts  # c(m)
+    measured: bool  # whether they were timed here, or guessed from the size of the weights
+    round_ms: float  # of a round that drafts, besides its pass
+    prospects: Sequence[Prospect]  # of the drafters that "auto" asks, in the order in which it asks them
+    token_ms: float = 0.0  # of a token besides its round
 
 
 @dataclass(frozen=True)
 class DiskReads:
-    """What passes read from the disk, as the system has no room to keep all weights in memory.
+    """What passes read from the disk, as the system has no room to keep all weights in memory."""
 
-    Attributes:
-        rate: bytes a second that it gives; None where it has not been measured.
-        always: bytes of weights that every pass reads.
-        layers: where each layer's weights lie in their file; none where the system's cache drops no windows.
-        room: bytes of weights that the system can keep.
-    """
-
-    rate: float | None
-    always: int
+    rate: float | None  # bytes a second that it gives; None where it has not been measured
+    always: int  # bytes of weights that every pass reads
     experts: ExpertBytes
+    # Where each layer's weights lie in their file; none where the system's cache drops no windows.
     layers: tuple[Run, ...] = ()
-    room: int = 0
+    room: int = 0  # bytes of weights that the system can keep
 
     @property
     def weights(self) -> int:

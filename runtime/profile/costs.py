@@ -111,19 +111,13 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """What drafting costs, and tokens besides.
+    """What drafting costs, and tokens besides."""
 
-    Attributes:
-        guess_ms: milliseconds of one guess, by the drafter's name.
-        round_ms: milliseconds of a round besides its pass, its guesses and what its tokens take.
-        token_ms: milliseconds of a token besides its round: choosing it, its text and its figures; None before it
-            was measured.
-        read_ms: milliseconds of a token of the text that is read before a guess, by the name of a drafter that reads.
-    """
-
-    guess_ms: Mapping[str, float]
-    round_ms: float
+    guess_ms: Mapping[str, float]  # milliseconds of one guess, by the drafter's name
+    round_ms: float  # milliseconds of a round besides its pass, its guesses and what its tokens take
+    # Milliseconds of a token besides its round: choosing it, its text and its figures; None before it was measured.
     token_ms: float | None = None
+    # Milliseconds of a token of the text that is read before a guess, by the name of a drafter that reads.
     read_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

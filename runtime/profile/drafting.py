@@ -174,19 +174,12 @@ class DraftHistory:
 
 @dataclass(frozen=True)
 class DrafterRecord:
-    """What one drafter did in the replies of this device.
+    """What one drafter did in the replies of this device."""
 
-    Attributes:
-        share: of the rounds, in which its draft was verified.
-        accepted: rate at which a token was accepted where those before it were.
-        trust: from 0 to 1, weight of the share against prior expectations; grows with the texts seen.
-        accepted_trust: the same of the rate.
-    """
-
-    share: float
-    accepted: float
-    trust: float
-    accepted_trust: float
+    share: float  # of the rounds, in which its draft was verified
+    accepted: float  # rate at which a token was accepted where those before it were
+    trust: float  # from 0 to 1, weight of the share against prior expectations; grows with the texts seen
+    accepted_trust: float  # the same of the rate
 
 
 def drafter_records(kept: Mapping[str, NDArray[Any]] | None, drafters: Iterable[str]) -> dict[str, DrafterRecord]:

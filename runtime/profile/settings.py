@@ -136,21 +136,15 @@ def model_digest(bundle: Bundle, layout: Layout, backend: str, device: str, exac
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A machine, and the versions of what runs on it.
-
-    Attributes:
-        cores: that this process can keep busy.
-        processors: threads that this process may run on at once.
-        kernel: what multiplies.
-    """
+    """A machine, and the versions of what runs on it."""
 
     processor: str
-    cores: int
-    processors: int
+    cores: int  # that this process can keep busy
+    processors: int  # threads that this process may run on at once
     system: str
     edgeinfer: str
     engine: str
-    kernel: str
+    kernel: str  # what multiplies
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

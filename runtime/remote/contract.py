@@ -13,42 +13,27 @@ from edgeinfer.runtime.text.contract import TokenizerLike
 
 @dataclass(frozen=True)
 class RemoteAccess:
-    """How a server is asked, and with which key.
+    """How a server is asked, and with which key."""
 
-    Attributes:
-        url: of the server, without /v1.
-        key: that it asks for; None where it asks for none.
-        model: name of the one to ask for; None is the server's first.
-        digest: that its model must have; None is any.
-        begin_ids: tokens that begin the drafting model's texts.
-        end_ids: tokens that end them.
-    """
-
-    url: str
-    key: str | None
-    model: str | None
-    digest: str | None
+    url: str  # of the server, without /v1
+    key: str | None  # that it asks for; None where it asks for none
+    model: str | None  # name of the one to ask for; None is the server's first
+    digest: str | None  # that its model must have; None is any
     tokenizer: TokenizerLike
-    begin_ids: tuple[int, ...] = ()
-    end_ids: frozenset[int] = frozenset()
+    begin_ids: tuple[int, ...] = ()  # tokens that begin the drafting model's texts
+    end_ids: frozenset[int] = frozenset()  # tokens that end them
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Tokens that were decided.
-
-    Attributes:
-        ending: why the reply is over; None where it goes on.
-        server_ms: milliseconds of the round in the server, known with its last tokens.
-        verified: drafted tokens that the server looked at; None is all of them.
-        advice: what is best for all replies that share the server's passes now; None if there are no others.
-    """
+    """Tokens that were decided."""
 
     tokens: tuple[int, ...]
     last: bool = True
-    ending: FinishReason | None = None
-    server_ms: float = 0.0
-    verified: int | None = None
+    ending: FinishReason | None = None  # why the reply is over; None where it goes on
+    server_ms: float = 0.0  # milliseconds of the round in the server, known with its last tokens
+    verified: int | None = None  # drafted tokens that the server looked at; None is all of them
+    # What is best for all replies that share the server's passes now; None if there are no others.
     advice: DraftAdvice | None = None
 
 

@@ -17,20 +17,14 @@ _LONGEST = 48
 
 @dataclass(eq=False)
 class _Node:
-    """A beginning of the reply.
-
-    Attributes:
-        branch: that holds all of its tokens but the last; None of the empty one, and of those that are over.
-        total: sum of its tokens' log-probabilities.
-        value: how good it is.
-        line: whether its last step has come to its end.
-    """
+    """A beginning of the reply."""
 
     text: ReplyText
+    # That holds all of its tokens but the last; None of the empty one, and of those that are over.
     branch: Branch | None = None
-    total: float = 0.0
-    value: float = 0.0
-    line: bool = False
+    total: float = 0.0  # sum of its tokens' log-probabilities
+    value: float = 0.0  # how good it is
+    line: bool = False  # whether its last step has come to its end
 
     def over(self, most: int) -> bool:
         """Whether it has ended, or as many tokens as it may."""

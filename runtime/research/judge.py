@@ -43,12 +43,9 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenJudge:
-    """A linear head over the target's state in the row of a drafted token.
+    """A linear head over the target's state in the row of a drafted token."""
 
-    Attributes:
-        weight, bias: of a score that is positive for tokens that may stay. (D,)
-    """
-
+    # `weight`, `bias`: of a score that is positive for tokens that may stay. (D,).
     weight: Floats
     bias: float
 
@@ -126,17 +123,12 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class RightReply:
-    """A question and what makes a reply right.
-
-    Attributes:
-        parts: texts that a right reply has, or, where `whole`, the one that it is.
-        kind: of question, for tables.
-    """
+    """A question and what makes a reply right."""
 
     messages: Sequence[Mapping[str, str]]
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # texts that a right reply has, or, where `whole`, the one that it is
     whole: bool
-    kind: str = "all"
+    kind: str = "all"  # of question, for tables
 
     def lost(self, beginning: str) -> bool:
         """Whether no reply with this beginning can be the right one."""
@@ -156,36 +148,22 @@ class RightReply:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A token of the draft model where the model says another.
+    """A token of the draft model where the model says another."""
 
-    Attributes:
-        tokens: of the text, this token the last.
-        matters: the model, going on behind it, loses its answer, or a part of the right reply.
-    """
-
-    tokens: tuple[int, ...]
-    matters: bool
+    tokens: tuple[int, ...]  # of the text, this token the last
+    matters: bool  # the model, going on behind it, loses its answer, or a part of the right reply
 
 
 @dataclass(frozen=True)
 class JudgeGain:
-    """How well a judge tells tokens that matter from others, on questions that it was not taught.
+    """How well a judge tells tokens that matter from others, on questions that it was not taught."""
 
-    Attributes:
-        questions: whose reply the draft model would change.
-        tokens: mismatches that were tried.
-        matter: share of them that matters.
-        area: under the curve of both kinds.
-        kept: share of the tokens that do not matter which may stay.
-        lost: share of the replies with tokens that matter in which one of these may stay.
-    """
-
-    questions: int
-    tokens: int
-    matter: float
-    area: float
-    kept: float
-    lost: float
+    questions: int  # whose reply the draft model would change
+    tokens: int  # mismatches that were tried
+    matter: float  # share of them that matters
+    area: float  # under the curve of both kinds
+    kept: float  # share of the tokens that do not matter which may stay
+    lost: float  # share of the replies with tokens that matter in which one of these may stay
 
 
 def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:

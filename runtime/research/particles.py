@@ -42,20 +42,13 @@ def systematic(weights: NDArray[np.float64], start: float) -> list[int]:  # (N,)
 
 @dataclass(eq=False)
 class _Particle:
-    """A reply that is drawn.
-
-    Attributes:
-        branch: that it is drawn in, until it is over.
-        log_weight: since the last resampling.
-        score: sum of its tokens' log-probabilities by the model.
-        reward: what the scorer said of it last.
-    """
+    """A reply that is drawn."""
 
     text: ReplyText
-    branch: Branch | None = None
-    log_weight: float = 0.0
-    score: float = 0.0
-    reward: float = 0.0
+    branch: Branch | None = None  # that it is drawn in, until it is over
+    log_weight: float = 0.0  # since the last resampling
+    score: float = 0.0  # sum of its tokens' log-probabilities by the model
+    reward: float = 0.0  # what the scorer said of it last
 
     @property
     def dead(self) -> bool:
@@ -71,15 +64,12 @@ class Particles(SearchStrategy):
     """Draws replies side by side, replaces those of little weight by others, and answers with one by its weight.
 
     Temperature, truncation and penalties are part of p. The scorer is asked before each resampling and at the end.
-
-    Attributes:
-        log_evidence: logarithm of the unbiased estimate of the target's sum over all replies.
     """
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
         self._options = METHOD.values(self._config.method_options)
-        self.log_evidence = 0.0
+        self.log_evidence = 0.0  # logarithm of the unbiased estimate of the target's sum over all replies
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The whole reply."""

@@ -29,14 +29,10 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probabilities under the model itself, before bias, penalties, mask, temperature and truncation.
+    """Natural log-probabilities under the model itself, before bias, penalties, mask, temperature and truncation."""
 
-    Attributes:
-        logprob: of the chosen token.
-        top: the most likely (token id, log-probability) pairs, best first, lower id first on ties.
-    """
-
-    logprob: float
+    logprob: float  # of the chosen token
+    # The most likely (token id, log-probability) pairs, best first, lower id first on ties.
     top: tuple[tuple[int, float], ...]
 
 

@@ -23,14 +23,11 @@ from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial,
 
 @dataclass
 class GrammarCosts:
-    """What following a grammar took.
+    """What following a grammar took."""
 
-    Attributes:
-        compile_ms: from its source to the first token, with the model's vocabulary where that was not made yet.
-        mask_ms: of each time it was asked what may follow, drafted places included.
-    """
-
+    # From its source to the first token, with the model's vocabulary where that was not made yet.
     compile_ms: float = 0.0
+    # Of each time it was asked what may follow, drafted places included.
     mask_ms: list[float] = field(default_factory=list)
 
 

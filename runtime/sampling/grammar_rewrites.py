@@ -20,21 +20,15 @@ from edgeinfer.records import dataclass
 
 @dataclass(frozen=True)
 class SchemaDraft:
-    """A draft of JSON Schema.
+    """A draft of JSON Schema."""
 
-    Attributes:
-        number: of the draft, or the year of those since the seventh.
-        uri: of its own schema, as the grammar engine knows it, by which it tells what keywords there are.
-        ids: keywords that name a schema.
-        lone_ref: `$ref` makes a reference of an object whose other keywords say nothing (draft 7, core, 8.3).
-        checks_content: `contentEncoding` and `contentMediaType` may be assertions (draft 7, validation, 8), which later
-            drafts forbid and earlier ones do not know.
-    """
-
-    number: int
-    uri: str
-    ids: tuple[str, ...] = ("$id",)
+    number: int  # of the draft, or the year of those since the seventh
+    uri: str  # of its own schema, as the grammar engine knows it, by which it tells what keywords there are
+    ids: tuple[str, ...] = ("$id",)  # keywords that name a schema
+    # `$ref` makes a reference of an object whose other keywords say nothing (draft 7, core, 8.3).
     lone_ref: bool = False
+    # `contentEncoding` and `contentMediaType` may be assertions (draft 7, validation, 8), which later drafts forbid and
+    # earlier ones do not know.
     checks_content: bool = False
 
     @property

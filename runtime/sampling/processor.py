@@ -76,22 +76,15 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is added to or taken from logits before temperature, in this order: bias, repetition, frequency + presence.
+    """Changes of logits before temperature, in this order: bias, repetition, frequency + presence."""
 
-    Attributes:
-        repetition: CTRL's factor (Keskar et al. 2019) on tokens of prompt and reply: positive logits are divided
-            by it, negative ones multiplied; 1 is none.
-        frequency: OpenAI's, taken once per occurrence in the reply.
-        presence: OpenAI's, taken once from every token of the reply.
-        bias_ids: token ids with a bias. (B,)
-        bias: added to the logits of those ids; -inf bans, +inf forces. (B,)
-    """
-
+    # CTRL's factor (Keskar et al. 2019) on tokens of prompt and reply: positive logits are divided by it, negative ones
+    # multiplied; 1 is none.
     repetition: float
-    frequency: float
-    presence: float
-    bias_ids: NDArray[np.int64]
-    bias: NDArray[np.float32]
+    frequency: float  # OpenAI's, taken once per occurrence in the reply
+    presence: float  # OpenAI's, taken once from every token of the reply
+    bias_ids: NDArray[np.int64]  # token ids with a bias. (B,)
+    bias: NDArray[np.float32]  # added to the logits of those ids; -inf bans, +inf forces. (B,)
 
     @classmethod
     def from_config(cls, config: GenerationConfig, vocab_size: int) -> Self:

@@ -24,19 +24,14 @@ from edgeinfer.runtime.text.streaming import ReplyText
 
 @dataclass(eq=False)
 class Beginning:
-    """A beginning of replies that were drawn.
+    """A beginning of replies that were drawn."""
 
-    Attributes:
-        allowed: how many tokens may follow.
-        unseen: probability of those that were not drawn; None before that was looked at, and behind an end.
-        behind: the tokens that were drawn behind it, each with its probability.
-        estimate: of the probability that the model ends a reply that begins so as it must.
-    """
-
-    allowed: int = 0
+    allowed: int = 0  # how many tokens may follow
+    # Probability of those that were not drawn; None before that was looked at, and behind an end.
     unseen: float | None = None
+    # The tokens that were drawn behind it, each with its probability.
     behind: dict[int, tuple[float, Beginning]] = field(default_factory=dict)
-    estimate: float = 1.0
+    estimate: float = 1.0  # of the probability that the model ends a reply that begins so as it must
 
     def weights(self, probabilities: NDArray[np.float64], ids: Ints) -> NDArray[np.float64]:  # (V,), (A,) -> (A,)
         """What tokens are drawn by: their probability times the estimate behind them."""
@@ -64,19 +59,14 @@ class Beginning:
 
 @dataclass(eq=False)
 class _Draw:
-    """A reply that is drawn.
-
-    Attributes:
-        path: its beginnings, the empty one first.
-        stuck: nothing that may follow has any probability.
-    """
+    """A reply that is drawn."""
 
     text: ReplyText
-    path: list[Beginning]
+    path: list[Beginning]  # its beginnings, the empty one first
     stream: int
     branch: Branch | None = None
     score: float = 0.0
-    stuck: bool = False
+    stuck: bool = False  # nothing that may follow has any probability
 
     def over(self, most: int) -> bool:
         """Whether it has ended, or as many tokens as it may."""

@@ -33,17 +33,11 @@ _READ = 512
 
 @dataclass(frozen=True)
 class Fused:
-    """A distribution between two others.
+    """A distribution between two others."""
 
-    Attributes:
-        probabilities: (V,)
-        weight: of the model in the geometric mean; 1 is the model alone, 0 the anchor alone.
-        divergence: from the anchor's distribution, in nats.
-    """
-
-    probabilities: Distribution
-    weight: float
-    divergence: float
+    probabilities: Distribution  # (V,)
+    weight: float  # of the model in the geometric mean; 1 is the model alone, 0 the anchor alone
+    divergence: float  # from the anchor's distribution, in nats
 
 
 def fuse(own: Distribution, anchor: Distribution, budget: float) -> Fused:  # (V,), (V,)
@@ -95,15 +89,12 @@ class DivergenceBudget:
     Args:
         each: nats that every token adds.
         debt: nats that are owed before the first.
-
-    Attributes:
-        spent: nats so far.
     """
 
     def __init__(self, each: float, debt: float = 0.0) -> None:
         self._each, self._debt = each, debt
         self._tokens = 0
-        self.spent = 0.0
+        self.spent = 0.0  # nats so far
 
     @property
     def allowed(self) -> float:

@@ -18,17 +18,11 @@ from edgeinfer.runtime.search.strategy import Passes
 
 @dataclass(eq=False)
 class Branch:
-    """A continuation.
+    """A continuation."""
 
-    Attributes:
-        cache: holds its rows.
-        apart: it has nothing of the trunk.
-        tokens: behind the trunk.
-    """
-
-    cache: ForkableCache
-    apart: bool = False
-    tokens: list[int] = field(default_factory=list)
+    cache: ForkableCache  # holds its rows
+    apart: bool = False  # it has nothing of the trunk
+    tokens: list[int] = field(default_factory=list)  # behind the trunk
 
 
 class Branches:

@@ -20,19 +20,13 @@ _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 @dataclass
 class Drawn:
-    """A reply that is drawn.
-
-    Attributes:
-        most: tokens it may have.
-        branch: that it is drawn in, until it is over.
-        score: sum of its tokens' log-probabilities.
-    """
+    """A reply that is drawn."""
 
     sampler: Sampler
     text: ReplyText
-    most: int
-    branch: Branch | None = None
-    score: float = 0.0
+    most: int  # tokens it may have
+    branch: Branch | None = None  # that it is drawn in, until it is over
+    score: float = 0.0  # sum of its tokens' log-probabilities
 
     @property
     def mean(self) -> float:

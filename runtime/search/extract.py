@@ -54,17 +54,11 @@ class _Span:
 
 @dataclass(eq=False)
 class _Beginning:
-    """The spans that begin at one place.
+    """The spans that begin at one place."""
 
-    Attributes:
-        tokens: of the longest.
-        bound: log-probability of those that were fed and of the next; no span that ends further on has more.
-        fed: tokens that have been fed into its branch.
-    """
-
-    tokens: tuple[int, ...]
-    bound: float
-    fed: int = 0
+    tokens: tuple[int, ...]  # of the longest
+    bound: float  # log-probability of those that were fed and of the next; no span that ends further on has more
+    fed: int = 0  # tokens that have been fed into its branch
     branch: Branch | None = None
 
     @property

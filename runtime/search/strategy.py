@@ -37,32 +37,21 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class SearchParts:
-    """Holds what a search is made of.
-
-    Attributes:
-        sampler: of the reply's tokens.
-        stop_ids: that end the reply.
-        cancelled: whether the reply was cancelled.
-        fed: tokens of the text that the cache held when the strategy was last asked for some.
-        chunk: tokens of a pass at most where a text is evaluated again.
-        continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
-        spare_bytes: that copies of rows may take; None is any.
-        rephrased: gives the tokens of the same chat with another last message of the user; None where there is no chat.
-        small: gives the draft model, or raises a UsageError where there is none.
-    """
+    """Holds what a search is made of."""
 
     backend: Backend
-    sampler: Sampler
+    sampler: Sampler  # of the reply's tokens
     config: GenerationConfig
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int]  # that end the reply
     tokenizer: TokenizerLike
-    cancelled: Callable[[], bool]
-    fed: Callable[[], Sequence[int]]
-    chunk: int
-    continues: bool
-    spare_bytes: int | None = None
+    cancelled: Callable[[], bool]  # whether the reply was cancelled
+    fed: Callable[[], Sequence[int]]  # tokens of the text that the cache held when the strategy was last asked for some
+    chunk: int  # tokens of a pass at most where a text is evaluated again
+    continues: bool  # the reply goes on with the prompt's text, as `generation.TokenStream` has it
+    spare_bytes: int | None = None  # that copies of rows may take; None is any
+    # Gives the tokens of the same chat with another last message of the user; None where there is no chat.
     rephrased: Callable[[str], list[int]] | None = None
-    small: Callable[[], SmallModel] | None = None
+    small: Callable[[], SmallModel] | None = None  # gives the draft model, or raises a UsageError where there is none
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Make the sampler of one of several replies, with the seed that follows the reply's own by its index."""
@@ -151,13 +140,9 @@ class Passes:
 
 
 class SearchStrategy(DecodingStrategy):
-    """Does what all searches share; where the context has no room for several texts, they go on plainly.
+    """Does what all searches share; where the context has no room for several texts, they go on plainly."""
 
-    Attributes:
-        lossless: as `SearchUse` has it.
-    """
-
-    lossless: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False  # as `SearchUse` has it
     searches = True
 
     def __init__(self, parts: SearchParts) -> None:
@@ -239,27 +224,18 @@ class SearchStrategy(DecodingStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchMethod(DeclaredMethod):
-    """A search as its file declares it, and what it goes together with.
-
-    Attributes:
-        draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
-            leave no place for the options of sampling, else "either".
-        branches: whether it looks at several continuations.
-        rereads: whether it reads the text again, of which the cache then has to hold every row.
-        constrained: whether it follows a grammar or a list of choices.
-        checked: whether it follows a checker.
-        thinks: whether a limit on thoughts holds in all that it looks at.
-        shares: whether its passes can be shared with other replies.
-    """
+    """A search as its file declares it, and what it goes together with."""
 
     make: Callable[[SearchParts], SearchStrategy]
+    # "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which leave no
+    # place for the options of sampling, else "either".
     draws: Literal["always", "never", "either"]
-    branches: bool = True
-    rereads: bool = False
-    constrained: bool = False
-    checked: bool = False
-    thinks: bool = False
-    shares: bool = True
+    branches: bool = True  # whether it looks at several continuations
+    rereads: bool = False  # whether it reads the text again, of which the cache then has to hold every row
+    constrained: bool = False  # whether it follows a grammar or a list of choices
+    checked: bool = False  # whether it follows a checker
+    thinks: bool = False  # whether a limit on thoughts holds in all that it looks at
+    shares: bool = True  # whether its passes can be shared with other replies
 
 
 def search_method(name: str) -> SearchMethod:

@@ -43,17 +43,12 @@ _DIFFERENCES = "differences"
 
 
 class Answer(NamedTuple):
-    """A drafter's guess for a place.
-
-    Attributes:
-        rank: its guesses for the same place before it.
-        estimate: the probability of the guess, whatever others say.
-    """
+    """A drafter's guess for a place."""
 
     drafter: str
-    rank: int
+    rank: int  # its guesses for the same place before it
     guess: Guess
-    estimate: float
+    estimate: float  # the probability of the guess, whatever others say
 
 
 class Mixture(NamedTuple):
@@ -67,16 +62,13 @@ _NOTHING = Mixture((), {})
 
 
 class MixingWeights:
-    """What mixing has learnt from reply to reply.
-
-    Attributes:
-        of: each drafter's biases and weights of its log-odds, by whether it guessed others before, and by how many
-            drafters agree.
-        differences: by state, how often drafters with logits were right, and tables.
-    """
+    """What mixing has learnt from reply to reply."""
 
     def __init__(self) -> None:
+        # Each drafter's biases and weights of its log-odds, by whether it guessed others before, and by how many
+        # drafters agree.
         self.of: defaultdict[str, list[list[list[float]]]] = defaultdict(_first_weights)
+        # By state, how often drafters with logits were right, and tables.
         self.differences = [[0.0, 0.0] for _ in range(len(_COPY_EDGES) + 1)]
 
     def state(self) -> dict[str, NDArray[Any]]:
@@ -248,15 +240,11 @@ class _Record:
 
 
 class Acceptance:
-    """Running acceptance of guesses.
-
-    Attributes:
-        mixing: what several drafters' guesses for one place say together.
-    """
+    """Running acceptance of guesses."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
-        self.mixing = MixingWeights()
+        self.mixing = MixingWeights()  # what several drafters' guesses for one place say together
 
     def add(self, drafter: str, priors: Sequence[float]) -> None:
         """Begin to learn about a drafter, with its acceptance by sign before any observation."""

@@ -26,15 +26,11 @@ _SURE = 0.995
 
 
 class Asked(NamedTuple):
-    """A guess with what it was estimated at, before and after what is known of guesses that were taken.
-
-    Attributes:
-        rank: guesses of the same drafter for the same place before it.
-    """
+    """A guess with what it was estimated at, before and after what is known of guesses that were taken."""
 
     drafter: str
     guess: Guess
-    rank: int
+    rank: int  # guesses of the same drafter for the same place before it
     raw: float
     estimate: float
 

@@ -183,21 +183,13 @@ _EXACT = "exact"
 
 @dataclass(frozen=True)
 class SessionCosts:
-    """Implements `controller.RoundCosts` by what is known when a reply begins.
+    """Implements `controller.RoundCosts` by what is known when a reply begins."""
 
-    Attributes:
-        passes: c(m).
-        guess_ms_of: milliseconds of one guess, by the drafter's name.
-        round_ms: what a round costs besides its pass and its guesses.
-        confirmed: rows of the largest pass that this session has run often enough to know what it costs.
-        read_ms_of: milliseconds of one token of the text that is read before a guess, by the name of a drafter that
-            reads.
-    """
-
-    passes: PassCosts
-    guess_ms_of: Mapping[str, float]
-    round_ms: float
-    confirmed: int
+    passes: PassCosts  # c(m)
+    guess_ms_of: Mapping[str, float]  # milliseconds of one guess, by the drafter's name
+    round_ms: float  # what a round costs besides its pass and its guesses
+    confirmed: int  # rows of the largest pass that this session has run often enough to know what it costs
+    # Milliseconds of one token of the text that is read before a guess, by the name of a drafter that reads.
     read_ms_of: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def pass_ms(self, rows: int) -> float:

@@ -111,10 +111,6 @@ class SpeculativeDecoding(DecodingStrategy):
         noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
         on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
         statistics: that rounds are added to; None begins some.
-
-    Attributes:
-        statistics: of the rounds so far.
-        texts: prompt and reply, once it is over; no prompt where another strategy began it.
     """
 
     def __init__(
@@ -130,7 +126,8 @@ class SpeculativeDecoding(DecodingStrategy):
         statistics: SpeculationStatistics | None = None,
     ) -> None:
         super().__init__(backend, sampler)
-        self.statistics = statistics or SpeculationStatistics()
+        self.statistics = statistics or SpeculationStatistics()  # of the rounds so far
+        # Prompt and reply, once it is over; no prompt where another strategy began it.
         self.texts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._controller, self._verification, self._noise = controller, verification, noise

@@ -65,23 +65,14 @@ class LogitRows:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What a verification pass gave; arrays are views until the next pass.
+    """What a verification pass gave; arrays are views until the next pass."""
 
-    Attributes:
-        fed: the root, then the draft's nodes. (S,)
-        logits: after each of them.
-        hidden: states after the last layer; None where the backend gives none. (S, D)
-        started: when the pass began, in nanoseconds.
-        resumed: the pass went on where drafting had left the target.
-        chain: its rows follow one another.
-    """
-
-    fed: Ints
-    logits: LogitRows
-    hidden: Floats | None
-    started: int
-    resumed: bool
-    chain: bool
+    fed: Ints  # the root, then the draft's nodes. (S,)
+    logits: LogitRows  # after each of them
+    hidden: Floats | None  # states after the last layer; None where the backend gives none. (S, D)
+    started: int  # when the pass began, in nanoseconds
+    resumed: bool  # the pass went on where drafting had left the target
+    chain: bool  # its rows follow one another
 
 
 def head_of(backend: Backend) -> HeadBackend | None:

@@ -48,21 +48,15 @@ def filler_tokens(backend: Backend, count: int, skip: int = 0) -> Ints:  # (coun
 
 @dataclass(frozen=True)
 class ExactCheck:
-    """Tells what differently cut passes over one text gave.
+    """Tells what differently cut passes over one text gave."""
 
-    Attributes:
-        bit_identical: every logit, key and value was the same.
-        largest_difference: between two logits of the same row and token.
-        worst_gap: between the best and the second logit, the largest of a row whose best token changed; 0 if none did.
-        noise: half of what the difference between the logits of two likely tokens may move by; 0 where bit-identical.
-        rows: of logits that were compared.
-    """
-
-    bit_identical: bool
-    largest_difference: float
+    bit_identical: bool  # every logit, key and value was the same
+    largest_difference: float  # between two logits of the same row and token
+    # Between the best and the second logit, the largest of a row whose best token changed; 0 if none did.
     worst_gap: float
+    # Half of what the difference between the logits of two likely tokens may move by; 0 where bit-identical.
     noise: float
-    rows: int
+    rows: int  # of logits that were compared
 
 
 class _Differences:

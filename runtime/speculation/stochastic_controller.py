@@ -24,37 +24,24 @@ _RECOVERY = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where draws may follow each other: behind a node, by one drafter.
+    """Where draws may follow each other: behind a node, by one drafter."""
 
-    Attributes:
-        node: of the draft; -1 is the root.
-        path: tokens from the root's child to it.
-        likely: how likely it is that all of them are accepted.
-        drafter: that draws.
-        estimate: how likely its first draw is accepted, as far as can be said before it is drawn.
-    """
-
-    node: int
-    path: tuple[int, ...]
-    likely: float
-    drafter: Drafter
-    estimate: float
+    node: int  # of the draft; -1 is the root
+    path: tuple[int, ...]  # tokens from the root's child to it
+    likely: float  # how likely it is that all of them are accepted
+    drafter: Drafter  # that draws
+    estimate: float  # how likely its first draw is accepted, as far as can be said before it is drawn
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Slot:
-    """A draw that may be made: the likeliest to be accepted comes first, of equals the one that was found first.
-
-    Attributes:
-        rank: draws at the place before it.
-        left: how likely it is that none of those is accepted where the place is reached.
-    """
+    """A draw that may be made: the likeliest to be accepted comes first, of equals the one that was found first."""
 
     unlikely: float
     order: int
     place: _Place = field(compare=False)
-    rank: int = field(compare=False)
-    left: float = field(compare=False)
+    rank: int = field(compare=False)  # draws at the place before it
+    left: float = field(compare=False)  # how likely it is that none of those is accepted where the place is reached
 
 
 class StochasticController(DraftController):

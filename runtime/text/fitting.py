@@ -37,28 +37,22 @@ _SHORT = 64  # characters of what stays as it is in a probe
 
 @dataclass(frozen=True)
 class Form:
-    """What is changed about a conversation.
+    """What is changed about a conversation."""
 
-    Attributes:
-        content: contents as they were given, all as text, or as lists of parts.
-        system: which system messages are left: all, also those of developers by that name, the first, or none. The
-            text of others goes before that of the user message behind them.
-        calls: calls as they were given, their arguments as text instead of an object or the other way round, each in a
-            message of its own with its answer behind it, or written as text, with answers as messages of the user's.
-        empty: an empty content of a message with calls is as it was given, "", or None; or a reply that says nothing at
-            all is left out.
-        merged: messages of one role in a row become one.
-        led: an empty user message stands before an assistant's that begins the conversation.
-        listed: where there are no tools, the template is given an empty list of them.
-    """
-
+    # Contents as they were given, all as text, or as lists of parts.
     content: Literal["as given", "text", "parts", "parts but system", "parts of users"] = "as given"
+    # Which system messages are left: all, also those of developers by that name, the first, or none. The text of others
+    # goes before that of the user message behind them.
     system: Literal["as given", "renamed", "first", "none"] = "as given"
+    # Calls as they were given, their arguments as text instead of an object or the other way round, each in a message
+    # of its own with its answer behind it, or written as text, with answers as messages of the user's.
     calls: Literal["as given", "other arguments", "one by one", "in text"] = "as given"
+    # An empty content of a message with calls is as it was given, "", or None; or a reply that says nothing at all is
+    # left out.
     empty: Literal["as given", "text", "null", "left out"] = "as given"
-    merged: bool = False
-    led: bool = False
-    listed: bool = False
+    merged: bool = False  # messages of one role in a row become one
+    led: bool = False  # an empty user message stands before an assistant's that begins the conversation
+    listed: bool = False  # where there are no tools, the template is given an empty list of them
 
     @property
     def cost(self) -> float:

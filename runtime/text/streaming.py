@@ -25,9 +25,6 @@ class StopMatcher:
 
     Args:
         stops: non-empty strings; with none, all text passes at once.
-
-    Attributes:
-        found: the one that was found; None while none was.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -35,7 +32,7 @@ class StopMatcher:
         # The longest first, so that of several that end together it is the first found.
         self._searches = [_Search(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
         self._withheld = ""
-        self.found: str | None = None
+        self.found: str | None = None  # the one that was found; None while none was
 
     @property
     def matched(self) -> bool:
@@ -171,10 +168,6 @@ class ReplyText:
         stops: stop strings; special tokens that they spell are found where the token is drawn.
         context_ids: as `StreamDecoder` takes them.
         calls: what calls of functions begin with, in which no stop strings are looked for; None where there are none.
-
-    Attributes:
-        tokens: so far, a stop token included.
-        decoded: text that became certain with the last of them, whether it may be shown or not.
     """
 
     def __init__(
@@ -194,8 +187,8 @@ class ReplyText:
         self._stops = matcher if self._calls is None else self._calls
         self._shown: list[str] = []
         self._late = ""  # shown with a stop token
-        self.tokens: list[int] = []
-        self.decoded = ""
+        self.tokens: list[int] = []  # so far, a stop token included
+        self.decoded = ""  # text that became certain with the last of them, whether it may be shown or not
         self.ended = False
 
     @property

@@ -41,9 +41,6 @@ class ChatTemplate:
         special_tokens: names to texts that the template may use, such as bos_token.
         now: the clock behind `strftime_now`.
         tool_source: jinja2 text of conversations with tools, where those have a template of their own.
-
-    Attributes:
-        tool_use: the template of conversations with tools; None where it is this one.
     """
 
     def __init__(
@@ -59,6 +56,7 @@ class ChatTemplate:
                 f"The limit is {MAX_SOURCE_CHARACTERS} characters.",
             )
         self.source = source
+        # The template of conversations with tools; None where it is this one.
         self.tool_use = None if tool_source is None else ChatTemplate(tool_source, special_tokens, now)
         self._special_tokens = dict(special_tokens)
         self._now = now

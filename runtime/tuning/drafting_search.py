@@ -284,21 +284,13 @@ _PAYS = 1.05
 
 @dataclass(frozen=True)
 class SkipSet:
-    """A set of blocks that a search found.
+    """A set of blocks that a search found."""
 
-    Attributes:
-        layer_mask: blocks that run while drafting. (2 L,)
-        match_rate: share of positions where they choose the whole model's token.
-        length: draft length that pays best.
-        speedup: predicted over plain decoding at that length; below 1 nothing pays.
-        evaluations: sets that were scored.
-    """
-
-    layer_mask: Mask
-    match_rate: float
-    length: int
-    speedup: float
-    evaluations: int
+    layer_mask: Mask  # blocks that run while drafting. (2 L,)
+    match_rate: float  # share of positions where they choose the whole model's token
+    length: int  # draft length that pays best
+    speedup: float  # predicted over plain decoding at that length; below 1 nothing pays
+    evaluations: int  # sets that were scored
 
     @property
     def layers(self) -> int:

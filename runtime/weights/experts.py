@@ -31,17 +31,11 @@ def expected_experts(experts: int, top_k: float, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """Memory of a model's quantized experts.
+    """Memory of a model's quantized experts."""
 
-    Attributes:
-        moe: None where there are none; the others are 0 then.
-        total: bytes of all of them, on pages of their own.
-        least: bytes that must fit into memory for the largest layer to run, whatever its tokens choose.
-    """
-
-    moe: MoESpec | None
-    total: int
-    least: int
+    moe: MoESpec | None  # None where there are none; the others are 0 then
+    total: int  # bytes of all of them, on pages of their own
+    least: int  # bytes that must fit into memory for the largest layer to run, whatever its tokens choose
 
     @classmethod
     def of(cls, decoder: DecoderSpec | None, tensors: Iterable[TensorEntry]) -> ExpertBytes:
@@ -89,16 +83,13 @@ class ExpertCache:
         parts: weights of each expert by layer and expert, in the order of the file.
         sizes: their bytes; 0 in layers without experts. (L, E)
         limit: bytes of experts that may be in memory at once, what the system maps around them included.
-
-    Attributes:
-        cached: experts whose pages may be in memory. (L, E)
     """
 
     def __init__(self, parts: Mapping[tuple[int, int], Pages], sizes: Ints, limit: int) -> None:
         self._parts = parts
         self._sizes = sizes
         self.limit = limit
-        self.cached: NDArray[np.bool_] = np.zeros(sizes.shape, np.bool_)
+        self.cached: NDArray[np.bool_] = np.zeros(sizes.shape, np.bool_)  # experts whose pages may be in memory. (L, E)
         self.cached_bytes = 0
         self.expert_bytes = int(sizes.sum())
         order = list(parts)

@@ -41,16 +41,12 @@ _log = logging.getLogger("edgeinfer")
 
 @dataclass(frozen=True)
 class RunnableGraph:
-    """A graph and the weights that it reads.
-
-    Attributes:
-        folder: a folder that only this process uses; None where nothing has to be removed.
-    """
+    """A graph and the weights that it reads."""
 
     layout: Layout
     model: Path
     weights: Path
-    folder: Path | None = None
+    folder: Path | None = None  # a folder that only this process uses; None where nothing has to be removed
     _remove: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -39,15 +39,12 @@ _COARSE_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class Note:
-    """A file's identity when it was found whole.
-
-    Attributes:
-        stable: the file had not been written for so long that another change would show; otherwise it is read again.
-    """
+    """A file's identity when it was found whole."""
 
     path: str
     sha256: str
     identity: FileIdentity
+    # The file had not been written for so long that another change would show; otherwise it is read again.
     stable: bool = True
 
     def to_json(self) -> str:
@@ -139,20 +136,14 @@ Outcome = Literal["now", "before", "first"]
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file and its expected content.
-
-    Attributes:
-        sha256: None where it is not known.
-        plain: the file is a model by itself, without a manifest.
-        tail: bytes behind all that the file says it holds.
-    """
+    """A file and its expected content."""
 
     path: Path
     name: str
     bytes: int
-    sha256: str | None
-    plain: bool = False
-    tail: int = 0
+    sha256: str | None  # None where it is not known
+    plain: bool = False  # the file is a model by itself, without a manifest
+    tail: int = 0  # bytes behind all that the file says it holds
 
     @property
     def small(self) -> bool:

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """An exception.
+    """An exception."""
 
-    Attributes:
-        pattern: how a command begins, or what is replaced in it.
-        reason: why.
-        instead: what takes its place.
-    """
-
-    pattern: str
-    reason: str
-    instead: str = ""
+    pattern: str  # how a command begins, or what is replaced in it
+    reason: str  # why
+    instead: str = ""  # what takes its place
 
 
 _SMALL = "trains or measures for minutes; a few steps show that the command is right"

@@ -50,13 +50,10 @@ class Reader:
         folder: empty but for that; commands run here, which is the process's current folder.
         patch: for the environment.
         hub: address of what they take for the Hugging Face hub.
-
-    Attributes:
-        used: the rules of `tests.docs.commands` that were needed.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, hub: str) -> None:
-        self.used: set[Rule] = set()
+        self.used: set[Rule] = set()  # the rules of `tests.docs.commands` that were needed
         self._folder = folder
         self._session: Child | None = None
         self._running = contextlib.ExitStack()

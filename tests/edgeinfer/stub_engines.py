@@ -25,11 +25,6 @@ class StubEngine:
         tokens: the text, with its prompt.
         model: whose vocabulary it has.
         has_tokens_path: of vLLM, whether tokens go in and out.
-
-    Attributes:
-        asked: paths and bodies of requests.
-        ending: why replies in text end.
-        text: that these have; None is the learnt one.
     """
 
     def __init__(
@@ -38,9 +33,9 @@ class StubEngine:
         self._tokens, self._model, self._api = list(tokens), model, api
         self._has_tokens_path = has_tokens_path
         self._evaluated: dict[str, list[list[int]]] = {}
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.ending = "length"
-        self.text: str | None = None
+        self.asked: list[tuple[str, dict[str, Any]]] = []  # paths and bodies of requests
+        self.ending = "length"  # why replies in text end
+        self.text: str | None = None  # that these have; None is the learnt one
 
     def likeliest(self, text: Sequence[int]) -> int:
         """The token that follows."""

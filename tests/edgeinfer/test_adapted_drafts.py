@@ -1,4 +1,4 @@
-"""Draft modules together with adapters: what a target with one says is drafted for, and the text is that of plain decoding."""
+"""Draft modules together with adapters: a target with one is drafted for, and the text is that of plain decoding."""
 
 from __future__ import annotations
 

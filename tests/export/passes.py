@@ -85,11 +85,7 @@ def pool(spec: DecoderSpec) -> dict[str, Array]:
 
 
 class Runner:
-    """Drives a bundle's graph by ONNX Runtime alone, with its cache in shared buffers or pages.
-
-    Attributes:
-        buffers: of the cache, by the names of the inputs.
-    """
+    """Drives a bundle's graph by ONNX Runtime alone, with its cache in shared buffers or pages."""
 
     def __init__(self, bundle: Path, rotary: Rotary, layout: Layout = PORTABLE) -> None:
         opened = open_bundle(bundle)
@@ -101,7 +97,7 @@ class Runner:
         path = opened.model_file(layout)
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.rotary = rotary
-        self.buffers = pool(self.spec) if layout == NATIVE else self._past()
+        self.buffers = pool(self.spec) if layout == NATIVE else self._past()  # of the cache, by the names of the inputs
         self.length = 0
 
     def _past(self) -> dict[str, Array]:

@@ -44,18 +44,13 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of modules.
-
-    Attributes:
-        logits: what the published code drafts with, of a checkpoint and its target's: text and path -> (V,).
-        changed: an option that is given another value, and what is said of that.
-        refused: an option that is out of range, and what is said of that.
-    """
+    """A kind of modules."""
 
     options: KindOptions[Any]
+    # What the published code drafts with, of a checkpoint and its target's: text and path -> (V,).
     logits: Callable[[Path, Path], Callable[[list[int], list[int]], torch.Tensor]]
-    changed: tuple[dict[str, Any], str]
-    refused: tuple[tuple[str, str], str]
+    changed: tuple[dict[str, Any], str]  # an option that is given another value, and what is said of that
+    refused: tuple[tuple[str, str], str]  # an option that is out of range, and what is said of that
 
 
 SHORT: dict[str, Any] = {"steps": 40, "samples": 0, "rows": 4, "length": 24, "learning_rate": 5e-3}

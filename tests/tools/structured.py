@@ -29,27 +29,17 @@ _SHOWN = 12  # reasons of refusals
 
 @dataclass
 class Followed:
-    """Outcome of a group of schemas.
+    """Outcome of a group of schemas."""
 
-    Attributes:
-        schemas: tried.
-        refused: reasons, by how often.
-        compile_ms: of those that compile, with the first mask.
-        mask_ms: of all masks.
-        valid: replies that the schema allows.
-        invalid: ids of schemas whose complete reply it does not allow, with what is wrong.
-        cut: replies that ran out of tokens.
-        failed: ids of schemas whose reply could not go on, with the reason.
-    """
-
-    schemas: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    compile_ms: list[float] = field(default_factory=list)
-    mask_ms: list[float] = field(default_factory=list)
-    valid: int = 0
+    schemas: int = 0  # tried
+    refused: Counter[str] = field(default_factory=Counter)  # reasons, by how often
+    compile_ms: list[float] = field(default_factory=list)  # of those that compile, with the first mask
+    mask_ms: list[float] = field(default_factory=list)  # of all masks
+    valid: int = 0  # replies that the schema allows
+    # Ids of schemas whose complete reply it does not allow, with what is wrong.
     invalid: dict[str, str] = field(default_factory=dict)
-    cut: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
+    cut: int = 0  # replies that ran out of tokens
+    failed: dict[str, str] = field(default_factory=dict)  # ids of schemas whose reply could not go on, with the reason
 
     def add(self, other: Followed) -> None:
         """Add another group's outcome."""

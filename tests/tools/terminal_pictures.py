@@ -26,16 +26,12 @@ _WEB_FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Picture:
-    """The lines that are typed, and the name of their picture.
-
-    Attributes:
-        seen: texts that the terminal must show in the end.
-    """
+    """The lines that are typed, and the name of their picture."""
 
     name: str
     title: str
     typed: tuple[str, ...]
-    seen: tuple[str, ...]
+    seen: tuple[str, ...]  # texts that the terminal must show in the end
 
 
 PICTURES = (

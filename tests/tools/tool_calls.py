@@ -38,48 +38,31 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry.
-
-    Attributes:
-        messages: that ask for the calls.
-        tools: as OpenAI shapes them.
-        truth: calls that are right.
-    """
+    """One entry."""
 
     id: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    truth: list[Call]
+    messages: list[dict[str, Any]]  # that ask for the calls
+    tools: list[dict[str, Any]]  # as OpenAI shapes them
+    truth: list[Call]  # calls that are right
 
 
 @dataclass
 class CallOutcome:
-    """Outcome of a group of entries.
-
-    Attributes:
-        compiled: entries whose functions compile, by format.
-        refused: reasons, by how often.
-        compile_ms: of all grammars that compile.
-        truths: true calls in all; of those, valid by their schema.
-        read_back: entries whose true calls were read back as they were, by format.
-        called: replies with calls, whole ones; of those, with valid arguments throughout.
-        calls: in those replies.
-        cut: replies that ran out of tokens, and prompts larger than the context.
-        invalid: what is wrong with a reply's calls, by entry.
-    """
+    """Outcome of a group of entries."""
 
     entries: int = 0
-    compiled: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    compile_ms: list[float] = field(default_factory=list)
-    truths: int = 0
+    compiled: Counter[str] = field(default_factory=Counter)  # entries whose functions compile, by format
+    refused: Counter[str] = field(default_factory=Counter)  # reasons, by how often
+    compile_ms: list[float] = field(default_factory=list)  # of all grammars that compile
+    truths: int = 0  # true calls in all; of those, valid by their schema
     truths_valid: int = 0
+    # Entries whose true calls were read back as they were, by format.
     read_back: Counter[str] = field(default_factory=Counter)
-    called: int = 0
+    called: int = 0  # replies with calls, whole ones; of those, with valid arguments throughout
     valid: int = 0
-    calls: int = 0
-    cut: int = 0
-    invalid: dict[str, str] = field(default_factory=dict)
+    calls: int = 0  # in those replies
+    cut: int = 0  # replies that ran out of tokens, and prompts larger than the context
+    invalid: dict[str, str] = field(default_factory=dict)  # what is wrong with a reply's calls, by entry
 
     def add(self, other: CallOutcome) -> None:
         """Add another group's outcome."""

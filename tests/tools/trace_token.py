@@ -31,19 +31,13 @@ SELDOM = 0.5
 
 @dataclass
 class Trace:
-    """The calls of some tokens.
+    """The calls of some tokens."""
 
-    Attributes:
-        pieces: of the reply that were followed.
-        files: names of modules, with the pieces that entered them.
-        classes: of the project, whose methods ran, as module and name, with the pieces.
-        functions: calls of each, as module and name.
-    """
-
-    pieces: int = 0
-    files: Counter[str] = field(default_factory=Counter)
+    pieces: int = 0  # of the reply that were followed
+    files: Counter[str] = field(default_factory=Counter)  # names of modules, with the pieces that entered them
+    # Of the project, whose methods ran, as module and name, with the pieces.
     classes: Counter[str] = field(default_factory=Counter)
-    functions: Counter[str] = field(default_factory=Counter)
+    functions: Counter[str] = field(default_factory=Counter)  # calls of each, as module and name
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> None:
         """Record a call; a callback of `sys.setprofile`."""

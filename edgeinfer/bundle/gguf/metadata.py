@@ -16,16 +16,11 @@ from edgeinfer.records import dataclass
 
 @dataclass(frozen=True)
 class GgmlType:
-    """How the values of a tensor are stored: in blocks along a row.
+    """How the values of a tensor are stored: in blocks along a row."""
 
-    Attributes:
-        name: as ggml writes it, such as "Q4_K".
-        number: in files.
-        block_values, block_bytes: of one block; plain numbers are blocks of one value.
-    """
-
-    name: str
-    number: int
+    name: str  # as ggml writes it, such as "Q4_K"
+    number: int  # in files
+    # `block_values`, `block_bytes`: of one block; plain numbers are blocks of one value.
     block_values: int
     block_bytes: int
 
@@ -45,18 +40,12 @@ class GgmlType:
 
 @dataclass(frozen=True)
 class ItemType:
-    """How a metadata value is stored.
+    """How a metadata value is stored."""
 
-    Attributes:
-        name: as the format's description writes it, such as "uint32".
-        size: bytes of a value; 0 for strings and arrays.
-        dtype: of numpy, little-endian; empty for strings and arrays.
-    """
-
-    name: str
+    name: str  # as the format's description writes it, such as "uint32"
     number: int
-    size: int
-    dtype: str
+    size: int  # bytes of a value; 0 for strings and arrays
+    dtype: str  # of numpy, little-endian; empty for strings and arrays
 
 
 def _types(*rows: tuple[int, str, int, int]) -> dict[int, GgmlType]:
@@ -141,15 +130,11 @@ def damaged(path: Path, what: str) -> BundleError:
 
 @dataclass(frozen=True)
 class GgufArray:
-    """An array of metadata, which was checked when the file was read and is read again whenever its values are used.
+    """An array of metadata, which was checked when the file was read and is read again whenever its values are used."""
 
-    Attributes:
-        item_type: name of an `ItemType`, never "array".
-        path, offset, nbytes: the place of the items, strings with their lengths before them.
-    """
-
-    item_type: str
+    item_type: str  # name of an `ItemType`, never "array"
     count: int
+    # `path`, `offset`, `nbytes`: the place of the items, strings with their lengths before them.
     path: Path
     offset: int
     nbytes: int

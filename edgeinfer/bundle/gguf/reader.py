@@ -66,20 +66,14 @@ _RUN = 2_000_000
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One entry of the tensor table.
-
-    Attributes:
-        shape: in numpy's order, (rows, columns) for a matrix.
-        offset: in its file.
-        split: number of its file.
-    """
+    """One entry of the tensor table."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in numpy's order, (rows, columns) for a matrix
     type: GgmlType
-    offset: int
+    offset: int  # in its file
     nbytes: int
-    split: int = 0
+    split: int = 0  # number of its file
 
     @property
     def size(self) -> int:
@@ -88,22 +82,16 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """The header of one file.
-
-    Attributes:
-        size: bytes of the file.
-        header_bytes: up to the end of the tensor table.
-        data_offset: where tensors begin.
-    """
+    """The header of one file."""
 
     path: Path
-    size: int
+    size: int  # bytes of the file
     version: int
     metadata: dict[str, Value]
     tensors: tuple[GgufTensor, ...]
     alignment: int
-    header_bytes: int
-    data_offset: int
+    header_bytes: int  # up to the end of the tensor table
+    data_offset: int  # where tensors begin
 
 
 def read_part(path: Path, split: int = 0) -> Part:
@@ -358,17 +346,11 @@ _MAPPED_ALIGNMENT = 32  # ggml's TENSOR_ALIGNMENT
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a model file, checked against the file.
+    """The header of a model file, checked against the file."""
 
-    Attributes:
-        metadata: of the first file; arrays are read when their values are used.
-        tensors: of all files, in their order.
-        splits: the files that hold it, most often one.
-    """
-
-    metadata: Metadata
-    tensors: tuple[GgufTensor, ...]
-    splits: tuple[Part, ...]
+    metadata: Metadata  # of the first file; arrays are read when their values are used
+    tensors: tuple[GgufTensor, ...]  # of all files, in their order
+    splits: tuple[Part, ...]  # the files that hold it, most often one
 
     @property
     def path(self) -> Path:

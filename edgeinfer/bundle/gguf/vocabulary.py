@@ -79,37 +79,23 @@ _NOT_ENDS = (
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """A vocabulary whose parts agree.
+    """A vocabulary whose parts agree."""
 
-    Attributes:
-        model: its kind: "gpt2" for byte pairs, "llama" for SentencePiece and so on.
-        pre: how byte pairs are kept from crossing words; empty where the file does not say.
-        tokens: their spellings.
-        token_types: normal, control and so on, as llama.cpp numbers them; None where the file has none.
-        scores: None where the file has none.
-        merges: their number.
-        special: ids by what they are for: bos, eos, eot, eom, unk, sep, pad, mask, and three of fill-in-the-middle.
-        special_texts: their spellings.
-        ends: tokens that end a reply, ascending.
-        add_bos: a text begins with the token bos.
-        strips: ids of tokens that take the white space before them, and of those that take what is behind.
-        chat_template: jinja text, not trusted.
-        tool_template: the same of conversations with tools, where they have a template of their own.
-    """
-
-    model: str
-    pre: str
-    tokens: GgufArray
-    token_types: GgufArray | None
-    scores: GgufArray | None
-    merges: int
+    model: str  # its kind: "gpt2" for byte pairs, "llama" for SentencePiece and so on
+    pre: str  # how byte pairs are kept from crossing words; empty where the file does not say
+    tokens: GgufArray  # their spellings
+    token_types: GgufArray | None  # normal, control and so on, as llama.cpp numbers them; None where the file has none
+    scores: GgufArray | None  # None where the file has none
+    merges: int  # their number
+    # Ids by what they are for: bos, eos, eot, eom, unk, sep, pad, mask, and three of fill-in-the-middle.
     special: dict[str, int]
-    special_texts: dict[str, str]
-    ends: tuple[int, ...]
-    add_bos: bool
+    special_texts: dict[str, str]  # their spellings
+    ends: tuple[int, ...]  # tokens that end a reply, ascending
+    add_bos: bool  # a text begins with the token bos
+    # Ids of tokens that take the white space before them, and of those that take what is behind.
     strips: tuple[frozenset[int], frozenset[int]]
-    chat_template: str | None
-    tool_template: str | None = None
+    chat_template: str | None  # jinja text, not trusted
+    tool_template: str | None = None  # the same of conversations with tools, where they have a template of their own
 
     @property
     def size(self) -> int:

@@ -37,16 +37,11 @@ class TreePaths:
     """The paths of a draft tree, from the root to a leaf each.
 
     The first belongs to sequence 0, which holds the context, the next to sequence 1 and so on.
-
-    Attributes:
-        start: tokens of the context.
-        paths: rows of each path, from the root on.
-        members: sequences that each row belongs to, ascending.
     """
 
-    start: int
-    paths: tuple[tuple[int, ...], ...]
-    members: tuple[tuple[int, ...], ...]
+    start: int  # tokens of the context
+    paths: tuple[tuple[int, ...], ...]  # rows of each path, from the root on
+    members: tuple[tuple[int, ...], ...]  # sequences that each row belongs to, ascending
 
     @classmethod
     def of(cls, tree: Ints, start: int) -> TreePaths:  # (S,)
@@ -83,10 +78,6 @@ class LlamaCache(TrimmedCache):
 
     Args:
         window: tokens that layers with a sliding window see; 0 where there are none.
-
-    Attributes:
-        length: tokens it holds, all rows of a pending tree counted.
-        pending: the draft tree of which no rows were kept yet.
     """
 
     copyable = True
@@ -96,8 +87,8 @@ class LlamaCache(TrimmedCache):
         self._codec = codec
         self.capacity = capacity
         self._window = window
-        self.length = 0
-        self.pending: TreePaths | None = None
+        self.length = 0  # tokens it holds, all rows of a pending tree counted
+        self.pending: TreePaths | None = None  # the draft tree of which no rows were kept yet
 
     @property
     def nbytes(self) -> int:
@@ -231,14 +222,11 @@ class RecurrentCache(LlamaCache):
     llama.cpp keeps the states behind the last rows of a pass where it was asked for some and the architecture has them
     (`n_rs_seq`), so these rows can be cut off again at no cost, but one row stays. Going back further takes a copy of
     the states: the one of `mark`, or the one of `hold`.
-
-    Attributes:
-        copyable: there are no sliding windows, of which llama.cpp copies only what they show.
     """
 
     def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
         super().__init__(context, codec, capacity, window)
-        self.copyable = not window
+        self.copyable = not window  # there are no sliding windows, of which llama.cpp copies only what they show
         self._mark: _States | None = None
         self._base: _States | None = None
         self._wanted: int | None = None

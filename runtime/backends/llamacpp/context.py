@@ -32,16 +32,11 @@ _STAT = Path("/proc/stat")
 
 
 class ProcessorTimes(NamedTuple):
-    """Seconds.
-
-    Attributes:
-        busy: working time of all processors that this process may use, for any program.
-        own: working time for this process.
-    """
+    """Seconds."""
 
     wall: float
-    busy: float
-    own: float
+    busy: float  # working time of all processors that this process may use, for any program
+    own: float  # working time for this process
     processors: int
 
 
@@ -101,14 +96,10 @@ class RowSteps:
     A kernel of repacked weights multiplies four rows for about the price of one, and each row that is left over for the
     price of one: c(2) and c(3) exceed c(4), c(6) and c(7) exceed c(8). Sixteen are cheaper still, by the row, so that
     c(13) exceeds c(16) too. Other kernels cost more with every row.
-
-    Attributes:
-        layers: share of repacked bytes in what a pass reads.
-        head: the same of the head alone, which computes the rows that logits are wanted of: 1 or 0.
     """
 
-    layers: float
-    head: float
+    layers: float  # share of repacked bytes in what a pass reads
+    head: float  # the same of the head alone, which computes the rows that logits are wanted of: 1 or 0
 
     @classmethod
     def of(cls, gguf: GgufFile, weights: str) -> RowSteps:
@@ -203,28 +194,18 @@ _TYPES = {FLOAT32: 0, FLOAT16: 1, "q8_0": 8, "q4_0": 2}
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """Settings of a context.
+    """Settings of a context."""
 
-    Attributes:
-        cells: tokens the cache may hold, those of pending draft trees included.
-        threads: threads of a pass; the most of them with `adaptive_threads`.
-        adaptive_threads: work with fewer while others use the processors, which changes no bit of the results.
-        batch: tokens of a pass at most.
-        outputs: logit rows of a pass at most.
-        sequences: sequences that may share the cache, without the spare one.
-        rollback: rows of a pass that recurrent layers can go back by; more states are kept for them.
-        offloaded: some layers run on a graphics processor, and keep their cells there.
-    """
-
-    cells: int
+    cells: int  # tokens the cache may hold, those of pending draft trees included
     kv: str
-    threads: int
-    batch: int
-    outputs: int
-    sequences: int
+    threads: int  # threads of a pass; the most of them with `adaptive_threads`
+    batch: int  # tokens of a pass at most
+    outputs: int  # logit rows of a pass at most
+    sequences: int  # sequences that may share the cache, without the spare one
+    # Work with fewer while others use the processors, which changes no bit of the results.
     adaptive_threads: bool = False
-    rollback: int = 0
-    offloaded: bool = False
+    rollback: int = 0  # rows of a pass that recurrent layers can go back by; more states are kept for them
+    offloaded: bool = False  # some layers run on a graphics processor, and keep their cells there
 
     @property
     def spare(self) -> int:
@@ -233,12 +214,7 @@ class ContextOptions:
 
 
 class LlamaContext:
-    """A context of a model and the batch that is fed to it.
-
-    Attributes:
-        kv_bytes: size of the cache in the process, as llama.cpp says; all of it is taken at once.
-        cell_layers: the layers of each of llama.cpp's caches; layers with a sliding window have a second one.
-    """
+    """A context of a model and the batch that is fed to it."""
 
     def __init__(self, lib: Any, model: Any, options: ContextOptions) -> None:
         self._lib = lib
@@ -262,7 +238,9 @@ class LlamaContext:
         self._threads = options.threads
         self._spare_threads = SpareThreads(options.threads) if options.adaptive_threads else None
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
+        # Size of the cache in the process, as llama.cpp says; all of it is taken at once.
         self.kv_bytes = sum(_logged_sizes(lines, "KV")) + sum(_logged_sizes(lines, "RS"))
+        # The layers of each of llama.cpp's caches; layers with a sliding window have a second one.
         self.cell_layers = _logged_layers(lines)
         self._most_rows = options.sequences + 1
         self._logits: tuple[int, Floats] = (0, np.zeros((0, self._vocab_size), np.float32))

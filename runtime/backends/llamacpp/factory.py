@@ -78,18 +78,12 @@ def _activations(gguf: GgufFile, configuration: Configuration) -> int:
 
 @dataclass(frozen=True)
 class GgufMemory:
-    """Implements `ModelMemory`.
-
-    Attributes:
-        shared: the memory of the graphics processor, where layers run on one, is the system's, and counts.
-        keeps: other conversations, by a prefix cache.
-        head_here: the norm and the matrix that give logits stay in the process, where layers lie elsewhere.
-    """
+    """Implements `ModelMemory`."""
 
     bundle: Bundle
-    shared: bool = False
-    keeps: bool = False
-    head_here: bool = False
+    shared: bool = False  # the memory of the graphics processor, where layers run on one, is the system's, and counts
+    keeps: bool = False  # other conversations, by a prefix cache
+    head_here: bool = False  # the norm and the matrix that give logits stay in the process, where layers lie elsewhere
 
     def import_libraries(self) -> None:
         from edgeinfer.bundle.gguf.library import llama_library

@@ -26,23 +26,16 @@ _TRAITS = Traits(
 
 @dataclass(frozen=True)
 class GraphicsProcessor:
-    """A device of llama.cpp.
+    """A device of llama.cpp."""
 
-    Attributes:
-        name: llama.cpp's, such as Vulkan0.
-        free, total: bytes of its memory.
-        shared: its memory is the system's.
-        pointers: llama.cpp's own, of all devices that are taken for one.
-        servers: addresses of the machines that it is made of; none where it is this machine's.
-    """
-
-    name: str
+    name: str  # llama.cpp's, such as Vulkan0
     description: str
+    # `free`, `total`: bytes of its memory.
     free: int
     total: int
-    shared: bool
-    pointers: tuple[int, ...]
-    servers: tuple[str, ...] = ()
+    shared: bool  # its memory is the system's
+    pointers: tuple[int, ...]  # llama.cpp's own, of all devices that are taken for one
+    servers: tuple[str, ...] = ()  # addresses of the machines that it is made of; none where it is this machine's
 
     @property
     def keeps_head(self) -> bool:
@@ -53,14 +46,10 @@ class GraphicsProcessor:
 
 @dataclass(frozen=True)
 class Offload:
-    """The last layers of a model on a graphics processor.
-
-    Attributes:
-        layers: number of layers; the norm and the matrix that give logits count as one.
-    """
+    """The last layers of a model on a graphics processor."""
 
     processor: GraphicsProcessor
-    layers: int
+    layers: int  # number of layers; the norm and the matrix that give logits count as one
 
 
 def graphics_processors() -> tuple[GraphicsProcessor, ...]:

@@ -38,14 +38,10 @@ _ROOM = 1 << 14  # of the few tensors' descriptions
 
 @dataclass(frozen=True)
 class Division:
-    """A model divided between the processor and a graphics processor, which has the last layers.
-
-    Attributes:
-        gpu_layers: on the graphics processor; the norm and the matrix that give logits are the last of all.
-    """
+    """A model divided between the processor and a graphics processor, which has the last layers."""
 
     blocks: int
-    gpu_layers: int
+    gpu_layers: int  # on the graphics processor; the norm and the matrix that give logits are the last of all
 
     @classmethod
     def of(cls, gguf: GgufFile, gpu_layers: int) -> Division:

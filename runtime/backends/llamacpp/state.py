@@ -46,14 +46,10 @@ _HADAMARD = 64  # heads whose width is a multiple of this are turned in quantize
 
 
 class CellRows(NamedTuple):
-    """Sizes of a token's rows in a layer.
+    """Sizes of a token's rows in a layer."""
 
-    Attributes:
-        heads: heads of keys and values; 0 where the layer keeps nothing.
-        key_size, value_size: channels of one; no values where attention is latent.
-    """
-
-    heads: int
+    heads: int  # heads of keys and values; 0 where the layer keeps nothing
+    # `key_size`, `value_size`: channels of one; no values where attention is latent.
     key_size: int
     value_size: int
 

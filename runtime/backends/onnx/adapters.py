@@ -37,19 +37,12 @@ _EXPERTS = ".experts."  # in the names of their modules
 
 @dataclass(frozen=True, eq=False)
 class PackedAdapters:
-    """All adapters of a model.
+    """All adapters of a model."""
 
-    Attributes:
-        digests: digest of each adapter by its name in requests, in the order that rows number them.
-        sites: tensors of the bundle that any of them changes.
-        weights: all factors, A as (rank, K) and B times its scale as (rank, outputs). (W,)
-        table: the operator's. (sites, adapters, parts, 5)
-    """
-
-    digests: Mapping[str, str]
-    sites: tuple[str, ...]
-    weights: NDArray[np.float32]
-    table: NDArray[np.int64]
+    digests: Mapping[str, str]  # digest of each adapter by its name in requests, in the order that rows number them
+    sites: tuple[str, ...]  # tensors of the bundle that any of them changes
+    weights: NDArray[np.float32]  # all factors, A as (rank, K) and B times its scale as (rank, outputs). (W,)
+    table: NDArray[np.int64]  # the operator's. (sites, adapters, parts, 5)
 
     @property
     def nbytes(self) -> int:

@@ -35,12 +35,7 @@ from edgeinfer.runtime.system.memory import MappedFile
 
 
 class ConcatCache(TrimmedCache):
-    """Implements `KVCache` by the outputs of the last pass.
-
-    Attributes:
-        arrays: keys and values of each layer in turn, float32; rows behind the length are cut off before they are read.
-            (1, H, rows, h) each
-    """
+    """Implements `KVCache` by the outputs of the last pass."""
 
     copyable = True
 
@@ -48,6 +43,8 @@ class ConcatCache(TrimmedCache):
         self._geometry = geometry
         self.capacity = capacity
         self.length = 0
+        # Keys and values of each layer in turn, float32; rows behind the length are cut off before they are read. (1,
+        # H, rows, h) each.
         self.arrays = self.empty(0)
 
     @property

@@ -44,9 +44,6 @@ class GraphBackend(ABC):
 
     Args:
         places: rows of the rotary tables, for a context of `capacity` tokens.
-
-    Attributes:
-        pages: pages of the weights' file where it is used in place.
     """
 
     name = "onnx"
@@ -83,7 +80,7 @@ class GraphBackend(ABC):
             model, around = self._graph.model.read_bytes(), self._graph.model.parent
             model = adapted_graph(model, bundle.manifest, adapters)
         self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around)
-        self.pages: WeightPages | None = None
+        self.pages: WeightPages | None = None  # pages of the weights' file where it is used in place
         if layout == NATIVE:
             self.pages = WeightPages(self._graph.weights, tensors_in(bundle.manifest, NATIVE))
             self.pages.large_pages()

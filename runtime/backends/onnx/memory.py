@@ -47,17 +47,12 @@ _MAKING_FLOATS = 4
 
 @dataclass(frozen=True)
 class OnnxMemory:
-    """Implements `ModelMemory`.
-
-    Attributes:
-        merge_pairs: whether the tokenizer's merges are pairs, which take more to parse.
-        floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
-    """
+    """Implements `ModelMemory`."""
 
     bundle: Bundle
     layout: Layout
-    merge_pairs: bool
-    floats: bool = False
+    merge_pairs: bool  # whether the tokenizer's merges are pairs, which take more to parse
+    floats: bool = False  # whether the backend multiplies all weights out to floats, and keeps the scores of every head
     threads: int = 1
 
     def import_libraries(self) -> None:

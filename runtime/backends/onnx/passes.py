@@ -109,18 +109,12 @@ class Pass:
 
 
 class ExpertInputs:
-    """Arrays that stay where they are, so that they are bound once; a pass that chooses nothing writes one number.
-
-    Attributes:
-        top_k: experts of a token in the whole model.
-        count: experts for each token. (1,)
-        bias: added to the routers' scores before choosing. (L, E)
-    """
+    """Arrays that stay where they are, so that they are bound once; a pass that chooses nothing writes one number."""
 
     def __init__(self, moe: MoESpec, layers: int) -> None:
-        self.top_k = moe.top_k
-        self.count = np.full(1, moe.top_k, np.int64)
-        self.bias = np.zeros((layers, moe.experts), np.float32)
+        self.top_k = moe.top_k  # experts of a token in the whole model
+        self.count = np.full(1, moe.top_k, np.int64)  # experts for each token. (1,)
+        self.bias = np.zeros((layers, moe.experts), np.float32)  # added to the routers' scores before choosing. (L, E)
         self._biased = False
 
     def choose(self, choice: ExpertChoice | None) -> None:
@@ -206,16 +200,13 @@ class PathTables:
 
     A path is the first slots of its sequence and then some further ones, the last of all the row's own
     (edgeinfer.bundle.graph).
-
-    Attributes:
-        rows: for each row its sequence, the number of first slots it sees, where its further slots begin in `slots`,
-            and their number. (S, 4)
-        slots: further slots. (X,)
     """
 
     def __init__(self, size: int, capacity: int, slots: int = 1) -> None:
+        # For each row its sequence, the number of first slots it sees, where its further slots begin in `slots`, and
+        # their number. (S, 4).
         self.rows: NDArray[np.int32] = np.zeros((size, 4), np.int32)
-        self.slots: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.slots: NDArray[np.int32] = np.zeros(slots, np.int32)  # further slots. (X,)
         self._counting: NDArray[np.int32] = np.arange(capacity + 1, dtype=np.int32)
         self._plain = True  # nothing but the second column is in use
 

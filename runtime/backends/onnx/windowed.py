@@ -132,13 +132,9 @@ def _nothing(output: ForwardOutput | None = None) -> None:
 
 @dataclass(frozen=True)
 class Window:
-    """Layers of a pass that run together.
+    """Layers of a pass that run together."""
 
-    Attributes:
-        layers: attention and MLP of each layer, true where they are in the window. (2 L,)
-    """
-
-    layers: NDArray[np.bool_]
+    layers: NDArray[np.bool_]  # attention and MLP of each layer, true where they are in the window. (2 L,)
     before: Callable[[], None]
     after: Callable[[ForwardOutput], None]
     within: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -203,17 +199,12 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers that run together.
-
-    Attributes:
-        weights: its streamed weights.
-        dropped: weights are dropped as soon as an operator has read them, not only when all have run.
-        forgotten: weights that the system's cache drops, too, after the layers have run; None keeps all there.
-    """
+    """Layers that run together."""
 
     layers: NDArray[np.bool_]
-    weights: WeightPart
-    dropped: bool = False
+    weights: WeightPart  # its streamed weights
+    dropped: bool = False  # weights are dropped as soon as an operator has read them, not only when all have run
+    # Weights that the system's cache drops, too, after the layers have run; None keeps all there.
     forgotten: WeightPart | None = None
 
     @property

@@ -54,13 +54,10 @@ _LEAST_SQUARE = np.float32(1e-5)
 
 @dataclass(frozen=True)
 class ReferenceEnds:
-    """The ends of a decoder's layers.
-
-    Attributes:
-        linear, norm: product and norm by the names of their weights.
-    """
+    """The ends of a decoder's layers."""
 
     spec: DecoderSpec
+    # `linear`, `norm`: product and norm by the names of their weights.
     linear: Callable[[str, Floats], Floats]
     norm: Callable[[str, Floats], Floats]
     weight: Callable[[str], Floats]
@@ -153,20 +150,16 @@ class ReferenceEnds:
 
 @dataclass(frozen=True)
 class ReferenceMixture:
-    """The mixture of a layer.
-
-    Attributes:
-        linear, norm: product and norm by the names of their weights.
-        mlp: an MLP by the prefix of its weights, gated or not.
-    """
+    """The mixture of a layer."""
 
     spec: DecoderSpec
     layer: int
     moe: MoESpec
     weights: Mapping[str, Floats]
+    # `linear`, `norm`: product and norm by the names of their weights.
     linear: Callable[[str, Floats], Floats]
     norm: Callable[[str, Floats], Floats]
-    mlp: Callable[[str, Floats, bool], Floats]
+    mlp: Callable[[str, Floats, bool], Floats]  # an MLP by the prefix of its weights, gated or not
 
     @property
     def _prefix(self) -> str:
@@ -237,21 +230,14 @@ def high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
 
 @dataclass(frozen=True)
 class _Pass:
-    """Values that the layers of a pass share.
-
-    Attributes:
-        seen: which cached rows each row sees (S, T), by window.
-        mask: whether attention and MLP of each layer run (L, 2).
-        vectors: per-layer embeddings (S, L, P).
-        used: the experts of each layer that has any, filled in as they are chosen.
-    """
+    """Values that the layers of a pass share."""
 
     positions: Ints  # (S,)
-    seen: dict[int, NDArray[np.bool_]]
-    mask: NDArray[np.bool_]
-    vectors: Floats | None
+    seen: dict[int, NDArray[np.bool_]]  # which cached rows each row sees (S, T), by window
+    mask: NDArray[np.bool_]  # whether attention and MLP of each layer run (L, 2)
+    vectors: Floats | None  # per-layer embeddings (S, L, P)
     experts: ExpertChoice | None
-    used: dict[int, Ints]
+    used: dict[int, Ints]  # the experts of each layer that has any, filled in as they are chosen
 
 
 class ReferenceBackend:

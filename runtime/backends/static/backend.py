@@ -39,11 +39,7 @@ _HIDDEN = np.float32(-3e4)
 
 
 class StaticSession:
-    """Runs one graph; its results stay in its arrays until the next run.
-
-    Attributes:
-        logits: (R, V).
-    """
+    """Runs one graph; its results stay in its arrays until the next run."""
 
     def __init__(self, session: OrtSession, graph: StaticGraph, spec: DecoderSpec) -> None:
         self.graph = graph
@@ -52,7 +48,7 @@ class StaticSession:
         self._inputs = {v.name: np.zeros(v.shape, v.dtype) for v in graph.inputs(spec) if v.name not in past}
         self._outputs = {v.name: np.zeros(v.shape, v.dtype) for v in graph.outputs(spec)}
         self._inputs[io.NEW_PLACES][0, :, :, 1] = np.arange(spec.num_kv_heads)[:, None]
-        self.logits: Floats = self._outputs[io.LOGITS]
+        self.logits: Floats = self._outputs[io.LOGITS]  # (R, V)
         self._binding = session.binding()
         for name, array in self._inputs.items():
             self._bind_input(name, array)

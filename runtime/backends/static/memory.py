@@ -34,15 +34,10 @@ class Run:
 
 @dataclass(frozen=True)
 class GraphSet:
-    """The graphs that passes may use.
+    """The graphs that passes may use."""
 
-    Attributes:
-        narrow: the narrowest first; at least one.
-        prompts: the graph for prompts; None where they go through the others.
-    """
-
-    narrow: tuple[StaticGraph, ...]
-    prompts: StaticGraph | None
+    narrow: tuple[StaticGraph, ...]  # the narrowest first; at least one
+    prompts: StaticGraph | None  # the graph for prompts; None where they go through the others
 
     @property
     def all(self) -> tuple[StaticGraph, ...]:
@@ -98,14 +93,10 @@ _FLOAT_BYTES, _ID_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Implements `ModelMemory`.
-
-    Attributes:
-        ordinary: memory of the bundle's ordinary graph, which has the tokenizer's terms.
-    """
+    """Implements `ModelMemory`."""
 
     bundle: Bundle
-    ordinary: OnnxMemory
+    ordinary: OnnxMemory  # memory of the bundle's ordinary graph, which has the tokenizer's terms
     exact: bool
     on_cpu: bool
 

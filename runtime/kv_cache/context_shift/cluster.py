@@ -31,19 +31,12 @@ from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Options of merging. Defaults were chosen among some twenty, by docs/log.
+    """Options of merging. Defaults were chosen among some twenty, by docs/log."""
 
-    Attributes:
-        sinks: first rows, which stay as they are.
-        freed: share of the context that each context shift frees.
-        recent: share of the context, its latest tokens, that stays as it is.
-        chunk: rows among which alike ones are looked for.
-    """
-
-    sinks: int = SINKS
-    freed: float = 0.0625
-    recent: float = 0.1
-    chunk: int = 64
+    sinks: int = SINKS  # first rows, which stay as they are
+    freed: float = 0.0625  # share of the context that each context shift frees
+    recent: float = 0.1  # share of the context, its latest tokens, that stays as it is
+    chunk: int = 64  # rows among which alike ones are looked for
 
 
 class ClusterPolicy:

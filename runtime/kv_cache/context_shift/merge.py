@@ -127,25 +127,16 @@ def attention(queries: Floats, keys: Floats) -> Floats:  # (H, g, w, h), (H, n, 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """Options of the choice of rows. Defaults were chosen among some twenty, by docs/log.
+    """Options of the choice of rows. Defaults were chosen among some twenty, by docs/log."""
 
-    Attributes:
-        sinks: first rows, which stay and into which nothing is merged.
-        freed: share of the context that each context shift frees.
-        observed: latest tokens whose attention is observed.
-        recent: share of the context, its latest tokens, that stays whatever is attended to; no fewer than `observed`.
-        kept_score: share of the earlier scores that a context shift keeps.
-        pooled: a row's score is the highest among so many around it, so that words stay whole; odd.
-        similar: least cosine of two keys, before rotation, that are merged.
-    """
-
-    sinks: int = SINKS
-    freed: float = 0.125
-    observed: int = 16
+    sinks: int = SINKS  # first rows, which stay and into which nothing is merged
+    freed: float = 0.125  # share of the context that each context shift frees
+    observed: int = 16  # latest tokens whose attention is observed
+    # Share of the context, its latest tokens, that stays whatever is attended to; no fewer than `observed`.
     recent: float = 0.25
-    kept_score: float = 0.5
-    pooled: int = 5
-    similar: float = 0.9
+    kept_score: float = 0.5  # share of the earlier scores that a context shift keeps
+    pooled: int = 5  # a row's score is the highest among so many around it, so that words stay whole; odd
+    similar: float = 0.9  # least cosine of two keys, before rotation, that are merged
 
 
 @dataclass(frozen=True)

@@ -26,32 +26,21 @@ from edgeinfer.runtime.paging.layout import PAGE, PAGE_UNIT, pages_for
 
 @dataclass(frozen=True)
 class Removed:
-    """Result of one context shift.
+    """Result of one context shift."""
 
-    Attributes:
-        rows: rows that the cache lost.
-        merged: rows that went into others, the mean over layers and heads; the remaining ones were dropped.
-    """
-
-    rows: int
-    merged: float = 0.0
+    rows: int  # rows that the cache lost
+    merged: float = 0.0  # rows that went into others, the mean over layers and heads; the remaining ones were dropped
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The part of a text that has left the cache.
+    """The part of a text that has left the cache."""
 
-    Attributes:
-        events: context shifts so far.
-        tokens: tokens of the text less rows of the cache.
-        merged: the tokens among them whose rows went into others; the mean over layers and heads.
-        since: tokens of the text at the last context shift. Rows of later tokens are theirs alone and may be cut;
-            what the rows of earlier ones were cannot be had back.
-    """
-
-    events: int = 0
-    tokens: int = 0
-    merged: float = 0.0
+    events: int = 0  # context shifts so far
+    tokens: int = 0  # tokens of the text less rows of the cache
+    merged: float = 0.0  # the tokens among them whose rows went into others; the mean over layers and heads
+    # Tokens of the text at the last context shift. Rows of later tokens are theirs alone and may be cut; what the rows
+    # of earlier ones were cannot be had back.
     since: int = 0
 
     def after(self, removed: Removed, since: int) -> Lost:

@@ -54,25 +54,20 @@ def _middle(depth: int, draw: int) -> float:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a round starts from.
+    """What a round starts from."""
 
-    Attributes:
-        tokens: all committed tokens, prompt and reply; the last is the root. A live list that only grows during a
-            generation; not to be changed by drafters.
-        draw: chooses from a drafter's logits.
-        forced: tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
-        further: draws siblings of a token that `draw` drew from a distribution.
-        lost: by how many tokens the text is longer than the target's cache with the root would be, because the text
-            has outgrown the context; 0 as long as it has not. It changes between rounds only.
-        chance: a number in [0, 1) of a depth (0 for what follows the root), independent for each draw and of all tokens
-            drawn, for deciding where to draw.
-    """
-
+    # All committed tokens, prompt and reply; the last is the root. A live list that only grows during a generation; not
+    # to be changed by drafters.
     tokens: list[int]
-    draw: Draw
+    draw: Draw  # chooses from a drafter's logits
+    # Tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
     forced: Callable[[Sequence[int]], Sequence[int]]
-    further: Further = _nothing
+    further: Further = _nothing  # draws siblings of a token that `draw` drew from a distribution
+    # By how many tokens the text is longer than the target's cache with the root would be, because the text has
+    # outgrown the context; 0 as long as it has not. It changes between rounds only.
     lost: Callable[[], int] = _all_there
+    # A number in [0, 1) of a depth (0 for what follows the root), independent for each draw and of all tokens drawn,
+    # for deciding where to draw.
     chance: Callable[[int, int], float] = _middle
 
     @property
@@ -83,33 +78,22 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One proposed token.
+    """One proposed token."""
 
-    Attributes:
-        token: its id.
-        sign: the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart.
-        probabilities: what it was drawn from, for verification by ratio; None is deterministic.
-    """
-
-    token: int
-    sign: int
+    token: int  # its id
+    sign: int  # the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart
+    # What it was drawn from, for verification by ratio; None is deterministic.
     probabilities: Probabilities | None = None
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that one pass of the target will verify.
+    """Tokens that one pass of the target will verify."""
 
-    Attributes:
-        guesses: the nodes, parents before children; of a chain in order.
-        parents: index of each node's parent, -1 for the root.
-        sources: name of the drafter of each node.
-        likely: how likely the path to each node is to be accepted; empty where it was not estimated.
-    """
-
-    guesses: tuple[Guess, ...] = ()
-    parents: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
+    guesses: tuple[Guess, ...] = ()  # the nodes, parents before children; of a chain in order
+    parents: tuple[int, ...] = ()  # index of each node's parent, -1 for the root
+    sources: tuple[str, ...] = ()  # name of the drafter of each node
+    # How likely the path to each node is to be accepted; empty where it was not estimated.
     likely: tuple[float, ...] = ()
 
     def __len__(self) -> int:
@@ -157,58 +141,37 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification decided.
+    """What verification decided."""
 
-    Attributes:
-        accepted: nodes on the accepted path, from the root down.
-        token: chosen after the last of them: the recovered token where a proposal was rejected, else the bonus.
-        bonus: whether the path ended at a node (or root) that had no child to reject.
-    """
-
-    accepted: tuple[int, ...]
-    token: int
-    bonus: bool
+    accepted: tuple[int, ...]  # nodes on the accepted path, from the root down
+    token: int  # chosen after the last of them: the recovered token where a proposal was rejected, else the bonus
+    bonus: bool  # whether the path ended at a node (or root) that had no child to reject
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of the target decided, whichever drafter drafted; or several plain ones, without rows.
+    """What one pass of the target decided, whichever drafter drafted; or several plain ones, without rows."""
 
-    Attributes:
-        draft: what was verified; may be empty.
-        verdict: what came of it.
-        committed: tokens that the context grew by: the accepted ones and the verdict's.
-        fed: tokens of the pass: the root, then the draft's nodes. (S,)
-        logits: after each of them, or after those that are in memory, from `first_row` on; a view that is valid during
-            `observe`. (R, V)
-        hidden: states after the last layer of each of them, or, of plain steps, of the last one alone, which predicted
-            the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
-            (S, D) or (1, D)
-        branches: the reply's drafts may branch, so that drafters are asked for further guesses of a place.
-        first_row: of the rows whose logits are there; those before it had theirs, those behind may not have any.
-    """
-
-    draft: Draft
-    verdict: Verdict
-    committed: tuple[int, ...]
-    fed: Ints
+    draft: Draft  # what was verified; may be empty
+    verdict: Verdict  # what came of it
+    committed: tuple[int, ...]  # tokens that the context grew by: the accepted ones and the verdict's
+    fed: Ints  # tokens of the pass: the root, then the draft's nodes. (S,)
+    # After each of them, or after those that are in memory, from `first_row` on; a view that is valid during `observe`.
+    # (R, V).
     logits: Floats
+    # States after the last layer of each of them, or, of plain steps, of the last one alone, which predicted the last
+    # of `committed`; a view as well, None where the backend has none or the row is no longer there. (S, D) or (1, D).
     hidden: Floats | None = None
-    branches: bool = True
-    first_row: int = 0
+    branches: bool = True  # the reply's drafts may branch, so that drafters are asked for further guesses of a place
+    first_row: int = 0  # of the rows whose logits are there; those before it had theirs, those behind may not have any
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a verification pass goes on where drafting left the target.
+    """How a verification pass goes on where drafting left the target."""
 
-    Attributes:
-        hidden: states of every fed row that enter the first layer of the mask. (S, D)
-        layer_mask: layers still to run. (2 L,)
-    """
-
-    hidden: Floats
-    layer_mask: NDArray[np.bool_]
+    hidden: Floats  # states of every fed row that enter the first layer of the mask. (S, D)
+    layer_mask: NDArray[np.bool_]  # layers still to run. (2 L,)
 
 
 class TargetView(Protocol):
@@ -241,27 +204,17 @@ class Verifier(Protocol):
 
 
 class Drafter:
-    """Proposes tokens. Its state follows the context by `begin` and `observe`; `guesses` must not disturb it.
+    """Proposes tokens. Its state follows the context by `begin` and `observe`; `guesses` must not disturb it."""
 
-    Attributes:
-        name: as the command line knows it.
-        priors: acceptance of each sign before anything was observed; its length is the number of signs.
-        uses_target: whether guessing runs passes of the target, whose rows the engine drops before it verifies.
-        branches: whether `guesses` can give more than one.
-        follows_passes: whether it guesses only behind rows that it has seen passes of the target over.
-        at_once: whether the first guess of a round computes what all of them take; the others cost nothing.
-        draws: whether its guesses are drawn by `DraftContext.draw`, so that they may carry distributions.
-        copies: whether its guesses repeat the conversation.
-    """
-
-    name: str
-    priors: Sequence[float]
+    name: str  # as the command line knows it
+    priors: Sequence[float]  # acceptance of each sign before anything was observed; its length is the number of signs
+    # Whether guessing runs passes of the target, whose rows the engine drops before it verifies.
     uses_target: bool = False
-    branches: bool = False
-    draws: bool = False
-    copies: bool = False
-    follows_passes: bool = False
-    at_once: bool = False
+    branches: bool = False  # whether `guesses` can give more than one
+    draws: bool = False  # whether its guesses are drawn by `DraftContext.draw`, so that they may carry distributions
+    copies: bool = False  # whether its guesses repeat the conversation
+    follows_passes: bool = False  # whether it guesses only behind rows that it has seen passes of the target over
+    at_once: bool = False  # whether the first guess of a round computes what all of them take; the others cost nothing
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A generation begins after this prompt, or whatever of it differs from what is known already.

@@ -27,29 +27,19 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What drafters are made of.
+    """What drafters are made of."""
 
-    Attributes:
-        target: the backend whose text is drafted.
-        model: the backend of a small model with the same tokenizer; None where none was given.
-        chunk: tokens of a prompt that the small model evaluates per pass.
-        tuning: what `edgeinfer tune` found for this bundle and device.
-        experts: per token of a draft, where drafting is with fewer; None takes half of the model's own number.
-        cached_experts: gives which experts are in memory, as `ExpertChoice.bias`; None where all are. () -> (L, E)
-        bundle: the target's, whose heads draft; None has none.
-        depths: layers of the small model after which it was trained to guess, fewer than all.
-        module: the small model's bundle, where it is a draft module.
-    """
-
-    target: Backend
-    model: Backend | None
-    chunk: int
-    tuning: TunedDrafting
+    target: Backend  # the backend whose text is drafted
+    model: Backend | None  # the backend of a small model with the same tokenizer; None where none was given
+    chunk: int  # tokens of a prompt that the small model evaluates per pass
+    tuning: TunedDrafting  # what `edgeinfer tune` found for this bundle and device
+    # Per token of a draft, where drafting is with fewer; None takes half of the model's own number.
     experts: int | None = None
+    # Gives which experts are in memory, as `ExpertChoice.bias`; None where all are. () -> (L, E).
     cached_experts: Callable[[], Floats] | None = None
-    bundle: Bundle | None = None
-    depths: tuple[int, ...] = ()
-    module: Bundle | None = None
+    bundle: Bundle | None = None  # the target's, whose heads draft; None has none
+    depths: tuple[int, ...] = ()  # layers of the small model after which it was trained to guess, fewer than all
+    module: Bundle | None = None  # the small model's bundle, where it is a draft module
 
     @property
     def whole_model(self) -> Backend | None:
@@ -100,26 +90,19 @@ _Find = Callable[[PlanInput, TunedDrafting], Prior | None]
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterMethod(DeclaredMethod):
-    """A drafter as its file declares it.
-
-    Attributes:
-        in_auto: whether "auto" asks it, given the parts.
-        prior: what is expected of it until this device measured it; None where "auto" will not ask it.
-        nbytes: bytes that it will hold for a bundle and a context, besides models.
-        sequence_bytes: what each further sequence adds where replies share passes, for a context.
-        runs: what computes its guesses.
-        tuned: whether `edgeinfer tune` changes how it is made.
-        free: whether asking costs nothing, so that it is never measured and always asked.
-    """
+    """A drafter as its file declares it."""
 
     make: Callable[[DrafterParts], Drafter]
-    in_auto: Callable[[DrafterParts], bool]
+    in_auto: Callable[[DrafterParts], bool]  # whether "auto" asks it, given the parts
+    # What is expected of it until this device measured it; None where "auto" will not ask it.
     prior: Prior | _Find | None = None
+    # Bytes that it will hold for a bundle and a context, besides models.
     nbytes: Callable[[Bundle, int], int] = lambda bundle, context: 0
+    # What each further sequence adds where replies share passes, for a context.
     sequence_bytes: Callable[[int], int] = lambda context: 0
-    runs: Literal["tables", "target", "heads", "model", "module"] = "tables"
-    tuned: bool = False
-    free: bool = False
+    runs: Literal["tables", "target", "heads", "model", "module"] = "tables"  # what computes its guesses
+    tuned: bool = False  # whether `edgeinfer tune` changes how it is made
+    free: bool = False  # whether asking costs nothing, so that it is never measured and always asked
 
 
 def drafter_method(name: str) -> DrafterMethod:

@@ -18,38 +18,26 @@ from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
-    """Rows of the text that a module has not read.
+    """Rows of the text that a module has not read."""
 
-    Attributes:
-        tokens: that follow each of them.
-        positions: of the rows.
-        states: of the target in them, views.
-        last: whether the root is behind the last of them.
-    """
-
+    # That follow each of them.
     tokens: Ints  # (S,)
+    # Of the rows.
     positions: Ints  # (S,)
+    # Of the target in them, views.
     states: Floats  # (S, W)
-    last: bool
+    last: bool  # whether the root is behind the last of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Interrupted:
-    """What waited before a tree of which one row was passed again, and the tree.
+    """What waited before a tree of which one row was passed again, and the tree."""
 
-    Attributes:
-        first: the first row that waited.
-        waiting: tokens of the rows that waited.
-        states: of these. (N, W)
-        tree: tokens of the tree.
-        branches: states of these. (S, W)
-    """
-
-    first: int
-    waiting: list[int]
-    states: Floats
-    tree: list[int]
-    branches: Floats
+    first: int  # the first row that waited
+    waiting: list[int]  # tokens of the rows that waited
+    states: Floats  # of these. (N, W)
+    tree: list[int]  # tokens of the tree
+    branches: Floats  # states of these. (S, W)
 
 
 class TargetStates:
@@ -196,21 +184,13 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class OpenModule:
-    """A draft module that was loaded for a target.
+    """A draft module that was loaded for a target."""
 
-    Attributes:
-        target: whose passes it follows.
-        backend: the module's, which nothing but its drafter uses; the drafter does not close it.
-        described: what the module reads.
-        tapped: whether that is the states of tapped layers; otherwise the last ones.
-        tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
-    """
-
-    target: ObservedBackend
-    backend: Backend
-    described: DraftModule
-    tapped: bool
-    tokens: NDArray[np.int64] | None
+    target: ObservedBackend  # whose passes it follows
+    backend: Backend  # the module's, which nothing but its drafter uses; the drafter does not close it
+    described: DraftModule  # what the module reads
+    tapped: bool  # whether that is the states of tapped layers; otherwise the last ones
+    tokens: NDArray[np.int64] | None  # the target's tokens that the module's are; None where they are the same. (Vd,)
 
 
 class ModuleDrafter(LogitDrafter):

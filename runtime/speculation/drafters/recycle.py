@@ -43,19 +43,12 @@ _NOWHERE = 0
 
 @dataclass(frozen=True)
 class _Rows:
-    """Candidates of the tokens that were met.
+    """Candidates of the tokens that were met."""
 
-    Attributes:
-        of: the row of each token. (V,)
-        best: best first; _NONE behind the last that is known. (R, 8)
-        came: how often in a row the first candidate came. (R,)
-        token: whose row it is; of the first, which is no token's, the row that is taken next. (R,)
-    """
-
-    of: NDArray[np.uint16]
-    best: NDArray[np.int32]
-    came: NDArray[np.uint8]
-    token: NDArray[np.int32]
+    of: NDArray[np.uint16]  # the row of each token. (V,)
+    best: NDArray[np.int32]  # best first; _NONE behind the last that is known. (R, 8)
+    came: NDArray[np.uint8]  # how often in a row the first candidate came. (R,)
+    token: NDArray[np.int32]  # whose row it is; of the first, which is no token's, the row that is taken next. (R,)
 
     @classmethod
     def empty(cls, vocabulary: int) -> _Rows:

@@ -183,19 +183,12 @@ _SUBSTITUTION_BYTES = 400
 
 
 class Evidence(NamedTuple):
-    """What speaks for a place.
+    """What speaks for a place."""
 
-    Attributes:
-        run: tokens that agreed since the last that did not.
-        trust: how long a match elsewhere must be to count for more.
-        misses: tokens that did not agree, the older the less.
-        proven: committed tokens that the place foretold.
-    """
-
-    run: int
-    trust: float
-    misses: float
-    proven: int
+    run: int  # tokens that agreed since the last that did not
+    trust: float  # how long a match elsewhere must be to count for more
+    misses: float  # tokens that did not agree, the older the less
+    proven: int  # committed tokens that the place foretold
 
     @classmethod
     def of_match(cls, length: int, before: Evidence | None = None) -> Evidence:
@@ -235,25 +228,15 @@ class _Gap(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where in the source the text is.
+    """Where in the source the text is."""
 
-    Attributes:
-        position: of the source's token that comes next.
-        token: that the text should go on with.
-        evidence: for this place.
-        gap: what is not explained yet.
-        substitution: in force at the position.
-        done: tokens of its replacement that the text has already.
-        fresh: a substitution that only drafted tokens have shown.
-    """
-
-    position: int
-    token: int
-    evidence: Evidence
-    gap: _Gap | None = None
-    substitution: Substitution | None = None
-    done: int = 0
-    fresh: Substitution | None = None
+    position: int  # of the source's token that comes next
+    token: int  # that the text should go on with
+    evidence: Evidence  # for this place
+    gap: _Gap | None = None  # what is not explained yet
+    substitution: Substitution | None = None  # in force at the position
+    done: int = 0  # tokens of its replacement that the text has already
+    fresh: Substitution | None = None  # a substitution that only drafted tokens have shown
 
 
 class Aligner:

@@ -16,41 +16,30 @@ from edgeinfer.runtime.speculation.drafters.method import DrafterParts
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a rule is taught with.
+    """What a rule is taught with."""
 
-    Attributes:
-        text: of the user's choice; each rule says what it must hold.
-        model, drafter: the loaded model and its draft model, as the rule's file asks of them.
-        last_state: the model's state in the row of the last of some tokens. (D,)
-        progress: called with the parts done and to do.
-    """
-
-    text: str
+    text: str  # of the user's choice; each rule says what it must hold
+    # `model`, `drafter`: the loaded model and its draft model, as the rule's file asks of them.
     model: Any
     drafter: Any
-    last_state: Callable[[Sequence[int]], Floats]
-    progress: Callable[[int, int], None]
+    last_state: Callable[[Sequence[int]], Floats]  # the model's state in the row of the last of some tokens. (D,)
+    progress: Callable[[int, int], None]  # called with the parts done and to do
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationRule(DeclaredMethod):
-    """A rule as its file declares it, and what it wants of drafts.
+    """A rule as its file declares it, and what it wants of drafts."""
 
-    Attributes:
-        verify: decides about a draft.
-        bind: makes `verify` of a loaded model, where the rule reads something of its bundle.
-        exact: whether text is plain decoding's, bit for bit.
-        lossless: whether text is distributed as the target's (greedy: is the target's); else it must be labelled.
-        stochastic: whether guesses should be drawn from drafters' distributions, independently of how the target draws,
-            and carry them; else they should be what the drafter, with the target's own draw, would choose.
-        teach: trains what the rule reads of a bundle; None where it reads nothing.
-    """
-
-    verify: Verifier
+    verify: Verifier  # decides about a draft
+    # Makes `verify` of a loaded model, where the rule reads something of its bundle.
     bind: Callable[[DrafterParts], Verifier] | None = None
-    exact: bool = False
+    exact: bool = False  # whether text is plain decoding's, bit for bit
+    # Whether text is distributed as the target's (greedy: is the target's); else it must be labelled.
     lossless: bool = True
+    # Whether guesses should be drawn from drafters' distributions, independently of how the target draws, and carry
+    # them; else they should be what the drafter, with the target's own draw, would choose.
     stochastic: bool = False
+    # Trains what the rule reads of a bundle; None where it reads nothing.
     teach: Callable[[Lesson], tuple[Heads, Mapping[str, Any]]] | None = None
 
 

@@ -95,13 +95,9 @@ class Canned:
 
 
 class LocalWorker(Worker):
-    """A worker whose engine is in this process; requests and answers go through JSON all the same.
+    """A worker whose engine is in this process; requests and answers go through JSON all the same."""
 
-    Attributes:
-        engines: stand-ins for the real ones, by kind.
-    """
-
-    engines: ClassVar[dict[str, Callable[..., Any]]] = {}
+    engines: ClassVar[dict[str, Callable[..., Any]]] = {}  # stand-ins for the real ones, by kind
 
     def __init__(self, engine: str, options: Mapping[str, Any], python: str | None = None) -> None:
         self._engine = engine

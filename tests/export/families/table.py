@@ -18,20 +18,13 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A family.
+    """A family."""
 
-    Attributes:
-        title: as its makers call it.
-        name: of transformers' classes, without what follows it.
-        settings: of the configurations that are tried; the fast tier tries the first.
-        portable: whether ONNX Runtime's own operators can compute it too.
-        rounded: error of logits of 4 bits, of their norm, where activations are rounded to int8 before every product.
-    """
-
-    title: str
-    name: str
-    settings: tuple[Settings, ...]
-    portable: bool = True
+    title: str  # as its makers call it
+    name: str  # of transformers' classes, without what follows it
+    settings: tuple[Settings, ...]  # of the configurations that are tried; the fast tier tries the first
+    portable: bool = True  # whether ONNX Runtime's own operators can compute it too
+    # Error of logits of 4 bits, of their norm, where activations are rounded to int8 before every product.
     rounded: float = 0.06
 
 

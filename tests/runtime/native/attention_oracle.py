@@ -19,11 +19,7 @@ Integers = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Shape:
-    """The attributes of a node.
-
-    Attributes:
-        shared: rows bring queries alone.
-    """
+    """The attributes of a node."""
 
     heads: int
     kv_heads: int
@@ -36,7 +32,7 @@ class Shape:
     scale: float = 0.0
     softcap: float = 0.0
     epsilon: float = 1e-6
-    shared: bool = False
+    shared: bool = False  # rows bring queries alone
 
     @property
     def width(self) -> int:
@@ -52,17 +48,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tables:
-    """Rows of a pass.
+    """Rows of a pass."""
 
-    Attributes:
-        pages: (B, P) pages of each sequence; -1 where there is none.
-        rows: (S, 4) sequence, prefix, first extra, number of extras.
-        extras: (X,) slots.
-    """
-
-    pages: Integers
-    rows: Integers
-    extras: Integers = field(default_factory=lambda: np.zeros(1, np.int32))
+    pages: Integers  # (B, P) pages of each sequence; -1 where there is none
+    rows: Integers  # (S, 4) sequence, prefix, first extra, number of extras
+    extras: Integers = field(default_factory=lambda: np.zeros(1, np.int32))  # (X,) slots
 
     def path(self, row: int) -> NDArray[np.int64]:
         """The slots that a row attends to, its own last."""

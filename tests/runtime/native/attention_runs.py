@@ -39,15 +39,11 @@ def aligned(count: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Store:
-    """A pool and the tables of its sequences.
-
-    Attributes:
-        pages: (B, P).
-    """
+    """A pool and the tables of its sequences."""
 
     layout: PageLayout
     memory: NDArray[np.uint8]
-    pages: NDArray[np.int32]
+    pages: NDArray[np.int32]  # (B, P)
 
     @classmethod
     def of(cls, layout: PageLayout, sequences: int, capacity: int, order: np.random.Generator | None = None) -> Store:
@@ -73,18 +69,12 @@ class Store:
 
 @dataclass(frozen=True)
 class Node:
-    """A row of a pass: of which sequence, its path and its values.
-
-    Attributes:
-        path: slots, its own last.
-        values: (width,) queries, keys and values.
-        position: for the rotation.
-    """
+    """A row of a pass: of which sequence, its path and its values."""
 
     sequence: int
-    path: tuple[int, ...]
-    values: Floats = field(repr=False)
-    position: int = 0
+    path: tuple[int, ...]  # slots, its own last
+    values: Floats = field(repr=False)  # (width,) queries, keys and values
+    position: int = 0  # for the rotation
 
 
 def _tables(pages: NDArray[np.int32], nodes: Sequence[Node]) -> Tables:

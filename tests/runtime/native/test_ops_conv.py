@@ -33,21 +33,18 @@ def paths() -> list[list[tuple[int, int]]]:
 
 
 class Pass:
-    """Random inputs over pages in which the slots before the pass are filled.
-
-    Attributes:
-        given: by name, the weights included.
-        past: what is kept of the first sequence's first tokens. (65, D)
-    """
+    """Random inputs over pages in which the slots before the pass are filled."""
 
     def __init__(self, *, bias: bool = True) -> None:
         chance = np.random.default_rng(0)
         memory = np.zeros(PAGES * LAYOUT.page_bytes + 64, np.uint8)
         start = -memory.ctypes.data % 64
         pool = memory[start : start + PAGES * LAYOUT.page_bytes]
+        # What is kept of the first sequence's first tokens. (65, D).
         self.past = chance.standard_normal((65, CHANNELS), np.float32)
         places = np.array([2 * 64 + slot if slot < 64 else slot - 64 for slot in range(65)])
         PageRows(LAYOUT, pool).write(1, places, np.zeros((1, 65, 0), np.float32), self.past[None])
+        # By name, the weights included.
         self.given: dict[str, Any] = {
             "x": chance.standard_normal((1, len(ROWS), 3 * CHANNELS), np.float32),
             "pool": pool,

@@ -35,15 +35,12 @@ Floats = NDArray[np.float32]
 
 
 class Text:
-    """A layer of random weights, the rows of a text, and the memory of its state.
-
-    Attributes:
-        x: what the rows' first product gives. (1, ROWS, read)
-    """
+    """A layer of random weights, the rows of a text, and the memory of its state."""
 
     def __init__(self, spec: Mamba2Spec) -> None:
         chance = np.random.default_rng(0)
         self.spec, self.layout = spec, StateLayout((StateLayer(), spec.state))
+        # What the rows' first product gives. (1, ROWS, read).
         self.x = chance.standard_normal((1, ROWS, spec.read_size), np.float32)
         shapes: dict[str, tuple[int, ...]] = {"weights": (spec.conv_size, 1, spec.width)}
         shapes |= {"bias": (spec.conv_size,)} if spec.conv_bias else {}

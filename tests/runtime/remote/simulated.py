@@ -13,26 +13,17 @@ from edgeinfer.runtime.remote.channel import Channel
 
 @dataclass
 class SimulatedWay:
-    """A link, a server and a drafter, by what they take.
+    """A link, a server and a drafter, by what they take."""
 
-    Attributes:
-        rtt_ms, mbits: of the link.
-        pass_ms: of the server, by rows.
-        draft_ms: of a drafted token.
-        accepted: chance that a drafted token is the server's.
-        disturbed: chance that a pass takes three times as long, as other programs are at work.
-        token_ms: of a streamed token besides its pass.
-        seed: of all chances.
-    """
-
+    # `rtt_ms`, `mbits`: of the link.
     rtt_ms: float = 0.0
     mbits: float = 100.0
-    pass_ms: Callable[[int], float] = lambda rows: 13.3 + 1.3 * (rows - 1)
-    draft_ms: float = 0.3
-    accepted: float = 0.73
-    disturbed: float = 0.0
-    token_ms: float = 0.0
-    seed: int = 0
+    pass_ms: Callable[[int], float] = lambda rows: 13.3 + 1.3 * (rows - 1)  # of the server, by rows
+    draft_ms: float = 0.3  # of a drafted token
+    accepted: float = 0.73  # chance that a drafted token is the server's
+    disturbed: float = 0.0  # chance that a pass takes three times as long, as other programs are at work
+    token_ms: float = 0.0  # of a streamed token besides its pass
+    seed: int = 0  # of all chances
     chance: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,49 +49,32 @@ class SimulatedWay:
 
 @dataclass(frozen=True)
 class Asked:
-    """Rows that a server is asked for.
+    """Rows that a server is asked for."""
 
-    Attributes:
-        at_ms: when it has the request, or goes on with the stream.
-        draft: tokens of a round; None is the next token of a stream.
-    """
-
-    at_ms: float
-    draft: int | None
+    at_ms: float  # when it has the request, or goes on with the stream
+    draft: int | None  # tokens of a round; None is the next token of a stream
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a server answers.
+    """What a server answers."""
 
-    Attributes:
-        at_ms: when it does.
-        verified: tokens of the draft that it looked at.
-        advice: as `Channel.joins` takes it.
-    """
-
-    at_ms: float
-    verified: int = 0
-    advice: DraftAdvice | None = None
+    at_ms: float  # when it does
+    verified: int = 0  # tokens of the draft that it looked at
+    advice: DraftAdvice | None = None  # as `Channel.joins` takes it
 
 
 Steps = Generator[Asked, Answered, None]
 
 
 class SimulatedReplies:
-    """Decodes replies as `RemoteDecoding` does, by what a channel says.
-
-    Attributes:
-        now_ms: the time.
-        times: when each token came, in milliseconds.
-        drafted: tokens, those that were drafted ahead included.
-    """
+    """Decodes replies as `RemoteDecoding` does, by what a channel says."""
 
     def __init__(self, way: SimulatedWay, channel: Channel) -> None:
         self.way, self.channel = way, channel
-        self.now_ms = 0.0
-        self.times: list[float] = []
-        self.drafted = 0
+        self.now_ms = 0.0  # the time
+        self.times: list[float] = []  # when each token came, in milliseconds
+        self.drafted = 0  # tokens, those that were drafted ahead included
         self._agreeing = 0  # drafts there are, all of them made ahead
         self._streamed = False  # so the connection must be made again
 
@@ -187,17 +161,13 @@ class SimulatedServer:
     Args:
         way: its passes, and how many drafted tokens it expects to accept.
         round_ms, event_ms: processor time of a round's request and of a streamed token, besides passes.
-
-    Attributes:
-        processor_ms: that was spent.
-        cut: rounds of whose drafts a part was not looked at.
     """
 
     def __init__(self, way: SimulatedWay, *, round_ms: float, event_ms: float) -> None:
         self.way = way
         self._round_ms, self._event_ms = round_ms, event_ms
-        self.processor_ms = 0.0
-        self.cut = 0
+        self.processor_ms = 0.0  # that was spent
+        self.cut = 0  # rounds of whose drafts a part was not looked at
 
     def streaming_ms(self, devices: int) -> float:
         """Processor time of a token of each of so many devices that stream."""

@@ -107,18 +107,14 @@ class Boaster(Prophet):
 
 
 class Reader(Prophet):
-    """Reads a prompt before its first guess.
-
-    Attributes:
-        lengths: lengths of the texts at which it was asked how much it has to read.
-    """
+    """Reads a prompt before its first guess."""
 
     draws = True
     behind = 200
 
     def __init__(self, name: str, text: Sequence[int], right: float, *, seed: int = 0) -> None:
         super().__init__(name, text, right, seed=seed)
-        self.lengths: list[int] = []
+        self.lengths: list[int] = []  # lengths of the texts at which it was asked how much it has to read
 
     def unread(self, context: DraftContext) -> int:
         self.lengths.append(len(context.tokens))

@@ -205,19 +205,12 @@ _PRINTED_PARTS = re.compile(r"""["']text["']: ?["']vk\d+kv""")
 
 @dataclass(frozen=True)
 class Shape:
-    """A conversation, all texts of which are marks.
+    """A conversation, all texts of which are marks."""
 
-    Attributes:
-        order: of roles, a letter each.
-        content: how contents are given; "empty" is the assistant's content, null where there are calls.
-        arguments: how those of calls are given.
-        tools: whether functions are offered.
-    """
-
-    order: str
-    content: str = "text"
-    arguments: str = "object"
-    tools: bool = False
+    order: str  # of roles, a letter each
+    content: str = "text"  # how contents are given; "empty" is the assistant's content, null where there are calls
+    arguments: str = "object"  # how those of calls are given
+    tools: bool = False  # whether functions are offered
 
     @property
     def name(self) -> str:
@@ -292,16 +285,12 @@ SHAPES = tuple(_shapes())
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a shape.
+    """What came of a shape."""
 
-    Attributes:
-        kind: "as transformers", "another form" (which transformers refuses, or leaves something out of), "refused" by
-            name; "differs" from transformers, "incomplete", or refused "unnamed".
-        detail: of what should not be.
-    """
-
+    # "as transformers", "another form" (which transformers refuses, or leaves something out of), "refused" by name;
+    # "differs" from transformers, "incomplete", or refused "unnamed".
     kind: str
-    detail: str = ""
+    detail: str = ""  # of what should not be
 
 
 def judged(source: str, shape: Shape, template: ChatTemplate | None = None) -> Iterator[Verdict]:

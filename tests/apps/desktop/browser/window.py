@@ -17,13 +17,10 @@ STORY = "Tell me a story about a little boat."
 
 @dataclass
 class Window:
-    """A window.
-
-    Attributes:
-        problems: console errors and warnings of the page, such as refused inline styles.
-    """
+    """A window."""
 
     page: Page
+    # Console errors and warnings of the page, such as refused inline styles.
     problems: list[str] = field(default_factory=list)
 
     @property
