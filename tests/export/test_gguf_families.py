@@ -60,7 +60,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("FalconH1", FALCON | {"attention_bias": True}, "falcon-h1 has no bias of the attention's output"),
     ("FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "no norm before the gate"),
     ("Mamba2", MAMBA | {"time_step_limit": (0.5, 0.9)}, "mamba2 has no limits of time steps"),
-    ("Qwen3_5", DELTA | {"linear_value_head_dim": 24}, "heads of 24 channels of values beside 16 of keys"),
+    ("Qwen3_5", DELTA | {"linear_value_head_dim": 24}, "heads of 24 channels of values and 16 of keys"),
     ("Qwen3_5", DELTA | {"layer_types": ["linear_attention"] * 3}, "qwen35 has no form without attention"),
     ("Lfm2", CONVS | {"conv_bias": True}, "lfm2 has no biases of convolutions"),
     ("Afmoe", TRINITY | {"mup_enabled": False}, "afmoe has no embeddings that do not grow"),

@@ -97,7 +97,7 @@ def test_what_llama_cpp_cannot_express_is_refused(arch: str, what: str, tmp_path
         ("qwen3-moe", {"norm_topk_prob": False}, "not renormalized"),
         ("qwen2-moe", {"norm_topk_prob": True}, "renormalized"),
         ("qwen2", {"rope_parameters": VARIANTS["llama-llama3-rope"][1]["rope_parameters"]}, "type llama3"),
-        ("qwen2", {"head_dim": 32}, "128 wide together beside a hidden state of 64"),
+        ("qwen2", {"head_dim": 32}, "128 wide together with a hidden state of 64"),
     ],
 )
 def test_settings_that_a_graph_lacks_are_refused(
