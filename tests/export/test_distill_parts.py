@@ -162,8 +162,8 @@ def test_the_predicted_speedup_is_that_of_rounds() -> None:
 def test_dear_layers_make_drafters_shallow_and_dear_weights_narrow() -> None:
     passes = {1: 10.0, 8: 11.0}
     cheap = choose_size(TargetCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.0), 32_000).size
-    dear = choose_size(TargetCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.4), 32_000).size
-    assert dear.layers == 1 <= cheap.layers
+    costly = choose_size(TargetCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.4), 32_000).size
+    assert costly.layers == 1 <= cheap.layers
     assert choose_size(TargetCosts(passes, 10**7, 24), 32_000).size.width < cheap.width
 
 

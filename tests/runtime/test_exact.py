@@ -118,10 +118,10 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     for parent in PARENTS:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
-    spine = backend.forward(
+    branch = backend.forward(
         ForwardInput(tokens, CONTEXT + np.array(depths), np.arange(len(tokens)), tree=PARENTS)
     ).logits[:5]
-    assert np.array_equal(spine, exact.logits[CONTEXT : CONTEXT + 5])
+    assert np.array_equal(branch, exact.logits[CONTEXT : CONTEXT + 5])
     backend.cache.keep(CONTEXT, [0, 1, 2])
     assert np.array_equal(run(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
     assert same_cache(backend.cache.snapshot(), exact.cache)

@@ -102,7 +102,7 @@ class SimulatedReplies:
             first = False
 
     def _round(self, length: int, first: bool) -> Steps:
-        way, begun = self.way, self.now_ms
+        way, started = self.way, self.now_ms
         made = max(0, length - self._agreeing)
         for _ in range(made):
             self.channel.drafted(way.draft_ms)
@@ -126,7 +126,7 @@ class SimulatedReplies:
             self.channel.verified(verified, server, link + server)
         self.channel.judged(agreed + (foretold and verified < length), min(length, came))
         if not first:
-            self.channel.went(verified, came, self.now_ms - begun)
+            self.channel.went(verified, came, self.now_ms - started)
         self.times += [self.now_ms] * came
 
     def _stream(self, most: int) -> Steps:

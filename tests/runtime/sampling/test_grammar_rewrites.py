@@ -291,8 +291,8 @@ def test_whatever_has_digits_comes_to_an_end() -> None:
 def test_digits_of_texts_come_to_an_end() -> None:
     for text in ({"type": "string"}, {"type": "string", "maxLength": 100}, {}, {"type": "object"}):
         constraint = follow(text)
-        begun = b'{"' if text == {"type": "object"} else b'"'
-        for byte in begun:
+        opening = b'{"' if text == {"type": "object"} else b'"'
+        for byte in opening:
             constraint.push(byte)
         assert max(map(len, re.findall(r"\d+", written(constraint, b"3141592650789", 60)))) == 40, text
     for pattern in (r"^\d+$", "^[0-9]*$", r"^[\d]{3,}$", r"^0?\d*\.?\d*$"):
@@ -306,8 +306,8 @@ def test_digits_of_texts_come_to_an_end() -> None:
 
 def test_numbers_of_an_object_of_any_form_come_to_an_end() -> None:
     constraint = made_of({"json_object": True})
-    for begun in ('{"a": ', '{"a": [1, -', '{"7777777777777777777777777": {"b": 0.'):
-        pushed = [*begun.encode()]
+    for opening in ('{"a": ', '{"a": [1, -', '{"7777777777777777777777777": {"b": 0.'):
+        pushed = [*opening.encode()]
         for byte in pushed:
             constraint.push(byte)
         assert len(written(constraint, b"7", 60).partition(",")[0]) < 40

@@ -14,7 +14,7 @@ from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, 
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, PROMPT, LettersBackend, Trial, V, alone, letters_logits
 
-NOBODY: frozenset[int] = frozenset()
+NO_STOPS: frozenset[int] = frozenset()
 
 
 def total(reply: tuple[int, ...]) -> float:
@@ -42,14 +42,14 @@ def test_enough_beams_find_the_best_of_all_replies(penalty: float, prompt: list[
 
 
 def test_one_beam_is_greedy() -> None:
-    assert Trial(LettersBackend(), search="beam", beams=1, stop_ids=NOBODY).tokens() == alone(0, stop_ids=NOBODY)
+    assert Trial(LettersBackend(), search="beam", beams=1, stop_ids=NO_STOPS).tokens() == alone(0, stop_ids=NO_STOPS)
 
 
 def test_more_beams_find_better_replies() -> None:
     found = dict.fromkeys((1, 4, 16), 0.0)
     for beams, token in product(found, range(8)):
         prompt = [*PROMPT, token]
-        trial = Trial(LettersBackend(500), search="beam", beams=beams, max_tokens=8, stop_ids=NOBODY, prompt=prompt)
+        trial = Trial(LettersBackend(500), search="beam", beams=beams, max_tokens=8, stop_ids=NO_STOPS, prompt=prompt)
         trial.tokens()
         texts = trial.strategy.search_use().texts
         assert len(texts) == beams == len({text.token_ids for text in texts})
@@ -75,7 +75,7 @@ def grouped(beams: int, groups: int, diversity: float, most: int) -> set[tuple[i
 def test_groups_avoid_each_other() -> None:
     for beams, groups, diversity in ((4, 1, 0.5), (6, 3, 0.6), (4, 4, 2.0), (4, 2, 0.0)):
         options: dict[str, Any] = {"beams": beams, "beam_groups": groups, "diversity": diversity, "max_tokens": 5}
-        trial = Trial(LettersBackend(), search="beam", stop_ids=NOBODY, **options)
+        trial = Trial(LettersBackend(), search="beam", stop_ids=NO_STOPS, **options)
         found = tuple(trial.tokens())
         expected = grouped(beams, groups, diversity, 5)
         assert {text.token_ids for text in trial.strategy.search_use().texts} == expected
@@ -84,7 +84,7 @@ def test_groups_avoid_each_other() -> None:
 
 def test_beams_share_rows() -> None:
     """One token of each beam is fed at a time, whatever they have in common; here each has a pass."""
-    trial = Trial(LettersBackend(500), search="beam", beams=4, max_tokens=20, stop_ids=NOBODY)
+    trial = Trial(LettersBackend(500), search="beam", beams=4, max_tokens=20, stop_ids=NO_STOPS)
     trial.tokens()
     use = trial.strategy.search_use()
     assert (use.passes, use.rows) == (19 * 4 + 2, 19 * 4 + 19)

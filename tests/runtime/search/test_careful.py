@@ -23,7 +23,7 @@ from edgeinfer.runtime.search.strategy import entropy, likeliest, log_probabilit
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
 from tests.tables import each_row
 
-NOBODY: frozenset[int] = frozenset()
+NO_STOPS: frozenset[int] = frozenset()
 Probabilities = NDArray[np.float64]
 
 
@@ -67,7 +67,7 @@ def test_runs_that_a_token_closes(text: list[int], token: int, most: int) -> Non
 
 def test_momentum_takes_the_least_resisted() -> None:
     for resistance in ((0.0, 0.0, 0.0, 5.0), (1.0, 2.0, 3.0, 4.0, 5.0), (0.1,)):
-        trial = Trial(LettersBackend(), search="momentum", max_tokens=60, stop_ids=NOBODY, resistance=resistance)
+        trial = Trial(LettersBackend(), search="momentum", max_tokens=60, stop_ids=NO_STOPS, resistance=resistance)
         text, changed = list(PROMPT), 0
         for _ in range(60):
             probabilities = probabilities_of(text)
@@ -86,7 +86,7 @@ def test_momentum_takes_the_least_resisted() -> None:
 
 def test_lookahead_takes_the_token_that_is_followed_best() -> None:
     for count, ahead, above in ((3, 5, 1.0), (2, 1, 0.0), (4, 3, 1.5), (3, 5, 9.0)):
-        for stop_ids in (NOBODY, frozenset({END, 2})):
+        for stop_ids in (NO_STOPS, frozenset({END, 2})):
             options: dict[str, Any] = {"candidates": count, "look_ahead": ahead, "uncertainty": above, "max_tokens": 12}
             trial = Trial(LettersBackend(), search="lookahead", stop_ids=stop_ids, **options)
             text, looked = list(PROMPT), 0
@@ -115,7 +115,7 @@ def test_lookahead_takes_the_token_that_is_followed_best() -> None:
 
 
 def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
-    trial = Trial(LettersBackend(12), search="lookahead", uncertainty=0.0, max_tokens=None, stop_ids=NOBODY)
+    trial = Trial(LettersBackend(12), search="lookahead", uncertainty=0.0, max_tokens=None, stop_ids=NO_STOPS)
     assert len(trial.tokens()) == 10
 
 
@@ -156,7 +156,7 @@ def test_contrast_leaves_what_is_implausible() -> None:
 
 
 def test_contrast_goes_on_plainly_where_the_context_ends() -> None:
-    options: dict[str, Any] = {"search": "contrast", "lame_prompt": "gab", "stop_ids": NOBODY, "uncertainty": 0.0}
+    options: dict[str, Any] = {"search": "contrast", "lame_prompt": "gab", "stop_ids": NO_STOPS, "uncertainty": 0.0}
     roomy = Trial(LettersBackend(200), max_tokens=40, **options).tokens()
     for capacity in (20, 21):
         trial = Trial(LettersBackend(capacity), max_tokens=None, **options)

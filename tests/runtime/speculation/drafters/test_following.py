@@ -44,7 +44,7 @@ class Followed:
         return self.follower.follow(head, drafted, wanted).copy()
 
 
-def anew(backend: Backend, path: Sequence[int], wanted: int) -> Floats:  # (wanted, V)
+def fresh(backend: Backend, path: Sequence[int], wanted: int) -> Floats:  # (wanted, V)
     backend.cache.trim(0)
     return take_in(backend, path)[len(path) - wanted :]
 
@@ -68,7 +68,7 @@ def test_any_path_gives_its_own_logits(
             logits = followed.follow(head, drafted, wanted)
             assert len(logits) == wanted
             if wanted:
-                np.testing.assert_array_equal(logits, anew(backends[1], path, wanted))
+                np.testing.assert_array_equal(logits, fresh(backends[1], path, wanted))
             assert followed.follower.end == backends[0].cache.length == max(len(path), before)
             assert sum(followed.sizes) in (0, max(0, len(path) - min(before, len(path) - wanted)))
             assert all(size <= max(CHUNK, wanted) for size in followed.sizes)
@@ -101,6 +101,6 @@ def test_it_may_start_behind_rows_of_others(backends: tuple[Backend, Backend]) -
     take_in(backends[0], [1, 2, 3])
     followed.follower.restart(2)
     assert (followed.follower.start, followed.follower.end, backends[0].cache.length) == (2, 2, 2)
-    np.testing.assert_array_equal(followed.follow([9], [8]), anew(backends[1], [1, 2, 9, 8], 1))
+    np.testing.assert_array_equal(followed.follow([9], [8]), fresh(backends[1], [1, 2, 9, 8], 1))
     with pytest.raises(BackendError):
         followed.follower.restart(20)

@@ -34,10 +34,10 @@ def test_the_longest_known_context_decides() -> None:
     for prompt, token in ([1, 2, 3], 9), ([5, 2, 3], 8), ([4, 3], 7):
         asked = taught()
         asked.restore(drafter.state())
-        assert chain(begun(asked, prompt), 1) == [token]
+        assert chain(started(asked, prompt), 1) == [token]
 
 
-def begun(drafter: NgramDrafter, prompt: list[int]) -> NgramDrafter:
+def started(drafter: NgramDrafter, prompt: list[int]) -> NgramDrafter:
     drafter.begin(prompt)
     return drafter
 
@@ -245,7 +245,7 @@ def test_missing_tables_are_refused() -> None:
         del state[name]
         with pytest.raises(StorageError):
             taught().restore(state)
-            pytest.fail(f"nobody missed {name}")
+            pytest.fail(f"no one missed {name}")
 
 
 def test_tables_of_another_size_are_refused() -> None:

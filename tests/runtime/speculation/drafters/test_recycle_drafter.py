@@ -256,4 +256,4 @@ def test_missing_candidates_are_refused() -> None:
         del state[name]
         with pytest.raises(StorageError):
             RecycleDrafter(V).restore(state)
-            pytest.fail(f"nobody missed {name}")
+            pytest.fail(f"no one missed {name}")
