@@ -34,7 +34,7 @@ static inline float bits_float(uint32_t bits) {
 }
 
 /* 1 / sqrt(mean of squares + epsilon), summed in a fixed order of 16 lanes. */
-static float inverse_norm(const float *x, int64_t k, float epsilon) {
+static inline float inverse_norm(const float *x, int64_t k, float epsilon) {
     float lanes[LANES] = {0};
     int64_t whole = k / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES)
@@ -45,7 +45,7 @@ static float inverse_norm(const float *x, int64_t k, float epsilon) {
     return 1.0f / sqrtf(lanes[0] / (float)k + epsilon);
 }
 
-static void quantize_block(const float *v, int32_t block, int8_t *q, float *scale, int32_t *sum) {
+static inline void quantize_block(const float *v, int32_t block, int8_t *q, float *scale, int32_t *sum) {
     uint32_t top = 0;
     for (int32_t i = 0; i < block; i++) {
         uint32_t magnitude = float_bits(v[i]) & 0x7fffffffu;

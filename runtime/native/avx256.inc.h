@@ -102,22 +102,19 @@ INLINE void fetch(piece p, const uint8_t *plane, int v, int c) {
 
 /* Scales of 8 columns of a block, in the units of values.h. */
 INLINE __m256 column_scales(int format, const tile_view *t, int64_t b, int part) {
-    const uint16_t *scales = t->scales + b * t->scale_step + part * 8;
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)scales));
-    __m256 values = _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    const __m128i bits = _mm_loadu_si128((const __m128i *)(t->scales + b * t->scale_step + part * 8));
+    __m256 values = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    if (may_be_float16(format) && t->float16) values = _mm256_cvtph_ps(bits);
     return format == HIGH8 ? _mm256_mul_ps(values, _mm256_set1_ps(0.5f)) : values;
 }
 
-/* Zero points of 8 columns of a block times minus a row's sum of activations. */
-INLINE __m256i offsets(int format, const tile_view *t, int64_t b, int part, int32_t row_sum) {
-    if (!t->zeros) {
-        return _mm256_set1_epi32(-middle_of(format) * row_sum);
-    }
-    const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + part * 8;
-    __m256i zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
-    if (format == HIGH8) zeros = _mm256_sub_epi32(_mm256_slli_epi32(zeros, 1), _mm256_set1_epi32(15));
-    /* Both factors fit 16 bits, a sum being within 128 * 127; the other half of each lane is multiplied by zero. */
-    return _mm256_madd_epi16(zeros, _mm256_set1_epi32(-row_sum & 0xffff));
+/* Zero points of 8 columns of a block, in the lower half of each lane. */
+INLINE __m256i column_zeros(int format, const tile_view *t, int64_t b, int part) {
+    const uint8_t *bytes = t->zeros + b * t->zero_step + part * 8;
+    const __m256i zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+    if (format != HIGH8) return zeros;
+    const __m256i doubled = _mm256_sub_epi32(_mm256_slli_epi32(zeros, 1), _mm256_set1_epi32(15));
+    return _mm256_and_si256(doubled, _mm256_set1_epi32(0xffff));
 }
 
 /* Adds a piece's products, less zero * sum, scaled, to the rows' sums; it begins at register `part` of block b. */
@@ -125,8 +122,12 @@ INLINE void add_piece(piece p, const tile_view *t, int64_t b, int part, int64_t 
     int64_t at = b * t->m + first;
     __m256i dots[PANEL][REGISTERS];
     p.values = t->values + at * p.block;
-    for (int r = 0; r < p.rows; r++)
-        for (int c = 0; c < p.width; c++) dots[r][c] = offsets(p.format, t, b, part + c, t->row_sums[at + r]);
+    for (int c = 0; c < p.width; c++) {
+        const __m256i zeros = column_zeros(p.format, t, b, part + c);
+        /* Both factors fit 16 bits, a sum being within 128 * 127; the other half of each lane is multiplied by zero. */
+        for (int r = 0; r < p.rows; r++)
+            dots[r][c] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(-t->row_sums[at + r]));
+    }
     add_dots(p, dots);
     for (int c = 0; c < p.width; c++) {
         __m256 scales = column_scales(p.format, t, b, part + c);

@@ -93,20 +93,18 @@ INLINE __m512i four(const int8_t *values) {
 /* Scales of a block's 32 columns, in the units of values.h. */
 INLINE __m512 column_scales(int format, const tile_view *t, int64_t b, int g) {
     const uint16_t *scales = t->scales + b * t->scale_step + g * LOWBIT_GROUP;
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
-    __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    const __m256i bits = _mm256_loadu_si256((const __m256i *)scales);
+    __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    if (may_be_float16(format) && t->float16) values = _mm512_cvtph_ps(bits);
     return format == HIGH8 ? _mm512_mul_ps(values, _mm512_set1_ps(0.5f)) : values;
 }
 
-/* A block's zero points times a row's sum of activations. */
-INLINE __m512i offsets(int format, const tile_view *t, int64_t b, int g, int32_t row_sum) {
-    if (!t->zeros) {
-        return _mm512_set1_epi32(middle_of(format) * row_sum);
-    }
-    const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + g * LOWBIT_GROUP;
+/* Minus the zero points of a block's columns, in the lower half of each lane. */
+INLINE __m512i column_zeros(int format, const tile_view *t, int64_t b, int g) {
+    const uint8_t *bytes = t->zeros + b * t->zero_step + g * LOWBIT_GROUP;
     __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
     if (format == HIGH8) zeros = _mm512_sub_epi32(_mm512_slli_epi32(zeros, 1), _mm512_set1_epi32(15));
-    return _mm512_mullo_epi32(zeros, _mm512_set1_epi32(row_sum));
+    return _mm512_and_si512(_mm512_sub_epi32(_mm512_setzero_si512(), zeros), _mm512_set1_epi32(0xffff));
 }
 
 /* The integer products of one block and `count` rows. */
@@ -216,11 +214,12 @@ INLINE void panel(int format, int block, int count, const tile_view *view, int64
             dot_block(format, count, t.data + b * t.data_step, format == BITS8 ? t.low + b * step : NULL,
                       t.values + at * block, block, dots);
         UNROLL for (int g = 0; g < 2; g++) {
-            __m512 scales = column_scales(format, &t, b, g);
+            const __m512 scales = column_scales(format, &t, b, g);
+            const __m512i zeros = column_zeros(format, &t, b, g);
             UNROLL for (int r = 0; r < count; r++) {
                 float *sum = sums + r * LOWBIT_TILE + g * LOWBIT_GROUP;
                 __m512i dot = format == HIGH8 ? _mm512_slli_epi32(dots[r][g], 5) : dots[r][g];
-                dot = _mm512_sub_epi32(dot, offsets(format, &t, b, g, t.row_sums[at + r]));
+                dot = _mm512_dpwssd_epi32(dot, zeros, _mm512_set1_epi32(t.row_sums[at + r]));
                 __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(t.row_scales[at + r]));
                 __m512 before = held ? totals[r][g] : _mm512_loadu_ps(sum);
                 totals[r][g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, before);

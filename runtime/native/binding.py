@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.records import dataclass
 
 # Of exports.c; a library of another version is not used.
-VERSION = 9
+VERSION = 10
 # Bytes of the inline scales of a block: 32 of bfloat16.
 INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
@@ -73,6 +73,8 @@ class _Matrix(ctypes.Structure):
         ("e2m1", ctypes.c_int32),
         ("vectors", ctypes.c_int32),
         ("inline_scales", ctypes.c_int32),
+        ("float16", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -258,4 +260,4 @@ def _matrix(m: PackedMatrix) -> _Matrix:
     if inline:
         assert data is not None
         data, scales = data + INLINE_BYTES, data
-    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, m.vectors, inline, data, low, scales, zeros)
+    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, m.vectors, inline, 0, 0, data, low, scales, zeros)

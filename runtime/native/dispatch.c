@@ -1,6 +1,6 @@
 /* Which paths this library has and this machine can run, and single rows; knows nothing of what a path computes. */
 #include "lowbit.h"
-#include "values.h"
+#include "span_values.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define X86 1
@@ -115,11 +115,40 @@ int lowbit_usable(const lowbit_isa *isa) {
 #endif
 }
 
+/* Column c of a tile of a kind: (k). */
+static void span_row(const lowbit_matrix *w, int64_t tile, int c, float *out) {
+    const kind_facts *kind = &kinds[w->kind];
+    const uint8_t *span = w->data + tile * lowbit_tile_bytes(w);
+    const int64_t blocks = w->k / SPAN_BLOCK;
+    int16_t codes[SPAN_BLOCK];
+    for (int64_t start = 0; start < blocks; start += SPAN_BLOCKS) {
+        const int64_t n = smaller(blocks - start, SPAN_BLOCKS);
+        const span_column head = span_column_of(kind, span, n, c);
+        for (int64_t b = 0; b < n; b++) {
+            span_codes(kind, span + span_head(kind, n) + b * span_values(kind), c, codes);
+            for (int k = 0; k < SPAN_BLOCK; k++) {
+                const int64_t g = kind->halves ? 2 * b + k / 16 : b;
+                const float scale = head.scales[g], minimum = head.minima[g];
+                /* Whole numbers and their products are exact, so that nothing but the last step rounds. */
+                if (kind->halves)
+                    *out++ = fmaf((float)codes[k] * scale, head.d, -(head.dmin * minimum));
+                else
+                    *out++ = fmaf((float)codes[k], scale, -minimum);
+            }
+        }
+        span += span_bytes(kind, n);
+    }
+}
+
 void lowbit_row(const lowbit_matrix *w, int64_t n, float *out) {
     int64_t half = w->n / 2, blocks = lowbit_blocks(w->k, w->block);
     int64_t within = w->paired ? n % half : n, per_tile = w->paired ? LOWBIT_GROUP : LOWBIT_TILE;
     int64_t tile = within / per_tile;
     int column = (int)(within % per_tile) + (w->paired && n >= half ? LOWBIT_GROUP : 0);
+    if (w->kind) {
+        span_row(w, tile, column, out);
+        return;
+    }
     uint8_t values[128];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t at = (tile * blocks + b) * LOWBIT_TILE + column, start = b * w->block;

@@ -9,6 +9,13 @@
  */
 #include "arithmetic.inc.h"
 #include "lowbit.h"
+#include "span_rows.inc.h"
+
+static int32_t half_sum(const int8_t *values) {
+    int32_t sum = 0;
+    for (int i = 0; i < SPAN_BLOCK / 2; i++) sum += values[i];
+    return sum;
+}
 
 static void quantize(const lowbit_input *in, const lowbit_rows *rows, int64_t first, int64_t last) {
     int64_t k = rows->k, blocks = lowbit_blocks(k, rows->block);
@@ -26,6 +33,7 @@ static void quantize(const lowbit_input *in, const lowbit_rows *rows, int64_t fi
             for (int32_t i = count; i < rows->block; i++) values[i] = 0;
             int64_t at = b * rows->m + r;
             quantize_block(values, rows->block, rows->values + at * rows->block, &rows->scales[at], &rows->sums[at]);
+            if (rows->halves) rows->halves[at] = half_sum(rows->values + at * rows->block);
         }
     }
 }
@@ -117,7 +125,7 @@ static void multiply(const lowbit_matrix *w, const lowbit_rows *rows, const lowb
             int64_t count = smaller(rows->m - row, ROWS_AT_ONCE);
             memset(sums, 0, (size_t)(count * LOWBIT_TILE) * sizeof(float));
             fetch_results(w, out, tile, row, count);
-            tile_rows(w, tile, rows, row, count, sums);
+            (w->kind ? span_rows : tile_rows)(w, tile, rows, row, count, sums);
             finish(w, out, tile, sums, row, count);
         }
 }

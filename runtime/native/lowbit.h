@@ -23,6 +23,8 @@
  * A code of E2M1 (OCP Microscaling Formats) stands for twice its value, plus 12; its zero is 12.
  * A byte of vectors, of 2 bits, is one code for its four values, S apart as above: the low half chooses the magnitudes in
  * the codebook of values.h, bit 4 + j / S the sign of value j / S. Values are 8 plus or minus a magnitude; their zero is 8.
+ * Without inline ones, scales may be float16 instead, as GGUF's Q8_0 has them.
+ * A matrix of a kind is laid out as spans.h tells, and has `data` alone.
  * A paired matrix holds two of N/2 rows each, gate and up: columns 0 to 15 of tile t are rows 16 t.. of the
  * first, columns 16 to 31 the same rows of the second.
  *
@@ -37,6 +39,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "spans.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -47,12 +51,14 @@ enum { LOWBIT_CHUNK = 32, LOWBIT_CHUNK_BYTES = 384, LOWBIT_CHUNK_HIGH = 256 };
 
 typedef struct {
     int64_t n, k;           /* logical sizes: outputs, inputs */
-    int32_t bits;           /* 2, 3, 4 or 8 */
-    int32_t block;          /* 32, 64 or 128 */
+    int32_t bits;           /* 2, 3, 4 or 8; of a kind those of its code */
+    int32_t block;          /* 32, 64 or 128; 32 of a kind */
     int32_t paired;         /* gate and up share tiles; n counts both */
     int32_t e2m1;           /* values of 4 bits are codes of E2M1, in blocks of 32 without zero points */
     int32_t vectors;        /* bytes of 2 bits are codes of vectors, in whole blocks without zero points */
     int32_t inline_scales;  /* scales lie in the bytes of `data`, which points behind the first ones */
+    int32_t float16;        /* scales are float16: of 2 bits in blocks of 64 or 128, of 8 bits in blocks of 32 */
+    int32_t kind;           /* of spans.h; 0 are the formats above */
     const uint8_t *data;    /* the values; of 8-bit matrices the high plane. 64-byte aligned for speed only */
     const uint8_t *low;     /* low plane; NULL reads an 8-bit matrix by its high plane alone */
     const uint16_t *scales; /* bfloat16 (tiles, blocks, 32); inline ones lowbit_scale_step apart from block to block */
@@ -66,6 +72,7 @@ typedef struct {
     int8_t *values; /* (blocks, m, block), the last block padded with zeros; 64-byte aligned */
     float *scales;  /* (blocks, m) */
     int32_t *sums;  /* (blocks, m): sums of the int8 values */
+    int32_t *halves; /* (blocks, m): of their first 16 values, in blocks of 32; NULL in others */
 } lowbit_rows;
 
 /* What is done with the product. */
@@ -111,6 +118,12 @@ static inline int64_t lowbit_data_step(const lowbit_matrix *w) {
 /* Scales from those of one block to those of the next. */
 static inline int64_t lowbit_scale_step(const lowbit_matrix *w) {
     return w->inline_scales ? lowbit_data_step(w) / (int64_t)sizeof(uint16_t) : LOWBIT_TILE;
+}
+
+/* Bytes of `data` from one tile to the next. */
+static inline int64_t lowbit_tile_bytes(const lowbit_matrix *w) {
+    const int64_t blocks = lowbit_blocks(w->k, w->block);
+    return w->kind ? span_tile_bytes(&kinds[w->kind], blocks) : blocks * lowbit_data_step(w);
 }
 
 /* One row of W, dequantized: (k). */

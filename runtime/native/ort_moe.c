@@ -127,6 +127,7 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
 static void quantize_row(const lowbit_isa *isa, const float *x, const lowbit_rows *rows, int64_t row) {
     lowbit_rows one = *rows;
     one.values += row * one.block, one.scales += row, one.sums += row;
+    if (one.halves) one.halves += row;
     isa->quantize(&(lowbit_input){x, NULL, 0}, &one, 0, 1);
 }
 

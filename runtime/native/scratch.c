@@ -49,13 +49,15 @@ static size_t padded(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 size_t scratch_rows_bytes(int64_t m, int64_t k, int32_t block) {
     size_t cells = (size_t)(lowbit_blocks(k, block) * m);
-    return padded(cells * (size_t)block) + padded(cells * sizeof(float)) + padded(cells * sizeof(int32_t));
+    const size_t halves = block == SPAN_BLOCK ? padded(cells * sizeof(int32_t)) : 0;
+    return padded(cells * (size_t)block) + padded(cells * sizeof(float)) + padded(cells * sizeof(int32_t)) + halves;
 }
 
 lowbit_rows scratch_rows(void *memory, int64_t m, int64_t k, int32_t block) {
     size_t cells = (size_t)(lowbit_blocks(k, block) * m);
     char *scales = (char *)memory + padded(cells * (size_t)block);
     char *sums = scales + padded(cells * sizeof(float));
-    lowbit_rows rows = {m, k, block, memory, (float *)(void *)scales, (int32_t *)(void *)sums};
+    lowbit_rows rows = {m, k, block, memory, (float *)(void *)scales, (int32_t *)(void *)sums, NULL};
+    if (block == SPAN_BLOCK) rows.halves = (int32_t *)(void *)(sums + padded(cells * sizeof(int32_t)));
     return rows;
 }

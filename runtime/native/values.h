@@ -2,8 +2,7 @@
 #ifndef EDGEINFER_VALUES_H
 #define EDGEINFER_VALUES_H
 
-#include <string.h>
-
+#include "arithmetic.inc.h"
 #include "lowbit.h"
 
 /* Twice the values of E2M1 by their codes, plus LOWBIT_E2M1_ZERO. */
@@ -32,7 +31,8 @@ static inline float lowbit_bfloat16(uint16_t bits) {
 /* Scale and zero point of column `at` = (tile * blocks + b) * 32 + c, in the units `lowbit_values` is summed in:
  * doubled values, less 15 for the middle of the low plane, where only the high plane is read. */
 static inline float lowbit_scale(const lowbit_matrix *w, int64_t at) {
-    return lowbit_bfloat16(w->scales[at / LOWBIT_TILE * lowbit_scale_step(w) + at % LOWBIT_TILE]) * (lowbit_high_only(w) ? 0.5f : 1.0f);
+    const uint16_t bits = w->scales[at / LOWBIT_TILE * lowbit_scale_step(w) + at % LOWBIT_TILE];
+    return (w->float16 ? float_of(bits) : lowbit_bfloat16(bits)) * (lowbit_high_only(w) ? 0.5f : 1.0f);
 }
 
 static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {

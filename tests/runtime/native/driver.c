@@ -35,9 +35,10 @@ static void fail(report *r, const problem *p, const char *what, int64_t row, int
     const shape *s = &p->s;
     if (r->failures++ >= MAX_MESSAGES) return;
     fprintf(stderr,
-            "%s: %s: row %lld column %lld: %.9g, expected %.9g (bits %d%s%s%s block %d zeros %d paired %d swiglu %d "
+            "%s: %s: row %lld column %lld: %.9g, expected %.9g (%s bits %d%s%s%s%s block %d zeros %d paired %d swiglu %d "
             "bias %d residual %d norm %d, N %lld K %lld M %lld, values %d)\n",
-            r->isa->name, what, (long long)row, (long long)column, got, want, s->bits, s->high_only ? " high" : "", s->vectors ? " vectors" : "",
+            r->isa->name, what, (long long)row, (long long)column, got, want,
+            s->kind ? kinds[s->kind].name : "", s->bits, s->float16 ? " float16" : "", s->high_only ? " high" : "", s->vectors ? " vectors" : "",
             s->inline_scales ? " inline scales" : "", s->block, s->zeros, s->paired, s->swiglu, s->bias, s->residual, s->norm, (long long)s->n, (long long)s->k,
             (long long)s->m, p->kinds[row]);
 }
@@ -71,7 +72,8 @@ static void quantize(trial *t) {
     for (int64_t i = 0; i < t->m; i++) memcpy(x + i * k, p->x + t->index[i] * k, (size_t)k * 4);
     size_t bytes = (size_t)(t->m * padded);
     t->rows = (lowbit_rows){t->m, k, p->s.block, take(bytes, 64, 0), take_floats(t->m * p->blocks),
-                            take((size_t)(t->m * p->blocks) * 4, 16, 4)};
+                            take((size_t)(t->m * p->blocks) * 4, 16, 4), NULL};
+    if (p->s.block == 32) t->rows.halves = take((size_t)(t->m * p->blocks) * 4, 16, 4);
     memset(t->rows.values, 0x55, bytes);
     lowbit_input in = {x, p->s.norm ? p->weight : NULL, 1e-6f};
     int count = make_ranges(t->m, t->cut, ranges);
@@ -150,11 +152,14 @@ static void check_quantized(const trial *t, int64_t row, const double *x, report
     for (int64_t b = 0; b < p->blocks; b++) {
         const int8_t *q = t->rows.values + (b * t->m + row) * B;
         double scale = t->rows.scales[b * t->m + row], greatest = 0.0;
-        int32_t sum = 0;
+        int32_t sum = 0, half = 0;
         for (int64_t j = 0; j < B; j++) {
             double value = b * B + j < p->s.k ? x[b * B + j] : 0.0, error = fabs(value - q[j] * scale);
             greatest = fmax(greatest, fabs(value));
             sum += q[j];
+            half += j < 16 ? q[j] : 0;
+            /* The sums of groups of 16 are exact because of this. */
+            if (q[j] == -128) fail(r, p, "-128", row, b * B + j, q[j], -127);
             if (!(error <= scale * 0.50001 + fabs(value) * 3e-6 + 1.1e-35))
                 fail(r, p, "int8", row, b * B + j, q[j], value / scale);
             if (p->kinds[row] == TIES && !p->s.norm && q[j] != (int)nearbyint(value))
@@ -164,6 +169,8 @@ static void check_quantized(const trial *t, int64_t row, const double *x, report
         /* The normalisation is in float, and a block below 1e-35 counts as zero. */
         if (!(fabs(scale - greatest / 127) <= greatest * 3e-6 + 1e-36))
             fail(r, p, "scale", row, b, scale, greatest / 127);
+        if (t->rows.halves && t->rows.halves[b * t->m + row] != half)
+            fail(r, p, "sum of a half", row, b, t->rows.halves[b * t->m + row], half);
         if (t->rows.sums[b * t->m + row] != sum) fail(r, p, "sum", row, b, t->rows.sums[b * t->m + row], sum);
     }
 }
@@ -186,6 +193,8 @@ static estimate product(const trial *t, int64_t row, int64_t n, const double *x,
             sum += w[j] * (exact ? x[b * B + j] : q[j] * scale);
             weights += fabs(w[j]);
             greatest = fmax(greatest, fabs(x[b * B + j]));
+            /* What is taken off again was first part of the sum. */
+            if (p->minima) e.slack += 4e-7 * fabs(p->minima[(n * p->s.k + b * B + j) / 16] * q[j] * scale);
         }
         e.value += sum;
         /* Additions of blocks round; quantizing errs by half a step, and by the rounding of the normalisation. */
@@ -239,13 +248,13 @@ static void check_row(const trial *t, int64_t row, double *x, report *r) {
     }
 }
 
-/* Single rows of W: integers of 9 bits times bfloat16 are exact in float. */
+/* Single rows of W: integers of 9 bits times bfloat16 are exact in float; others are rounded once. */
 static void check_weights(const problem *p, report *r) {
     float *row = take_floats(p->s.k);
     for (int64_t n = 0; n < p->s.n; n++) {
         lowbit_row(&p->w, n, row);
         for (int64_t k = 0; k < p->s.k; k++)
-            if (row[k] != p->dense[n * p->s.k + k]) fail(r, p, "lowbit_row", 0, k, row[k], p->dense[n * p->s.k + k]);
+            if (row[k] != (float)p->dense[n * p->s.k + k]) fail(r, p, "lowbit_row", 0, k, row[k], p->dense[n * p->s.k + k]);
     }
 }
 
@@ -260,7 +269,8 @@ static void check_same_rows(const trial *t, const trial *base, report *r) {
         int64_t row = at % t->m, B = p->s.block;
         if (p->kinds[row] >= ONE_NAN) continue;
         if (memcmp(t->rows.values + at * B, base->rows.values + at * B, (size_t)B) ||
-            !same(t->rows.scales[at], base->rows.scales[at]) || t->rows.sums[at] != base->rows.sums[at])
+            !same(t->rows.scales[at], base->rows.scales[at]) || t->rows.sums[at] != base->rows.sums[at] ||
+            (base->rows.halves && t->rows.halves[at] != base->rows.halves[at]))
             fail(r, p, "quantizes differently", row, at / t->m, t->rows.scales[at], base->rows.scales[at]);
     }
 }
@@ -304,12 +314,34 @@ static void try(int variant, int64_t n, int64_t k, int64_t m) {
     shape s = {.bits = BITS[format], .high_only = format == 3, .vectors = format == 5};
     s.block = BLOCKS[variant / 6 % 3];
     s.zeros = variant / 18 % 2 && !s.vectors, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
-    s.inline_scales = !s.e2m1 && chance(50), s.paired = pair > 0 && pair != 4;
+    s.float16 = ((s.bits == 8 && s.block == 32) || (format == 0 && s.block > 32)) && chance(50);
+    s.inline_scales = !s.e2m1 && !s.float16 && chance(50), s.paired = pair > 0 && pair != 4;
     s.swiglu = pair == 3 ? 2 : pair == 5 ? 4 : pair > 1;
     s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
     s.n = s.paired ? 2 * n : n, s.m = m;
     s.k = s.vectors ? (k + s.block - 1) / s.block * s.block : k;
     test(&s);
+}
+
+/* A kind, paired or not, at a K of whole groups. */
+static void try_kind(int kind, int64_t n, int64_t k, int64_t m) {
+    const int64_t whole = kinds[kind].whole, pair = below(4);
+    shape s = {.bits = kinds[kind].bits, .kind = kind, .block = 32, .paired = pair > 1, .m = m};
+    s.swiglu = pair == 3 ? 1 + (int)below(2) : 0;
+    s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
+    s.n = s.paired ? 2 * n : n, s.k = (k + whole - 1) / whole * whole;
+    test(&s);
+}
+
+/* Sums of groups of 16 are whole numbers that a float holds exactly. */
+static void check_bounds(report *r) {
+    for (int kind = 1; kind < KINDS; kind++) {
+        const kind_facts *f = &kinds[kind];
+        const int code = f->zero > (1 << f->bits) / 2 ? f->zero : (1 << f->bits) - 1 - f->zero;
+        const int weight = f->zero ? (code > f->zero ? code : f->zero) : (1 << f->bits) - 1;
+        const int scale = kind == KIND_Q6_K ? 128 : kind == KIND_Q3_K ? 32 : 15;
+        if (f->halves && kind != KIND_NVFP4 && 2 * 16 * 127 * weight * scale >= 1 << 24) r->failures++;
+    }
 }
 
 enum { FORMATS = 18, VARIANTS = 216, ROUNDS = 10 };
@@ -321,6 +353,12 @@ static void test_all(void) {
     static const int64_t K[] = {1, 3, 4, 7, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 160, 255, 257};
     static const int64_t M[] = {1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 33};
     for (int i = 0; i < VARIANTS * ROUNDS; i++) try(i, PICK(N), PICK(K), PICK(M));
+    for (int i = 0; i < (KINDS - 1) * ROUNDS * 3; i++) try_kind(1 + i % (KINDS - 1), PICK(N), 1 + below(900), PICK(M));
+    for (int kind = 1; kind < KINDS; kind++) {
+        for (int m = 1; m <= 20; m++) try_kind(kind, 33, 1 + below(600), m);
+        for (int i = 0; i < 3; i++) try_kind(kind, 17, 1 + below(600), LARGE[i]);
+        try_kind(kind, 20, 3000 + below(200), 3 + below(4));
+    }
     for (int n = 1; n <= 66; n++) try((int)below(VARIANTS), n, 1 + below(140), 1 + below(6));
     for (int k = 1; k <= 260; k++) try((int)below(VARIANTS), 17, k, 1 + below(6));
     for (int format = 0; format < FORMATS; format++) {
@@ -334,6 +372,7 @@ int main(void) {
     const lowbit_isa *isa;
     for (size_t i = 0; (isa = lowbit_isa_at(i)) != NULL; i++)
         if (lowbit_usable(isa)) reports[report_count++].isa = isa;
+    check_bounds(&reports[report_count - 1]);
     test_all();
     long failures = 0;
     for (int i = 0; i < report_count; i++) {

@@ -5,8 +5,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "lowbit.h"
-#include "random.h"
+#include "kind_problem.h"
 
 /* What a row of activations holds. */
 enum { NORMAL, ZEROS, DENORMAL, HUGE_VALUES, EXTREME, TIES, WIDE, ONE_NAN, ONE_INFINITY, VALUE_KINDS };
@@ -18,14 +17,15 @@ static const double LOW_MIDDLE = 7.5;
 static const int DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 typedef struct {
-    int bits, e2m1, vectors, high_only, inline_scales, block, zeros, paired, swiglu, bias, residual, norm;
+    int bits, kind, float16, e2m1, vectors, high_only, inline_scales, block, zeros, paired, swiglu, bias, residual, norm;
     int64_t n, k, m;
 } shape;
 
 typedef struct {
     shape s;
     lowbit_matrix w;
-    double *dense; /* (n, k): the weights, dequantized */
+    double *dense;  /* (n, k): the weights, dequantized */
+    double *minima; /* (n, k / 16): what is taken off them; NULL but of a kind */
     int *kinds;    /* (m) */
     float *x, *weight, *bias, *residual;
     int64_t width, tiles, blocks;
@@ -43,7 +43,10 @@ static float from_bf16(uint16_t bits) {
     return value;
 }
 
-static uint16_t random_scale(void) {
+static double scale_value(const shape *s, uint16_t bits) { return s->float16 ? half_value(bits) : from_bf16(bits); }
+
+static uint16_t random_scale(const shape *s) {
+    if (s->float16) return random_half();
     float value = chance(4) ? 0.0f : uniform(0.002f, 0.03f);
     uint32_t wide;
     memcpy(&wide, &value, 4);
@@ -89,8 +92,27 @@ static double vector_value(const problem *p, const uint8_t *data, int64_t betwee
     return code / 16 >> j / S & 1 ? -magnitude : magnitude;
 }
 
+static void make_kind(problem *p) {
+    const shape *s = &p->s;
+    const int64_t step = tile_size(s->kind, p->blocks);
+    uint8_t *data = take((size_t)(p->tiles * step), 64, 0);
+    memset(data, 0, (size_t)(p->tiles * step));
+    p->dense = take((size_t)(s->n * s->k) * sizeof(double), 16, 0);
+    p->minima = take((size_t)(s->n * s->k / 16) * sizeof(double), 16, 0);
+    for (int64_t n = 0; n < s->n; n++) {
+        int64_t t, lane;
+        locate(s, n, &t, &lane);
+        put_row(s->kind, data + t * step, p->blocks, (int)lane, p->dense + n * s->k, p->minima + n * s->k / 16);
+    }
+    p->w = (lowbit_matrix){.n = s->n, .k = s->k, .bits = s->bits, .block = 32, .paired = s->paired, .kind = s->kind, .data = data};
+}
+
 static void make_weights(problem *p) {
     const shape *s = &p->s;
+    if (s->kind) {
+        make_kind(p);
+        return;
+    }
     size_t bytes = (size_t)(p->tiles * p->blocks * 4 * s->block * (s->bits == 8 ? 4 : s->bits));
     size_t entries = (size_t)(p->tiles * p->blocks * 32), all = bytes + (s->inline_scales ? entries * 2 : 0);
     int64_t between = s->inline_scales ? 64 : 0;
@@ -115,23 +137,23 @@ static void make_weights(problem *p) {
             if (k % s->block == 0) {
                 entry = (t * p->blocks + k / s->block) * 32 + lane;
                 scale = scales + entry / 32 * scale_step + lane;
-                *scale = random_scale();
+                *scale = random_scale(s);
                 if (zeros) zeros[entry] = (uint8_t)(chance(20) ? (chance(50) ? top : 0) : below(top + 1));
             }
             put(p, data, between, n, k, s->bits == 8 ? v >> 4 : v);
             if (low) put(p, low, 0, n, k, v & 15);
             double read = s->high_only ? (v >> 4) * 16 + LOW_MIDDLE : v;
             read = s->e2m1 ? DOUBLED[v] : read - (zeros ? zeros[entry] : 1 << (s->bits - 1));
-            p->dense[n * s->k + k] = read * from_bf16(*scale);
+            p->dense[n * s->k + k] = read * scale_value(s, *scale);
         }
         for (int64_t k = 0; k < s->k && s->vectors; k++) {
             entry = (t * p->blocks + k / s->block) * 32 + lane;
             const double read = vector_value(p, data, between, n, k);
-            p->dense[n * s->k + k] = read * from_bf16(scales[entry / 32 * scale_step + lane]);
+            p->dense[n * s->k + k] = read * scale_value(s, scales[entry / 32 * scale_step + lane]);
         }
     }
     p->w = (lowbit_matrix){s->n,  s->k,    s->bits, s->block, s->paired, s->e2m1,
-                           s->vectors, s->inline_scales, data, s->high_only ? NULL : low, scales, zeros};
+                           s->vectors, s->inline_scales, s->float16, 0, data, s->high_only ? NULL : low, scales, zeros};
 }
 
 static float element(int kind, int64_t k, int block) {
