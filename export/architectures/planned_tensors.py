@@ -12,7 +12,7 @@ from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.described import pad_values
 from edgeinfer.export.architectures.tensors import Source, TensorPlan
-from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.checkpoint import TensorFile
 from edgeinfer.export.source.packed import PACKINGS, PackedSource
 from edgeinfer.quant.policy import QuantScheme
 
@@ -26,7 +26,7 @@ _RUN_VALUES = 1 << 20
 class PlannedRows:
     """Rows of a planned tensor, read from the checkpoint on demand, times factors that may change."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: TensorPlan) -> None:
+    def __init__(self, checkpoint: TensorFile, plan: TensorPlan) -> None:
         self.shape = plan.shape
         self._checkpoint = checkpoint
         self._sources = plan.sources
@@ -92,7 +92,8 @@ class PlannedRows:
 
     def _kept(self, source: Source, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
         places = _places(source, start, stop)
-        whole, chosen = self._opened(source).kept(places[0], places[-1] + 1, scheme), places - places[0]
+        first = places.min()
+        whole, chosen = self._opened(source).kept(first, places.max() + 1, scheme), places - first
         return QuantizedMatrix(whole.data[chosen], whole.scales[chosen], None)
 
     def _opened(self, source: Source) -> PackedSource:
@@ -102,10 +103,11 @@ class PlannedRows:
         return self._packed[source]
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
-        if not source.pieces:
+        if not source.pieces and not source.paired:
             return self._rows_of(source, start, stop)
         places = _places(source, start, stop)
-        rows: Floats = self._rows_of(source, places[0], places[-1] + 1)[places - places[0]]
+        first = places.min()
+        rows: Floats = self._rows_of(source, first, places.max() + 1)[places - first]
         return rows
 
     def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
@@ -134,6 +136,11 @@ class PlannedRows:
 def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
     """Rows of the checkpoint's tensor that are a source's rows start..stop-1."""
     rows = np.arange(start, stop)
+    if source.paired:
+        size, turned = source.paired
+        within = rows % size
+        neighbours = rows - within + 2 * (within % (turned // 2)) + within // (turned // 2)
+        return np.where(within < turned, neighbours, rows)
     if not source.pieces:
         return rows
     period, taken, share = source.pieces
@@ -148,7 +155,7 @@ class PlannedTensors:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, plans: Iterable[TensorPlan], borrowed: Mapping[str, PlannedRows] | None = None
+        self, checkpoint: TensorFile, plans: Iterable[TensorPlan], borrowed: Mapping[str, PlannedRows] | None = None
     ) -> None:
         self._rows = {plan.name: PlannedRows(checkpoint, plan) for plan in plans} | dict(borrowed or {})
 

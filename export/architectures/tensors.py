@@ -54,6 +54,8 @@ class Source:
     # Period, first and number of the rows that are taken of each period; empty for all.
     pieces: tuple[int, int, int] | tuple[()] = ()
     heads: int = 0  # of a matrix that the bundle has transposed head by head; 0 for none
+    # Rows of a head, and those of them that are stored as neighbours where ours are halves; empty for none.
+    paired: tuple[int, int] | tuple[()] = ()
 
     @property
     def is_whole(self) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.parts import MoESpec, RopeSpec
+from edgeinfer.bundle.parts import MoESpec, RopeSpec, Router
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.tensors import Shape, TensorPlan
+from edgeinfer.export.gguf.keys import GgufKeys
 from edgeinfer.export.source.hf_config import HFConfig
 
 Floats = NDArray[np.float32]
@@ -80,6 +81,12 @@ class GgufArchitecture:
     keys: Callable[[Any, HFConfig, DecoderSpec, Tensor], None] | None = None
     # Further parts of a decoder that are missing, in words.
     lacks: Callable[[HFConfig, DecoderSpec], Iterator[str]] | None = None
+    # `defaults`, `always`, `facts`, `fields`: of files that are read: llama.cpp's values of keys that may be missing,
+    # fields of every decoder, fields of every config.json, and further fields from keys, by those known before.
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    fields: Callable[[GgufKeys, Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -89,10 +96,15 @@ class GgufArchitecture:
 
     def check(self, config: HFConfig, spec: DecoderSpec) -> None:
         """Refuses decoders that llama.cpp would compute differently, or abort on."""
-        mixed = self.mixture.missing(spec) if self.mixture else ()
-        further = self.lacks(config, spec) if self.lacks else ()
-        for what in (*self._missing(spec), *self._missing_by_layer(spec), *mixed, *further):
+        for what in self.missing(config, spec):
             raise UnsupportedArchitectureError(f"llama.cpp's {self.name} has no {what}.", ONNX_HINT)
+
+    def missing(self, config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+        """Parts of a decoder that its graph lacks, in words."""
+        yield from self._missing(spec)
+        yield from self._missing_by_layer(spec)
+        yield from self.mixture.missing(spec) if self.mixture else ()
+        yield from self.lacks(config, spec) if self.lacks else ()
 
     def planned(self, config: HFConfig, spec: DecoderSpec, plans: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
         """A checkpoint's tensors with the values of the file."""
@@ -152,7 +164,7 @@ def every(count: int, layers: int) -> Iterator[bool]:
 # llama.cpp's own limit, at which it ends the process.
 _MOST_EXPERTS = 1024
 # llama.cpp's numbers of how scores become shares (enum llama_expert_gating_func_type, src/llama-hparams.h).
-_GATING = {"softmax": 1, "sigmoid": 2}
+GATING: dict[Router, int] = {"softmax": 1, "sigmoid": 2}
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class GgufMixture:
     renormalizes: bool | None  # whether the weights of a token's experts sum to one; None where a key says so
     length: bool = True  # the width of experts has a key of its own
     leading: bool = False  # the first layers may have ordinary MLPs
-    router: str = "softmax"  # how scores become shares
+    router: Router = "softmax"  # how scores become shares
     gating: bool = False  # a key says how, with `router` as its default
     scale: bool = False  # a key multiplies the weights
     groups: bool = False  # experts may be chosen among the best groups
@@ -188,7 +200,7 @@ class GgufMixture:
             yield "layers without experts and others with them"
         if self.renormalizes is not None and moe.renormalize != self.renormalizes:
             yield "weights of experts that are " + ("renormalized" if moe.renormalize else "not renormalized")
-        if moe.router != self.router and not (self.gating and moe.router in _GATING):
+        if moe.router != self.router and not (self.gating and moe.router in GATING):
             yield f"router of type {moe.router}"
         if moe.shared_size and self.shared in ("count", "both") and moe.shared_size % moe.expert_size:
             yield f"shared expert that is {moe.shared_size} wide next to others of {moe.expert_size}"
@@ -209,7 +221,7 @@ class GgufMixture:
         if self.leading:
             writer.add_leading_dense_block_count(len(moe.dense_layers))
         if self.gating:
-            writer.add_uint32(f"{writer.arch}.expert_gating_func", _GATING[moe.router])
+            writer.add_uint32(f"{writer.arch}.expert_gating_func", GATING[moe.router])
         if self.scale:
             writer.add_expert_weights_scale(moe.scale)
         if self.renormalizes is None:
@@ -224,7 +236,7 @@ FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 # Of the scheme that quantized blocks are stored in.
 _QUANTIZATION_VERSION = 2
 # What YaRN multiplies sine and cosine by, per logarithm of the factor (arXiv:2309.00071, equation 22).
-_YARN_SCALE = 0.1
+YARN_SCALE = 0.1
 
 
 def context_length(spec: DecoderSpec, arch: GgufArchitecture) -> int:
@@ -310,7 +322,7 @@ def _add_rope(writer: Any, rope: RopeSpec, compressed: bool) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
         writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
-        usual = 1 + _YARN_SCALE * math.log(rope.factor) if rope.factor > 1 else 1.0
+        usual = 1 + YARN_SCALE * math.log(rope.factor) if rope.factor > 1 else 1.0
         if not compressed and not math.isclose(rope.attention_factor, usual, rel_tol=1e-6):
             writer.add_rope_scaling_attn_factors(rope.attention_factor / usual)
 

@@ -6,12 +6,14 @@ What each graph has is what llama.cpp's sources build (src/llama-model.cpp, src/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import TensorPlan
-from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufMixture, Tensor
+from edgeinfer.export.gguf.architectures import GATING, GgufArchitecture, GgufMixture, Tensor
+from edgeinfer.export.gguf.keys import GgufKeys
 from edgeinfer.export.source.hf_config import HFConfig
 
 _EVERY_ROPE = ("default", "linear", "llama3", "longrope")
@@ -86,6 +88,61 @@ def _apertus_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tens
     writer.add_xielu_eps([_XIELU_EPS] * spec.num_layers)
 
 
+def _scale_by_width(keys: GgufKeys, known: Mapping[str, Any], large: int) -> dict[str, Any]:
+    """The scale of scores in the largest model, which llama.cpp knows by its number of layers."""
+    if known["num_layers"] != large:
+        return {}
+    return {"attention_scale": (known["hidden_size"] // known["num_heads"]) ** -0.5}
+
+
+def _slide_everywhere(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows that llama.cpp's graph lacks, and the checkpoint had."""
+    window = keys.integer("attention.sliding_window", 0)
+    return {"windows": (window,) * known["num_layers"]} if 0 < window < known["max_positions"] else {}
+
+
+def _rotate_in_windows(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without a window do not rotate, where others have one."""
+    return {"rope_layers": tuple(0 if window else -1 for window in known.get("windows", ()))}
+
+
+def _cohere_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The first layers rotate whatever they see; a layer gives the mean of its experts and the shared one."""
+    layers, moe = known["num_layers"], known["moe"]
+    windows = known.get("windows", (0,) * layers)
+    turned = (0 if window or layer in moe.dense_layers else -1 for layer, window in enumerate(windows))
+    return {"rope_layers": tuple(turned), "moe": dataclasses.replace(moe, scale=0.5 if moe.shared_size else 1.0)}
+
+
+def _exaone_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    return _rotate_in_windows(keys, known) if known["num_layers"] == _SLIDING_EXAONE else {"windows": ()}
+
+
+def _olmo_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """One rotation where both are alike."""
+    return {"more_ropes": (), "rope_layers": ()} if known.get("more_ropes", ()) == (known["rope"],) else {}
+
+
+def _ministral_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope": dataclasses.replace(known["rope"], query_beta=keys.number("attention.temperature_scale", 0.0))}
+
+
+def _granite_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    keys.expect("rope.scaling.finetuned", True)
+    return {}
+
+
+def _granite_swa_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    layers = known["num_layers"]
+    turns = keys.flags("attention.rope_pattern", layers) if keys.is_array("attention.rope_pattern") else [True]
+    return {} if all(turns) else {"rope_layers": tuple(0 if each else -1 for each in turns)}
+
+
+def _ernie_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    keys.expect("interleave_moe_layer_step", 1)
+    return {}
+
+
 _LLAMA = GgufArchitecture(
     "llama",
     neighbours=True,
@@ -104,6 +161,7 @@ _OLMO = GgufArchitecture(
     full_every=4,
     always_slides=False,
     lacks=_olmo_lacks,
+    fields=_olmo_fields,
 )
 _GEMMA = GgufArchitecture("gemma", free_heads=True, qkv_bias=False, activation="gelu_tanh", norm_offset=1.0)
 _GRANITE = GgufArchitecture(
@@ -115,6 +173,7 @@ _GRANITE = GgufArchitecture(
     mlp_bias=True,
     parts=("attention_scale",),
     multipliers=GRANITE,
+    fields=_granite_fields,
 )
 _GRANITE_SWA = dataclasses.replace(
     _GRANITE,
@@ -126,6 +185,7 @@ _GRANITE_SWA = dataclasses.replace(
     mixture=_GRANITE_MIXTURE,
     keys=_granite_swa_keys,
     lacks=_granite_swa_lacks,
+    fields=_granite_swa_fields,
 )
 # By transformers' name of the family.
 DENSE = {
@@ -138,6 +198,7 @@ DENSE = {
     "qwen3": GgufArchitecture("qwen3", free_heads=True),
     "phi3": GgufArchitecture(
         "phi3",
+        fields=_slide_everywhere,
         ropes=("default", "linear", "longrope"),
         partial_rope=True,
         tensors={"attn.qkv": ("attn_qkv.weight",), **_PACKED_MLP},
@@ -147,7 +208,7 @@ DENSE = {
     "olmoe": GgufArchitecture(
         "olmoe", grouped=False, own_head=True, mixture=GgufMixture(False, length=False, shared="")
     ),
-    "granitemoe": dataclasses.replace(_GRANITE, name="granitemoe", mlp_bias=False, parts=(), mixture=_GRANITE_MIXTURE),
+    "granitemoe": dataclasses.replace(_GRANITE, name="granitemoe", mlp_bias=False, mixture=_GRANITE_MIXTURE),
     "granite_swa": _GRANITE_SWA,
     "granitemoe_swa": _GRANITE_SWA,
     "gemma": _GEMMA,
@@ -158,6 +219,8 @@ DENSE = {
         parts=("post_norm", "attention_scale", "attention_softcap", "logit_softcap"),
         needs=("attention_softcap", "logit_softcap"),
         full_every=2,
+        defaults={"attention.sliding_window": 4096, "attn_logit_softcapping": 50, "final_logit_softcapping": 30},
+        fields=partial(_scale_by_width, large=46),
     ),
     "gemma3_text": dataclasses.replace(
         _GEMMA,
@@ -166,6 +229,8 @@ DENSE = {
         parts=("post_norm", "attention_scale", "more_ropes", "rope_layers"),
         needs=("more_ropes",),
         full_every=6,
+        defaults={"rope.freq_base_swa": 1e4},
+        fields=partial(_scale_by_width, large=62),
     ),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
@@ -177,6 +242,8 @@ DENSE = {
         full_every=4,
         always_slides=False,
         lacks=_exaone_lacks,
+        defaults={"attention.sliding_window": 4096},
+        fields=_exaone_fields,
     ),
     "ministral3": GgufArchitecture(
         "mistral3",
@@ -186,6 +253,7 @@ DENSE = {
         qkv_bias=False,
         parts=("query_beta",),
         keys=_ministral_keys,
+        fields=_ministral_fields,
     ),
     "glm": GgufArchitecture("chatglm", neighbours=True, partial_rope=True, tensors=_PACKED_MLP, parts=("interleaved",)),
     "apertus": GgufArchitecture(
@@ -302,6 +370,7 @@ SHARED_MIXTURES = {
         unrotated_every=4,
         mixture=dataclasses.replace(_SIGMOID, groups=False),
         lacks=_afmoe_lacks,
+        facts={"mup_enabled": True},
     ),
     "cohere2_moe": GgufArchitecture(
         "cohere2moe",
@@ -313,6 +382,9 @@ SHARED_MIXTURES = {
         mixture=GgufMixture(None, leading=True, gating=True, shared="both", parts=("scale",)),
         multipliers=COHERE,
         lacks=_cohere_lacks,
+        defaults={"expert_gating_func": GATING["sigmoid"]},
+        facts={"num_shared_experts": 1},
+        fields=_cohere_fields,
     ),
     "glm4_moe": GgufArchitecture(
         "glm4moe",
@@ -330,6 +402,7 @@ SHARED_MIXTURES = {
         parts=("interleaved",),
         mixture=GgufMixture(True, leading=True, shared="both", parts=("choice_bias",)),
         keys=_ernie_keys,
+        fields=_ernie_fields,
     ),
     "hunyuan_v1_moe": GgufArchitecture(
         "hunyuan-moe", free_heads=True, parts=("norm_after_rope",), mixture=GgufMixture(True, shared="both")

@@ -74,6 +74,8 @@ _EXPERT = {
     "up": ("ffn_up_exps.weight",),
     "down": ("ffn_down_exps.weight",),
 }
+# Divisors of a rotation's frequencies: for all contexts, or for long and short ones.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # As llama.cpp's converter has it.
 _NO_TURN = 1e30
 # They decide more than they cost: llama.cpp keeps them in float32 too.
@@ -215,16 +217,14 @@ def rope_tensors(rope: RopeSpec) -> dict[str, Floats]:
     """Divisors of a rotary embedding's frequencies, (dim / 2,) each; linear scaling is a key."""
     if rope.type == "llama3":
         plain = inverse_frequencies(RopeSpec("default", rope.theta, rope.dim), 0)
-        return {"rope_freqs.weight": plain / inverse_frequencies(rope, 0)}
+        return {ROPE_TENSORS[0]: plain / inverse_frequencies(rope, 0)}
     if rope.type == "proportional":
         # What is not turned has no frequency to speak of.
         still = rope.dim // 2 - rope.turned
-        return {"rope_freqs.weight": np.array([1.0] * rope.turned + [_NO_TURN] * still, np.float32)}
+        return {ROPE_TENSORS[0]: np.array([1.0] * rope.turned + [_NO_TURN] * still, np.float32)}
     if rope.type == "longrope":
-        return {
-            "rope_factors_long.weight": np.asarray(rope.long_factors, np.float32),
-            "rope_factors_short.weight": np.asarray(rope.short_factors, np.float32),
-        }
+        lists = (rope.long_factors, rope.short_factors)
+        return {name: np.asarray(each, np.float32) for name, each in zip(ROPE_TENSORS[1:], lists, strict=True)}
     return {}
 
 

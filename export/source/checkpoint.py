@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,18 @@ _PIECE_BYTES = 1 << 22
 class _Tensor:
     file: Path
     stored: StoredArray
+
+
+class TensorFile(Protocol):
+    """What holds a model's tensors by name, whatever its format; `Checkpoint` is one."""
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
+    ) -> NDArray[np.float32]:
+        """Reads rows `start` to `stop` of a tensor, or of one of those that it stacks, as float32."""
+
+    def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:
+        """Reads rows of a packed tensor as bytes."""
 
 
 class Checkpoint:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.bfloat16 import round_nearest
 from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize_e2m1, midpoint, pack
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.source.checkpoint import FLOATS, FP8_BLOCK, Checkpoint
+from edgeinfer.export.source.checkpoint import FLOATS, FP8_BLOCK, TensorFile
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.quant.policy import QuantScheme, effective_block
 
@@ -53,7 +53,7 @@ class Packing(Protocol):
     def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
         """The checkpoint's tensors that hold one of this name and unpacked shape."""
 
-    def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
+    def open(self, checkpoint: TensorFile, name: str, shape: Shape, within: int | None) -> PackedSource:
         """A matrix (N, K), or the one at index `within` of a stack."""
 
     def scheme(self, k: int, bits: int) -> QuantScheme | None:
@@ -68,7 +68,7 @@ def mxfp4_tensors(name: str) -> tuple[str, str]:
 class _Mxfp4Matrix:
     """Two values per byte, the first in the lower half; transformers' Mxfp4Config."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, within: int | None) -> None:
+    def __init__(self, checkpoint: TensorFile, name: str, within: int | None) -> None:
         self._checkpoint, self._name, self._within = checkpoint, name, within
 
     def _read(self, start: int, stop: int) -> tuple[Bytes, NDArray[np.int32]]:  # (N, blocks, 16), (N, blocks)
@@ -98,7 +98,7 @@ class _Mxfp4:
         yield packed, (*blocks, _BLOCK // 2), ("U8",)
         yield scales, blocks, ("U8",)
 
-    def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
+    def open(self, checkpoint: TensorFile, name: str, shape: Shape, within: int | None) -> PackedSource:
         return _Mxfp4Matrix(checkpoint, name, within)
 
     def scheme(self, k: int, bits: int) -> QuantScheme | None:
@@ -106,7 +106,7 @@ class _Mxfp4:
 
 
 class _TernaryMatrix(ABC):
-    def __init__(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+    def __init__(self, checkpoint: TensorFile, name: str, shape: Shape) -> None:
         self._checkpoint, self._name, self._shape = checkpoint, name, shape
 
     @property
@@ -135,7 +135,7 @@ class _TernaryMatrix(ABC):
 class _PackedTernary(_TernaryMatrix):
     """Four values per byte, from four quarters of the rows; transformers' `pack_weights`."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, shape: Shape, divided: bool) -> None:
+    def __init__(self, checkpoint: TensorFile, name: str, shape: Shape, divided: bool) -> None:
         super().__init__(checkpoint, name, shape)
         self._divided = divided
 
@@ -200,7 +200,7 @@ class _Ternary:
         yield name, (shape[0] // _PER_BYTE, *shape[1:]), ("U8",)
         yield _scale_name(name), (1,), FLOATS
 
-    def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
+    def open(self, checkpoint: TensorFile, name: str, shape: Shape, within: int | None) -> PackedSource:
         if self._packed:
             return _PackedTernary(checkpoint, name, shape, self._divided)
         return _RoundedTernary(checkpoint, name, shape)

@@ -1,0 +1,316 @@
+"""A GGUF file as the weights of a bundle: which rows of its tensors make up each of ours, and its conversion.
+
+The tensors that a checkpoint's export would write are planned, and the plans inverted: one table of names serves both
+directions, and a tensor that is missing or left over refuses the file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.gguf.metadata import damaged
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
+from edgeinfer.bundle.gguf_bundle import geometry_of, manifest_of
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.manifest import Capabilities, Manifest, TensorEntry, capabilities_in
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
+from edgeinfer.bundle.writing import seal, write_bundle
+from edgeinfer.errors import BundleError, EdgeInferError, StorageError
+from edgeinfer.export.architectures import ARCHITECTURES
+from edgeinfer.export.architectures.base import Architecture
+from edgeinfer.export.architectures.described import Described, pad_heads
+from edgeinfer.export.architectures.mixtures import refine_granite, refine_granite_moe
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan, adaptable_modules
+from edgeinfer.export.gguf.architectures import GgufArchitecture
+from edgeinfer.export.gguf.description import read_decoder
+from edgeinfer.export.gguf.keys import unread, written
+from edgeinfer.export.gguf.tensors import ROPE_TENSORS, PlannedGgufTensor, gguf_tensors
+from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES
+from edgeinfer.export.graph.decoder import decoder_graphs
+from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.sidecar import Sidecar
+from edgeinfer.export.weights.calibrated import write_plain
+from edgeinfer.export.weights.planning import outline
+from edgeinfer.quant.policy import QuantPlan
+from edgeinfer.results import Progress
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+# Tensors of what sees or hears, whose weights a text needs not.
+_IGNORED_TENSORS = ("v.*", "mm.*", "a.*", *ROPE_TENSORS)
+# Values that are read at a time.
+_RUN_VALUES = 1 << 20
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A file that the native engine reads."""
+
+    gguf: GgufFile
+    arch: GgufArchitecture
+    spec: DecoderSpec
+    named: tuple[TensorPlan, ...]  # the tensors of a bundle, by the names that a checkpoint has for their parts
+    plans: tuple[TensorPlan, ...]  # the same of the file's tensors
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The file's tensors in the shapes that the plans read."""
+        return {source.name: source.stored_shape for plan in self.plans for source in plan.sources}
+
+
+def read_model(gguf: GgufFile) -> GgufModel:
+    """Reads the header; raises EdgeInferError for a file that is damaged or that the native engine does not read."""
+    family, arch = _find(gguf)
+    geometry_of(gguf)
+    arch = _fused(gguf, arch)
+    spec = read_decoder(gguf, arch)
+    config = HFConfig({**arch.facts, **dict(_multipliers(gguf, arch))})
+    for what in arch.missing(config, spec):
+        raise unread(f"{arch.name} with {what}")
+    named = family.tensors(config, spec)
+    model = GgufModel(gguf, arch, spec, named, _inverted(gguf, arch, spec, named))
+    _require_types(gguf, model)
+    return model
+
+
+def refusal(source: GgufFile | Path) -> str | None:
+    """Why the native engine does not read a file, naming the key or tensor; None where it does. Reads the header."""
+    try:
+        read_model(source if isinstance(source, GgufFile) else read_gguf(source))
+    except EdgeInferError as error:
+        return error.message.rstrip(".")
+    return None
+
+
+def _require_types(gguf: GgufFile, model: GgufModel) -> None:
+    """Refuses types of tensors that the kernel has no product for."""
+    for tensor in gguf.tensors:
+        if tensor.name in model.shapes and tensor.type.name not in FLOAT_TYPES:
+            raise unread(f"{tensor.name} is {tensor.type.name}")
+
+
+def _find(gguf: GgufFile) -> tuple[Architecture, GgufArchitecture]:
+    name = gguf.metadata.text("general.architecture")
+    found = next(((kind, arch) for kind, arch in GGUF_ARCHITECTURES.items() if arch.name == name), None)
+    if found is None:
+        raise unread(f"its architecture is {name}")
+    kind, arch = found
+    family = next(family for family in ARCHITECTURES if family.model_types[0] == kind)
+    if family.refine is refine_granite_moe:
+        # The description has the scale of scores, which export keeps out of it.
+        family = replace(family, refine=refine_granite)
+    return (replace(family, refine=None) if arch.refined else family), arch
+
+
+def _fused(gguf: GgufFile, arch: GgufArchitecture) -> GgufArchitecture:
+    """The architecture with one tensor for queries, keys and values, where the file has them so."""
+    if "blk.0.attn_qkv.weight" not in gguf.by_name or "attn.qkv" in arch.tensors or arch.neighbours:
+        return arch
+    fused = {"attn.qkv": ("attn_qkv.weight",), "attn.qkv_bias": ("attn_qkv.bias",)}
+    return replace(arch, tensors={**arch.tensors, **fused})
+
+
+def _multipliers(gguf: GgufFile, arch: GgufArchitecture) -> Iterator[tuple[str, float]]:
+    """Factors that are fields of config.json."""
+    for name, key, usual in arch.multipliers:
+        whole = f"{arch.name}.{key}"
+        yield name, written(gguf.metadata.number(whole)) if whole in gguf.metadata else usual
+
+
+def _inverted(
+    gguf: GgufFile, arch: GgufArchitecture, spec: DecoderSpec, named: tuple[TensorPlan, ...]
+) -> tuple[TensorPlan, ...]:
+    """Each of our tensors as rows of the file's."""
+    shapes = {plan.name: plan.shape for plan in named}
+    sources: dict[str, list[tuple[int, Source]]] = {plan.name: [] for plan in named}
+    used = set()
+    for tensor in gguf_tensors(spec, named, arch):
+        stored = gguf.by_name.get(tensor.name)
+        if stored is None:
+            raise unread(f"{tensor.name} is missing")
+        if _plain(stored.shape) != _plain(tensor.shape):
+            raise unread(f"{tensor.name} has shape {stored.shape} instead of {tensor.shape}")
+        used.add(tensor.name)
+        for index, part in enumerate(tensor.parts):
+            count = part.stop - part.start
+            sources[part.plan].append((part.start, _source(tensor, spec, (count, *shapes[part.plan][1:]), index)))
+    left = sorted(name for name in gguf.by_name.keys() - used if not _ignored(gguf, spec, name))
+    if left:
+        raise unread(f"{left[0]} is not known")
+    return tuple(_plan(arch, plan, sources[plan.name]) for plan in named)
+
+
+def _source(tensor: PlannedGgufTensor, spec: DecoderSpec, shape: Shape, index: int) -> Source:
+    """Rows of one of our tensors in one of the file's."""
+    stacked = len(tensor.parts) if len(tensor.parts) > 1 else 0
+    if stacked and stacked * math.prod(shape) != math.prod(tensor.shape):
+        raise unread(f"{tensor.name} has its rows in another order")
+    if tensor.change is None:
+        return Source(tensor.name, shape, index=index, stacked=stacked)
+    return Source(tensor.name, shape, paired=(tensor.rows, spec.rope.dim))
+
+
+def _plan(arch: GgufArchitecture, named: TensorPlan, sources: list[tuple[int, Source]]) -> TensorPlan:
+    """One of our tensors of its parts in order, with the factors that a checkpoint's tensors have."""
+    changes = {(source.scale, source.offset) for source in named.sources}
+    sources.sort(key=lambda each: each[0])
+    rows = sum(source.shape[0] for _, source in sources)
+    if len(changes) != 1 or rows != named.shape[0]:
+        raise unread(f"{named.name} is made of several tensors that change")
+    [(scale, offset)] = changes
+    offset -= arch.norm_offset if named.name.endswith("norm") else 0.0
+    return TensorPlan(named.name, tuple(source for _, source in sources)).changed(scale=scale, offset=offset)
+
+
+def _plain(shape: Shape) -> Shape:
+    """A shape without axes of one."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _ignored(gguf: GgufFile, spec: DecoderSpec, name: str) -> bool:
+    """Whether a tensor is none of the decoder's: a module for drafts, or of another sense."""
+    layer = name.split(".")[1] if name.startswith("blk.") else ""
+    return (layer.isdecimal() and int(layer) >= spec.num_layers) or any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in _IGNORED_TENSORS
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The tensors of the bundle that a file becomes."""
+
+    described: Described
+    entries: tuple[TensorEntry, ...]
+    layout: Layout
+
+    @classmethod
+    def of(cls, model: GgufModel) -> _Table:
+        described = pad_heads(Described(model.spec, model.plans))
+        layout = NATIVE if model.spec.native_only else PORTABLE
+        outlines = [outline(plan, None) for plan in described.plans]
+        if model.spec.tied:
+            outlines.append(Outline("head", outlines[0].shape, shares="embed"))
+        modules = {plan.name: adaptable_modules(plan) for plan in model.named}
+        entries = (replace(entry, modules=modules.get(entry.name, ())) for entry in lay_out(outlines, layout))
+        return cls(described, tuple(entries), layout)
+
+
+def bundle_bytes(gguf: GgufFile) -> int:
+    """Bytes of the weights of a file's bundle."""
+    return file_bytes(_Table.of(read_model(gguf)).entries)
+
+
+def convert_model(
+    model: GgufModel, sidecar: Sidecar, out: Path, name: str = "", progress: Progress | None = None
+) -> None:
+    """Writes a bundle of a file's weights to `out`, whole or not at all; memory is a few MB.
+
+    Args:
+        progress: called with what is being written, how many weights are done and how many there are.
+    """
+    table = _Table.of(model)
+    described, entries = table.described, table.entries
+    spec, gguf = described.spec, model.gguf
+    named = manifest_of(gguf)
+    manifest = Manifest(
+        name=name or named.name,
+        architecture=named.architecture,
+        backend="onnx",
+        geometry=spec.geometry,
+        parameters=described.parameters,
+        capabilities=capabilities_in(Capabilities(True, True, True), entries, table.layout, spec.moe),
+        decoder=spec,
+        tensors=entries,
+        layout=table.layout,
+        layout_version=LAYOUT_VERSIONS[table.layout],
+        exits=tuple(range(1, spec.num_layers + 1)),
+        export={"format": "gguf", "fingerprint": gguf.fingerprint, **named.export},
+    )
+    with GgufTensors(gguf, model.shapes) as tensors, write_bundle(out) as work:
+        _require_room(work, file_bytes(entries))
+        sidecar.write(work)
+        with (work / WEIGHTS).open("wb") as file:
+            planned = PlannedTensors(tensors, described.plans)
+            write_plain(file, planned, entries[: len(described.plans)], QuantPlan({}), progress)
+        for graph, data in decoder_graphs(spec, entries, table.layout).items():
+            (work / graph).write_bytes(data)
+        seal(work, manifest)
+
+
+def _require_room(work: Path, needed: int) -> None:
+    free = shutil.disk_usage(work).free
+    if free < needed:
+        message = f"Its weights take {needed / 1e9:.1f} GB of disk space, and only {free / 1e9:.1f} GB are free."
+        raise StorageError(message, "Free some space or choose another place.")
+
+
+class GgufTensors:
+    """The tensors of a file as rows: floats as float32, other types as the bytes of their blocks.
+
+    Args:
+        shapes: of the tensors, which the file may store with further axes of one.
+    """
+
+    def __init__(self, gguf: GgufFile, shapes: Mapping[str, Shape]) -> None:
+        self._gguf, self._shapes = gguf, shapes
+        self._files: dict[int, FileIO] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
+    ) -> NDArray[np.float32]:
+        tensor, shape = self._gguf.by_name[name], self._shapes[name]
+        shape = shape if within is None else shape[1:]
+        stop = shape[0] if stop is None else stop
+        raw = self._bytes(tensor, shape, start, stop, within).view(_DTYPES[tensor.type.name])
+        values = raw.astype(np.uint32) << np.uint32(16) if tensor.type.name == "BF16" else raw
+        floats = values.view(np.float32) if tensor.type.name == "BF16" else values.astype(np.float32, copy=False)
+        return floats.reshape(stop - start, *shape[1:])
+
+    def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:
+        """Rows of a matrix as bytes, (rows, bytes of a row)."""
+        tensor, shape = self._gguf.by_name[name], self._shapes[name]
+        shape = shape if within is None else shape[1:]
+        return self._bytes(tensor, shape, start, stop, within).reshape(stop - start, -1)
+
+    def _bytes(
+        self, tensor: GgufTensor, shape: Shape, start: int, stop: int, within: int | None
+    ) -> NDArray[np.uint8]:  # (bytes,)
+        row = tensor.type.row_bytes(math.prod(shape[1:]))
+        data = np.empty((stop - start) * row, np.uint8)
+        split = self._gguf.splits[tensor.split]
+        try:
+            if tensor.split not in self._files:
+                self._files[tensor.split] = split.path.open("rb", buffering=0)
+            file = self._files[tensor.split]
+            file.seek(tensor.offset + ((within or 0) * shape[0] + start) * row)
+            done = 0
+            while done < len(data):
+                count = file.readinto(data[done:].data)
+                if not count:
+                    raise damaged(split.path, "it changed while it was read")
+                done += count
+        except OSError as error:
+            raise BundleError(f"Cannot read {split.path}: {error.strerror}.", "Check the file.") from error
+        return data
+
+
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
