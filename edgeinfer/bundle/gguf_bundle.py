@@ -143,7 +143,7 @@ _SAMPLING = {
 def open_gguf(path: Path) -> Bundle:
     """Opens a plain GGUF file as a bundle, whose manifest and small files are made from the metadata."""
     gguf = read_gguf(path)
-    texts = _texts(gguf, read_vocabulary(gguf))
+    texts = texts_of(gguf, read_vocabulary(gguf))
     return Bundle(path.parent, manifest_of(gguf), texts=texts, header=gguf, digests=False)
 
 
@@ -313,8 +313,8 @@ def _prevalent_type(gguf: GgufFile) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _texts(gguf: GgufFile, vocabulary: GgufVocabulary) -> Mapping[str, str]:
-    """The small files of a bundle, from the metadata."""
+def texts_of(gguf: GgufFile, vocabulary: GgufVocabulary) -> Mapping[str, str]:
+    """The small files of a bundle, from the metadata, but for the tokenizer."""
     generation: dict[str, object] = {"eos_token_id": list(vocabulary.ends)}
     for key, name in _SAMPLING.items():
         value = gguf.metadata.get(f"general.sampling.{key}")

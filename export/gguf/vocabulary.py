@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, PRE_TOKENIZERS, default_steps
-from edgeinfer.bundle.gguf.vocabulary import STRIP_KEYS
+from edgeinfer.bundle.gguf.vocabulary import BYTE, CONTROL, NORMAL, STRIP_KEYS, UNKNOWN, UNUSED, USER_DEFINED
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.gguf.architectures import ONNX_HINT
 from edgeinfer.export.source.checkpoint import parse_object
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_UNDERLINE = "\u2581"  # what stands for a space in SentencePiece's tokens
+UNDERLINE = "\u2581"  # what stands for a space in SentencePiece's tokens
 # Lower than any merge.
 _NO_MERGE = -1e9
 _FORMS = {"NFC": "nfc", "NFD": "nfd", "NFKC": "nfkc", "NFKD": "nfkd"}
@@ -141,11 +140,11 @@ def _sentence_pieces(tokenizer: dict[str, Any], types: list[int], common: dict[s
         id_ = places.get(f"<0x{byte:02X}>")
         if id_ is None:
             raise _unsupported(f"a vocabulary without the byte <0x{byte:02X}>")
-        types[id_] = _BYTE
+        types[id_] = BYTE
     unknown = places.get(model.get("unk_token") or "")
     if unknown is not None:
-        types[unknown] = _UNKNOWN
-    scores = [_NO_MERGE if kind == _NORMAL and len(t) > 1 else 0.0 for t, kind in zip(tokens, types, strict=True)]
+        types[unknown] = UNKNOWN
+    scores = [_NO_MERGE if kind == NORMAL and len(t) > 1 else 0.0 for t, kind in zip(tokens, types, strict=True)]
     ranked: set[str] = set()
     for rank, pair in enumerate(model.get("merges") or ()):
         merged = "".join(_merge(pair).split(" "))
@@ -165,16 +164,16 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
         kind, pattern = step["type"], step.get("pattern") or {}
         if kind in _FORMS:
             steps.append(_FORMS[kind])
-        elif kind == "Prepend" and step.get("prepend") == _UNDERLINE:
+        elif kind == "Prepend" and step.get("prepend") == UNDERLINE:
             prefix = True
         elif kind == "Replace" and (pattern.get("Regex"), step.get("content")) in _SPACES:
             steps.append(_SPACES[pattern["Regex"], step["content"]])
-        elif kind == "Replace" and pattern.get("String") == " " and step.get("content") == _UNDERLINE:
+        elif kind == "Replace" and pattern.get("String") == " " and step.get("content") == UNDERLINE:
             escapes = True
         else:
             raise _unsupported(f"the normalizer {step}")
     for step in flattened(tokenizer.get("pre_tokenizer"), "pretokenizers"):
-        if step["type"] != "Metaspace" or step.get("replacement") != _UNDERLINE:
+        if step["type"] != "Metaspace" or step.get("replacement") != UNDERLINE:
             raise _unsupported(f"the pre-tokenizer {step} with SentencePiece's pieces")
         escapes = True
         scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
@@ -188,13 +187,13 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
 def _tokens(tokenizer: dict[str, Any], rows: int) -> tuple[tuple[str, ...], list[int]]:
     """Spellings and types of all rows; rows without a token are unused."""
     tokens: list[str | None] = [None] * rows
-    types = [_UNUSED] * rows
+    types = [UNUSED] * rows
     for token, id_ in tokenizer["model"]["vocab"].items():
         _place(tokens, id_, token)
-        types[id_] = _NORMAL
+        types[id_] = NORMAL
     for entry in tokenizer.get("added_tokens") or ():
         _place(tokens, entry["id"], entry["content"])
-        types[entry["id"]] = _CONTROL if entry.get("special") else _USER_DEFINED
+        types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
     named = [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)]
     if len(set(named)) != rows:
         raise CheckpointError("tokenizer.json has two tokens with the same text.", "Correct its added tokens.")
@@ -288,14 +287,13 @@ def byte_level_steps(tokenizer: dict[str, Any]) -> list[dict[str, Any]] | None:
 def pre_tokenizer_name(steps: list[dict[str, Any]], ignore_merges: bool, *, merges_matter: bool) -> str:
     """llama.cpp's name of the steps; merges do not matter where they lead to every word."""
     signature = tuple(word for step in steps for word in _signature(step))
-    found = PRE_TOKENIZERS.get((signature, ignore_merges))
-    if found is None and not merges_matter:
-        found = PRE_TOKENIZERS.get((signature, not ignore_merges))
-    if found is None:
+    same = [row for row in PRE_TOKENIZERS if row.steps == signature]
+    fitting = [row for row in same if row.whole_words == ignore_merges] or ([] if merges_matter else same)
+    if not fitting:
         shown = " then ".join(signature) + (" with ignore_merges" if ignore_merges else "")
         message = f"llama.cpp has no pre-tokenizer that splits words as this tokenizer.json does: {shown}."
         raise CheckpointError(message, "Export it to ONNX instead: leave out --format gguf.")
-    return found
+    return fitting[0].names.split()[0]
 
 
 def _signature(step: dict[str, Any]) -> Iterator[str]:

@@ -146,7 +146,8 @@ def test_words_taken_whole_that_merges_lead_to_anyway_make_no_difference(tmp_pat
 
 def test_an_export_whose_tokens_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint(tmp_path / "checkpoint", byte_level(use_regex=True))
-    monkeypatch.setitem(names.PRE_TOKENIZERS, (("words",), False), "qwen2")
+    wrong = names.PreTokenizer("qwen2", ("words",))
+    monkeypatch.setattr("edgeinfer.export.gguf.vocabulary.PRE_TOKENIZERS", (wrong,))
     with pytest.raises(CheckpointError, match="tokenizes text"):
         export_checkpoint(source, tmp_path / "out", ExportConfig(format="gguf", gguf_type="F16"))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -13,66 +13,118 @@ from typing import Any
 
 from edgeinfer.bundle.gguf.metadata import Metadata
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
-QWEN2 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
-QWEN35 = _CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+LLAMA3 = f"{_CASES}|{_WORD}" + r"|\p{N}{1,3}" + _REST
+QWEN2 = f"{_CASES}|{_WORD}" + r"|\p{N}" + _REST
+QWEN35 = _CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _LINES
+SEED = f"{_CASES}|{_WORD}" + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES
+BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+EXAONE_MOE = (
+    _CASES + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+MINICPM5 = (r"\p{N}{1,3}", f"{_CASES}|{_WORD}" + r"|\p{N}+" + _REST)
 _LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _LINES
 TEKKEN = f"{_LOWER}|{_UPPER}" + r"|\p{N}" + _SLASHES
-GPT4O = f"{_LOWER}{_CASES}?|{_UPPER}{_CASES}?" + r"|\p{N}{1,3}" + _SLASHES
+_CASED = f"{_LOWER}{_CASES}?|{_UPPER}{_CASES}?"
+GPT4O = _CASED + r"|\p{N}{1,3}" + _SLASHES
+TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
+_KANA = "[一-龥\u3040-ゟ゠-ヿ]+"
+YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|" + _KANA,
+    _CASED + r"|\p{N}" + _SLASHES,
+)
 _CJK = "[一-龥\u0800-一가-\ud7ff]+"
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, "digits")
-DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-# By the steps of the tokenizer and whether words of the vocabulary are taken whole, without regard to merges.
-PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
-    (("words",), False): "gpt-2",
-    (("digits", "words"), False): "smollm",
-    ((LLAMA3,), True): "llama-bpe",
-    ((LLAMA3,), False): "dbrx",
-    ((QWEN2,), False): "qwen2",
-    ((QWEN35,), False): "qwen35",
-    ((TEKKEN,), True): "tekken",
-    ((GPT4O,), False): "gpt-4o",
-    (DEEPSEEK_CODER, False): "deepseek-coder",
-    (DEEPSEEK_V3, False): "deepseek-v3",
-}
-# Other names that llama.cpp has for them.
-_ALSO = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-    "f2llmv2": "qwen2",
-    "phi-2": "gpt-2",
-}
+DEEPSEEK_LLM = (
+    *(r"[\r\n]", rf"\s?[{_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
+    *(r"\s+$", _CJK, "digits"),
+)
+_MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+_MARKED += r"| ?[\p{P}\p{S}]+[\r\n]*" + _LINES
+DEEPSEEK_V3 = (r"\p{N}{1,3}", _KANA, _MARKED)
+AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _MARKED,
+)
+PORO = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
-def steps_of(name: str) -> tuple[tuple[str, ...], bool] | None:
-    """The steps of a pre-tokenizer, and whether words of the vocabulary are taken whole; None for unknown names."""
-    named = _ALSO.get(name, name)
-    return next((steps for steps, known in PRE_TOKENIZERS.items() if known == named), None)
+@dataclass(frozen=True)
+class PreTokenizer:
+    """A way to split text into words, under llama.cpp's names."""
+
+    names: str  # separated by spaces; a file that is written has the first
+    # Patterns in their order; "digits" stands for single digits, "words" for GPT-2's pattern.
+    steps: tuple[str, ...]
+    whole_words: bool = False  # words of the vocabulary are taken whole, without regard to merges
+    # GGUF has no key for the normalizer of a tokenizer.json: these compose text in all published models.
+    composes: bool = False
+
+
+# Of rows with the same steps a checkpoint gets the first.
+PRE_TOKENIZERS = (
+    PreTokenizer("gpt-2 phi-2 exaone4 jais trillion granite-docling gigachat a.x-4.0 mellum", ("words",)),
+    PreTokenizer("mpt olmo", ("words",), composes=True),
+    PreTokenizer("smollm starcoder refact codeshell exaone minerva-7b mellum2", ("digits", "words")),
+    PreTokenizer("command-r", ("digits", "words"), composes=True),
+    PreTokenizer("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 glm4 glm5", (LLAMA3,), True),
+    PreTokenizer("dbrx smaug-bpe chatglm-bpe", (LLAMA3,)),
+    PreTokenizer("qwen2 deepseek-r1-qwen f2llmv2", (QWEN2,), composes=True),
+    PreTokenizer("stablelm2 hunyuan megrez kormo solar-open grok-2", (QWEN2,)),
+    PreTokenizer("qwen35", (QWEN35,), composes=True),
+    PreTokenizer("tekken", (TEKKEN,), True),
+    PreTokenizer("gpt-4o llama4 kanana2 minimax-m2", (GPT4O,)),
+    PreTokenizer("deepseek-coder", DEEPSEEK_CODER),
+    PreTokenizer("deepseek-llm", DEEPSEEK_LLM),
+    PreTokenizer("deepseek-v3 hunyuan-dense joyai-llm hy_v4", DEEPSEEK_V3),
+    PreTokenizer("tiny_aya cohere2moe", TINY_AYA, composes=True),
+    PreTokenizer("seed-coder", (SEED,)),
+    PreTokenizer("bailingmoe bailingmoe2 llada-moe", (BAILING,)),
+    PreTokenizer("exaone-moe", (EXAONE_MOE,)),
+    PreTokenizer("minicpm5", MINICPM5, True),
+    PreTokenizer("youtu", YOUTU, True),
+    PreTokenizer("afmoe", AFMOE),
+    PreTokenizer("poro-chat bloom gpt3-finnish", (PORO,)),
+    PreTokenizer("viking", (PORO, "digits")),
+)
+
+
+def pre_tokenizer(name: str) -> PreTokenizer | None:
+    """The row of a name; None for unknown ones."""
+    return next((row for row in PRE_TOKENIZERS if name in row.names.split()), None)
 
 
 # An array of strings: names of steps in their order.
 NORMALIZER_KEY = "edgeinfer.tokenizer.normalizer"
-# GGUF has no key for the normalizer of a tokenizer.json. All models with these pre-tokenizers compose text: Qwen's and
-# its descendants, Cohere's, and GPT-NeoX's (MPT, OLMo).
-_COMPOSING = (
-    *("qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "command-r", "tiny_aya", "cohere2moe", "mpt", "olmo"),
-)
 
 
 def default_steps(pre: str) -> tuple[str, ...]:
     """The steps of a file with this pre-tokenizer that names none."""
-    return ("nfc",) if pre in _COMPOSING else ()
+    known = pre_tokenizer(pre)
+    return ("nfc",) if known is not None and known.composes else ()
 
 
 def normalizer_steps(metadata: Metadata) -> tuple[str, ...]:

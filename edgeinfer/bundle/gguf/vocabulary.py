@@ -7,6 +7,7 @@ spelled alike, or where a SentencePiece vocabulary has no token for a byte of a 
 
 from __future__ import annotations
 
+import re
 from array import array
 
 import numpy as np
@@ -28,7 +29,10 @@ _BYTE_PAIRS = ("gpt2", "hybriddna", "whitespace")
 _MERGED = (*_BYTE_PAIRS, "gemma4")
 _UNMERGED = "kimi-k2"
 _TOKEN_TYPES = range(7)
-_NORMAL, _USER_DEFINED = 1, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# Phi-3's special tokens take the white space behind them, but for these. Files do not say so; llama.cpp knows them by
+# the model's name.
+_PHI3, _PHI3_KEEPS = re.compile(r"phi-?3|phi 3\.5", re.IGNORECASE), (b"<unk>", b"<s>", b"<|endoftext|>")
 _SENTENCE_PIECE = "llama"
 _SPECIAL = {
     "bos": "bos_token_id",
@@ -92,6 +96,7 @@ class GgufVocabulary:
     special_texts: dict[str, str]  # their spellings
     ends: tuple[int, ...]  # tokens that end a reply, ascending
     add_bos: bool  # a text begins with the token bos
+    add_eos: bool  # and ends with eos
     # Ids of tokens that take the white space before them, and of those that take what is behind.
     strips: tuple[frozenset[int], frozenset[int]]
     chat_template: str | None  # jinja text, not trusted
@@ -122,8 +127,8 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
     if types is not None:
         # Tokens of these kinds are text; `</s>` is a tag of HTML, too.
         numbers = types.numbers()
-        text = {spelling for spelling, token in found.items() if numbers[token] == _NORMAL}
-        text |= {"</s>"} if "</s>" in found and numbers[found["</s>"]] == _USER_DEFINED else set()
+        text = {spelling for spelling, token in found.items() if numbers[token] == NORMAL}
+        text |= {"</s>"} if "</s>" in found and numbers[found["</s>"]] == USER_DEFINED else set()
         found = {spelling: token for spelling, token in found.items() if spelling not in text}
     if model == _SENTENCE_PIECE and not _has_all_bytes(tokens):
         raise damaged(path, "its SentencePiece vocabulary has no token for some bytes")
@@ -142,7 +147,8 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
         ends=_ends(special, found, texts),
         # llama.cpp overrules files of this kind that say otherwise.
         add_bos=add_bos or model == "gemma4",
-        strips=(_stripping(gguf, STRIP_KEYS[0], tokens.count), _stripping(gguf, STRIP_KEYS[1], tokens.count)),
+        add_eos=data.flag(f"{_PREFIX}add_eos_token", False),
+        strips=_strips(gguf, model, tokens, types),
         chat_template=data.text(template) if template in data else tool_use,
         tool_template=tool_use,
     )
@@ -214,7 +220,19 @@ def _scan(gguf: GgufFile, tokens: GgufArray, special: dict[str, int]) -> tuple[d
     return found, texts
 
 
-def _stripping(gguf: GgufFile, key: str, count: int) -> frozenset[int]:
+def _strips(
+    gguf: GgufFile, model: str, tokens: GgufArray, types: GgufArray | None
+) -> tuple[frozenset[int], frozenset[int]]:
+    before, behind = (_ids(gguf, key, tokens.count) for key in STRIP_KEYS)
+    name = gguf.metadata.get("general.name")
+    if model == _SENTENCE_PIECE and not behind and isinstance(name, str) and _PHI3.search(name) and types is not None:
+        special = np.isin(types.numbers(), (UNKNOWN, CONTROL, USER_DEFINED))
+        pairs = enumerate(zip(tokens.spellings(), special, strict=True))
+        behind = frozenset(id_ for id_, (text, marked) in pairs if marked and text not in _PHI3_KEEPS)
+    return before, behind
+
+
+def _ids(gguf: GgufFile, key: str, count: int) -> frozenset[int]:
     if key not in gguf.metadata:
         return frozenset()
     ids = frozenset(gguf.metadata.array(key, "int32").numbers().tolist())

@@ -19,9 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.metadata import GgufArray
-from edgeinfer.bundle.gguf.normalizer import GgufNormalizer, normalizer_steps, steps_of
+from edgeinfer.bundle.gguf.normalizer import GgufNormalizer, normalizer_steps, pre_tokenizer
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
+from edgeinfer.bundle.gguf.vocabulary import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    GgufVocabulary,
+    read_vocabulary,
+)
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.system.memory import allocating
@@ -57,8 +65,8 @@ class ExactWords:
     @classmethod
     def of(cls, gguf: GgufFile, vocabulary: GgufVocabulary) -> Self | None:
         """The words of a file; None if its pre-tokenizer is unknown."""
-        known = steps_of(vocabulary.pre) if vocabulary.model == "gpt2" and vocabulary.merges else None
-        return None if known is None else cls(gguf, vocabulary, *known)
+        known = pre_tokenizer(vocabulary.pre) if vocabulary.model == "gpt2" and vocabulary.merges else None
+        return None if known is None else cls(gguf, vocabulary, known.steps, known.whole_words)
 
     def needed(self, text: str) -> bool:
         """Whether a text holds characters that llama.cpp may take for others than the library does."""
@@ -151,11 +159,7 @@ class _Places:
         return int(self._places[at]) if at < len(self._hashes) and self._hashes[at] == wanted else default
 
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _ATTR_CONTROL = 1 << 3  # llama.cpp's bit for a control token
-# Phi-3's special tokens take the white space behind them, but for these. Files do not say so; llama.cpp knows them by
-# the model's name.
-_PHI3, _PHI3_KEEPS = re.compile(r"phi-?3|phi 3\.5", re.IGNORECASE), ("<unk>", "<s>", "<|endoftext|>")
 # As the tokenizers library has it.
 _WHITE = " \t\n\v\f\r\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _BYTE_LEVEL = ("ByteLevel",)
@@ -192,18 +196,16 @@ class LlamaTokenizer:
         prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True) or "first_prefix" in steps
         if vocabulary.model == "llama" and not prefixed:
             self.decoder_types = _PIECES
-        self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist())
-        self._user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
+        self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (UNKNOWN, CONTROL))).tolist())
+        self._user_defined = frozenset(np.flatnonzero(self._types == USER_DEFINED).tolist())
         self._normalizer = GgufNormalizer(steps)
         self._exact = ExactWords.of(model.gguf, vocabulary)
         self._strip_ids = vocabulary.strips
-        name = metadata.get("general.name")
-        self._is_phi3 = vocabulary.model == "llama" and isinstance(name, str) and _PHI3.search(name) is not None
         self._find = lru_cache(maxsize=256)(self._scan)
 
     @cached_property
     def vocab_size(self) -> int:
-        unused = np.flatnonzero(self._types == _UNUSED)
+        unused = np.flatnonzero(self._types == UNUSED)
         padding = {id_ for id_ in unused.tolist() if self._text(id_) is None}
         size = len(self._types)
         while size - 1 in padding:
@@ -317,12 +319,12 @@ class LlamaTokenizer:
         """Special tokens that take the white space before them, and special tokens that take the white space behind."""
         marks = self._special_tokens.ids
         before, behind = (frozenset(text for text, id_ in marks.items() if id_ in ids) for ids in self._strip_ids)
-        return before, frozenset(marks.keys() - _PHI3_KEEPS) if self._is_phi3 and not behind else behind
+        return before, behind
 
     def _types_by_spelling(self, size: int) -> NDArray[np.int32]:  # (V,)
         with self._model.vocabulary() as vocabulary:
             attributes = [int(self._lib.llama_vocab_get_attr(vocabulary, id_)) for id_ in range(size)]
-        return np.where(np.array(attributes) & _ATTR_CONTROL, _CONTROL, _NORMAL).astype(np.int32)
+        return np.where(np.array(attributes) & _ATTR_CONTROL, CONTROL, NORMAL).astype(np.int32)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         wanted = [int(i) for i in ids if not (skip_special_tokens and i in self.special_ids)]
@@ -349,12 +351,12 @@ class LlamaTokenizer:
     def _text(self, id_: int) -> str | None:
         with self._model.vocabulary() as vocabulary:
             spelling = bytes(self._lib.llama_vocab_get_text(vocabulary, id_))
-        if self._types[id_] == _UNUSED and _PADDING.fullmatch(spelling):
+        if self._types[id_] == UNUSED and _PADDING.fullmatch(spelling):
             return None
         return spelling.decode("utf-8", "replace")
 
     def _bytes_of(self, id_: int, text: str) -> bytes:
-        return text.encode("utf-8") if self._types[id_] in (_CONTROL, _USER_DEFINED) else token_bytes(text)
+        return text.encode("utf-8") if self._types[id_] in (CONTROL, USER_DEFINED) else token_bytes(text)
 
     def _scan(self, text: str) -> int | None:
         wanted = text.encode("utf-8", "surrogatepass")
