@@ -317,9 +317,8 @@ class LlamaTokenizer:
     @cached_property
     def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
         """Special tokens that take the white space before them, and special tokens that take the white space behind."""
-        marks = self._special_tokens.ids
-        before, behind = (frozenset(text for text, id_ in marks.items() if id_ in ids) for ids in self._strip_ids)
-        return before, behind
+        ids, (before, behind) = self._special_tokens.ids, self._strip_ids
+        return frozenset(t for t in ids if ids[t] in before), frozenset(t for t in ids if ids[t] in behind)
 
     def _types_by_spelling(self, size: int) -> NDArray[np.int32]:  # (V,)
         with self._model.vocabulary() as vocabulary:
