@@ -108,13 +108,20 @@ INLINE __m256 column_scales(int format, const tile_view *t, int64_t b, int part)
     return format == HIGH8 ? _mm256_mul_ps(values, _mm256_set1_ps(0.5f)) : values;
 }
 
-/* Zero points of 8 columns of a block, in the lower half of each lane. */
-INLINE __m256i column_zeros(int format, const tile_view *t, int64_t b, int part) {
-    const uint8_t *bytes = t->zeros + b * t->zero_step + part * 8;
-    const __m256i zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
-    if (format != HIGH8) return zeros;
-    const __m256i doubled = _mm256_sub_epi32(_mm256_slli_epi32(zeros, 1), _mm256_set1_epi32(15));
-    return _mm256_and_si256(doubled, _mm256_set1_epi32(0xffff));
+/* Minus zero point * sum of a piece's columns and rows. The zero points are looked at once for all rows. */
+INLINE void less_zeros(piece p, const tile_view *t, int64_t b, int part, const int32_t *sums, __m256i dots[PANEL][REGISTERS]) {
+    if (!t->zeros) {
+        for (int r = 0; r < p.rows; r++)
+            for (int c = 0; c < p.width; c++) dots[r][c] = _mm256_set1_epi32(-middle_of(p.format) * sums[r]);
+        return;
+    }
+    for (int c = 0; c < p.width; c++) {
+        const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + (part + c) * 8;
+        __m256i zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+        if (p.format == HIGH8) zeros = _mm256_sub_epi32(_mm256_slli_epi32(zeros, 1), _mm256_set1_epi32(15));
+        /* Both factors fit 16 bits, a sum being within 128 * 127; the other half of each lane is multiplied by zero. */
+        for (int r = 0; r < p.rows; r++) dots[r][c] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(-sums[r] & 0xffff));
+    }
 }
 
 /* Adds a piece's products, less zero * sum, scaled, to the rows' sums; it begins at register `part` of block b. */
@@ -122,12 +129,7 @@ INLINE void add_piece(piece p, const tile_view *t, int64_t b, int part, int64_t 
     int64_t at = b * t->m + first;
     __m256i dots[PANEL][REGISTERS];
     p.values = t->values + at * p.block;
-    for (int c = 0; c < p.width; c++) {
-        const __m256i zeros = column_zeros(p.format, t, b, part + c);
-        /* Both factors fit 16 bits, a sum being within 128 * 127; the other half of each lane is multiplied by zero. */
-        for (int r = 0; r < p.rows; r++)
-            dots[r][c] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(-t->row_sums[at + r]));
-    }
+    less_zeros(p, t, b, part, t->row_sums + at, dots);
     add_dots(p, dots);
     for (int c = 0; c < p.width; c++) {
         __m256 scales = column_scales(p.format, t, b, part + c);

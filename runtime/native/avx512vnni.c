@@ -16,9 +16,12 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 /* Has a sum updated where that is written: GCC else keeps it in two registers, and spills some. */
 #if defined(__GNUC__)
 #define KEEP(sum) __asm__("" : "+v"(sum))
+/* Keeps the compiler, not the processor, from loading early what there is no register for. */
+#define FENCE() __asm__ volatile("" ::: "memory")
 #define UNROLL _Pragma("GCC unroll 16")
 #else
 #define KEEP(sum) (void)0
+#define FENCE() (void)0
 #define UNROLL
 #endif
 
@@ -99,15 +102,22 @@ INLINE __m512 column_scales(int format, const tile_view *t, int64_t b, int g) {
     return format == HIGH8 ? _mm512_mul_ps(values, _mm512_set1_ps(0.5f)) : values;
 }
 
-/* Minus the zero points of a block's columns, in the lower half of each lane. */
-INLINE __m512i column_zeros(int format, const tile_view *t, int64_t b, int g) {
-    const uint8_t *bytes = t->zeros + b * t->zero_step + g * LOWBIT_GROUP;
-    __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
-    if (format == HIGH8) zeros = _mm512_sub_epi32(_mm512_slli_epi32(zeros, 1), _mm512_set1_epi32(15));
-    return _mm512_and_si512(_mm512_sub_epi32(_mm512_setzero_si512(), zeros), _mm512_set1_epi32(0xffff));
+/* Minus zero point * sum of a block's columns and rows, which the products are added to. The zero points are looked at
+ * once for all rows. */
+INLINE void less_zeros(int format, int count, const tile_view *t, int64_t b, const int32_t *sums, __m512i dots[PANEL][2]) {
+    if (!t->zeros) {
+        UNROLL for (int r = 0; r < count; r++) dots[r][0] = dots[r][1] = _mm512_set1_epi32(-middle_of(format) * sums[r]);
+        return;
+    }
+    UNROLL for (int g = 0; g < 2; g++) {
+        const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + g * LOWBIT_GROUP;
+        __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+        if (format == HIGH8) zeros = _mm512_sub_epi32(_mm512_slli_epi32(zeros, 1), _mm512_set1_epi32(15));
+        UNROLL for (int r = 0; r < count; r++) dots[r][g] = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(-sums[r]));
+    }
 }
 
-/* The integer products of one block and `count` rows. */
+/* Adds the integer products of one block and `count` rows. */
 INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t *low, const int8_t *values,
                       int block, __m512i dots[PANEL][2]) {
     const int slots = 8 / slot_bits(format), span = block / slots;
@@ -115,7 +125,9 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
     const int chains = count <= few(format) ? slots : 1;
     __m512i sums[PANEL][2][4];
     for (int r = 0; r < count; r++)
-        for (int s = 0; s < chains; s++) sums[r][0][s] = sums[r][1][s] = _mm512_setzero_si512();
+        for (int g = 0; g < 2; g++)
+            for (int s = 0; s < chains; s++)
+                sums[r][g][s] = s == 0 && format != HIGH8 ? dots[r][g] : _mm512_setzero_si512();
     for (int v = 0; v < span; v += 4) {
         __m512i weights[2][4];
         for (int g = 0; g < 2; g++) {
@@ -136,11 +148,11 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
     }
     for (int r = 0; r < count; r++)
         for (int g = 0; g < 2; g++) {
-            dots[r][g] = sums[r][g][0];
-            for (int s = 1; s < chains; s++) {
-                unsigned shift = (unsigned)slot_shift(format, count, s);
-                dots[r][g] = _mm512_add_epi32(dots[r][g], _mm512_srai_epi32(sums[r][g][s], shift));
-            }
+            __m512i sum = sums[r][g][0];
+            for (int s = 1; s < chains; s++)
+                sum = _mm512_add_epi32(sum, _mm512_srai_epi32(sums[r][g][s], (unsigned)slot_shift(format, count, s)));
+            /* By the high plane alone: 16 * high, doubled. */
+            dots[r][g] = format == HIGH8 ? _mm512_add_epi32(dots[r][g], _mm512_slli_epi32(sum, 5)) : sum;
         }
 }
 
@@ -152,14 +164,15 @@ INLINE __m512i nibbles3(__m512i low, __m512i high, int h, int odd) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x33), l, up, 0xca);
 }
 
-/* The integer products of one block of 3 bits and `count` rows. */
+/* Adds the integer products of one block of 3 bits and `count` rows. */
 INLINE void dot_block3(int count, const uint8_t *data, const int8_t *values, int block, __m512i dots[PANEL][2]) {
     /* Few rows sum the upper values of a byte where they are, 16 times as large, and have registers for more chains. */
     const int apart = count <= few(BITS3), chains = apart ? 4 : 1;
     const __m512i lower = _mm512_set1_epi8(0x07), upper = _mm512_set1_epi8(0x70);
     __m512i sums[PANEL][2][4];
     for (int r = 0; r < count; r++)
-        for (int s = 0; s < chains; s++) sums[r][0][s] = sums[r][1][s] = _mm512_setzero_si512();
+        for (int g = 0; g < 2; g++)
+            for (int s = 0; s < chains; s++) sums[r][g][s] = s == 0 ? dots[r][g] : _mm512_setzero_si512();
     for (int k = 0; k < block; k += LOWBIT_CHUNK, data += LOWBIT_CHUNK_BYTES)
         for (int h = 0; h < 2; h++) {
             __m512i weights[2][4];
@@ -208,21 +221,20 @@ INLINE void panel(int format, int block, int count, const tile_view *view, int64
     for (int64_t b = begin; b < end; b++) {
         int64_t at = b * t.m + first;
         __m512i dots[PANEL][2];
+        less_zeros(format, count, &t, b, t.row_sums + at, dots);
         if (format == BITS3)
             dot_block3(count, t.data + b * t.data_step, t.values + at * block, block, dots);
         else
             dot_block(format, count, t.data + b * t.data_step, format == BITS8 ? t.low + b * step : NULL,
                       t.values + at * block, block, dots);
+        if (!held) FENCE();
         UNROLL for (int g = 0; g < 2; g++) {
             const __m512 scales = column_scales(format, &t, b, g);
-            const __m512i zeros = column_zeros(format, &t, b, g);
             UNROLL for (int r = 0; r < count; r++) {
                 float *sum = sums + r * LOWBIT_TILE + g * LOWBIT_GROUP;
-                __m512i dot = format == HIGH8 ? _mm512_slli_epi32(dots[r][g], 5) : dots[r][g];
-                dot = _mm512_dpwssd_epi32(dot, zeros, _mm512_set1_epi32(t.row_sums[at + r]));
                 __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(t.row_scales[at + r]));
                 __m512 before = held ? totals[r][g] : _mm512_loadu_ps(sum);
-                totals[r][g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, before);
+                totals[r][g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][g]), scale, before);
                 if (!held) _mm512_storeu_ps(sum, totals[r][g]);
             }
         }

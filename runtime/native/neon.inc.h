@@ -179,15 +179,17 @@ INLINE void panel(int format, int parts, int pairs, int count, const tile_view *
 
 INLINE void view_block(int format, const tile_view *t, int64_t b, block_view *out) {
     const int32_t taken = format == BITS8 ? BIAS8 : format == HIGH8 ? 15 : 0;
+    const int32_t middle = format == HIGH8 ? 2 * 128 : middle_of(format);
     out->shift = format == HIGH8 ? 5 : 0;
     for (int q = 0; q < QUADS; q++) {
         const uint16x4_t bits = vld1_u16(t->scales + b * t->scale_step + q * 4);
         float32x4_t scales = vreinterpretq_f32_u32(vshll_n_u16(bits, 16));
         if (may_be_float16(format) && t->float16) scales = vcvt_f32_f16(vreinterpret_f16_u16(bits));
         out->scales[q] = format == HIGH8 ? vmulq_n_f32(scales, 0.5f) : scales;
+        out->zeros[q] = vdupq_n_s32(middle - taken);
     }
-    for (int q = 0; q < QUADS; q += 2) {
-        uint16x8_t zeros = vmovl_u8(vld1_u8(t->zeros + b * t->zero_step + q * 4));
+    for (int q = 0; q < QUADS && t->zeros; q += 2) {
+        uint16x8_t zeros = vmovl_u8(vld1_u8(t->zeros + b * LOWBIT_TILE + q * 4));
         if (format == HIGH8) zeros = vshlq_n_u16(zeros, 1);
         int32x4_t low = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(zeros)));
         int32x4_t high = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(zeros)));

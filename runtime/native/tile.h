@@ -24,7 +24,7 @@ typedef struct {
     const float *row_scales;
     const int32_t *row_sums;
     int64_t m, blocks; /* m of all rows: the stride between blocks */
-    int64_t data_step, scale_step, zero_step; /* bytes, scales and zero points from block to block */
+    int64_t data_step, scale_step; /* bytes and scales from block to block */
     int32_t block, float16;
 } tile_view;
 
@@ -41,21 +41,13 @@ INLINE int format_of(const lowbit_matrix *w) {
     return lowbit_high_only(w) ? HIGH8 : BITS8;
 }
 
-/* Zero points of a tile where none are stored. */
-#define EIGHT(zero) zero, zero, zero, zero, zero, zero, zero, zero
-#define MIDDLE(zero) {EIGHT(zero), EIGHT(zero), EIGHT(zero), EIGHT(zero)}
-static const uint8_t middles[FORMATS][LOWBIT_TILE] = {
-    [BITS2] = MIDDLE(2), [BITS3] = MIDDLE(4), [BITS4] = MIDDLE(8), [BITS8] = MIDDLE(128), [HIGH8] = MIDDLE(128),
-    [E2M1] = MIDDLE(LOWBIT_E2M1_ZERO), [VECTORS] = MIDDLE(LOWBIT_VECTOR_ZERO)};
-
 INLINE tile_view view_of(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows) {
     const int64_t blocks = lowbit_blocks(w->k, w->block);
     const int64_t data_step = lowbit_data_step(w), scale_step = lowbit_scale_step(w);
     const tile_view t = {
         .data = w->data + tile * blocks * data_step,
         .low = w->low ? w->low + tile * blocks * lowbit_step(w) : NULL,
-        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : middles[format_of(w)],
-        .zero_step = w->zeros ? LOWBIT_TILE : 0,
+        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
         .scales = w->scales + tile * blocks * scale_step,
         .values = rows->values,
         .row_scales = rows->scales,
@@ -68,6 +60,14 @@ INLINE tile_view view_of(const lowbit_matrix *w, int64_t tile, const lowbit_rows
         .float16 = w->float16,
     };
     return t;
+}
+
+/* The zero point where none are stored, in the units of values.h. */
+INLINE int32_t middle_of(int format) {
+    if (format == E2M1) return LOWBIT_E2M1_ZERO;
+    if (format == BITS3) return 4;
+    if (format == VECTORS) return LOWBIT_VECTOR_ZERO;
+    return format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128 - 15;
 }
 
 #endif
