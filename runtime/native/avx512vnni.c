@@ -7,6 +7,8 @@
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
+static void span_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums);
 
 #include "kernel.inc.h"
 
@@ -285,6 +287,8 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
             functions[smaller(count - r, PANEL) - 1](&t, b, smaller(b + turn, t.blocks), first + r,
                                                      sums + r * LOWBIT_TILE);
 }
+
+#include "span_avx512.inc.h"
 
 const lowbit_isa lowbit_avx512vnni = {"avx512vnni", quantize, multiply};
 #else

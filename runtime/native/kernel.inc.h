@@ -1,6 +1,6 @@
 /* What all paths share: quantizing rows, walking tiles, finishing results; knows nothing of instruction sets.
  *
- * Included by each path after it has defined `tile_rows`:
+ * Included by each path after it has declared `tile_rows`, and `span_rows` of the same form for matrices of a kind:
  *     static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first,
  *                           int64_t count, float *sums);
  * which adds the products of rows first..first+count-1, at most ROWS_AT_ONCE, to sums (count, 32). Plain C here is
@@ -9,7 +9,6 @@
  */
 #include "arithmetic.inc.h"
 #include "lowbit.h"
-#include "span_rows.inc.h"
 
 static int32_t half_sum(const int8_t *values) {
     int32_t sum = 0;

@@ -10,6 +10,8 @@
 #include "lowbit.h"
 #include "tile.h"
 
+#include "span_rows.inc.h"
+
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
 

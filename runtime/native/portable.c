@@ -5,6 +5,8 @@
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
 
+#include "span_rows.inc.h"
+
 #include "kernel.inc.h"
 
 static int32_t dot(const uint8_t *weights, const int8_t *values, int32_t block) {

@@ -1,0 +1,154 @@
+/* Products of spans (spans.h) by AVX-512 VNNI: 16 columns to a register; knows only a span's blocks and up to 8 rows.
+ *
+ * Included by avx512vnni.c.
+ */
+#include "span_tile.inc.h"
+
+INLINE void span_floats(const uint8_t *halves, float *out) {
+    for (int g = 0; g < 2; g++)
+        _mm512_storeu_ps(out + 16 * g, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + 32 * g))));
+}
+
+INLINE void fetch_head(const uint8_t *head, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)(head + AHEAD_L2 + i), _MM_HINT_T1);
+}
+
+/* Few rows sum each half of a block apart in any form. */
+INLINE int apart(form_facts f, int count) { return f.halves || count <= 2; }
+
+/* Whether the upper half of a byte is multiplied where it is, 16 times as large. */
+INLINE int in_place(form_facts f, int count) { return f.bits == 4 && !f.levels && count <= 2; }
+
+/* Bits from..from+width-1 of each byte at bit `to`, whatever the others are. */
+INLINE __m512i moved(__m512i bytes, int from, int to) {
+    if (from > to) return _mm512_srli_epi16(bytes, (unsigned)(from - to));
+    return from < to ? _mm512_slli_epi16(bytes, (unsigned)(to - from)) : bytes;
+}
+
+/* Weights of columns 16 g on and 4 values of K from 16 h + 4 v on. */
+INLINE __m512i span_weights(form_facts f, int count, const span_view *t, const uint8_t *data, int g, int h, int v) {
+    const uint8_t *at = data + g * 64;
+    if (f.bits == 2) {
+        const int slot = 2 * h + v / 2;
+        return _mm512_and_si512(moved(_mm512_loadu_si512(at + v % 2 * 128), 2 * slot, 0), _mm512_set1_epi8(3));
+    }
+    if (f.bits == 3) {
+        __m512i both = nibbles3(_mm512_loadu_si512(at + h * 128), _mm512_loadu_si512(at + 256), h, v % 2);
+        return _mm512_and_si512(moved(both, v / 2 * 4, 0), _mm512_set1_epi8(7));
+    }
+    const __m512i four = _mm512_loadu_si512(at + v * 128), mask = _mm512_set1_epi8(15);
+    if (h && in_place(f, count)) return _mm512_andnot_si512(mask, four);
+    if (f.bits == 4) {
+        const __m512i codes = _mm512_and_si512(moved(four, 4 * h, 0), mask);
+        if (!f.levels) return codes;
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t->levels)), codes);
+    }
+    const __m512i upper = f.bits == 5 ? moved(_mm512_loadu_si512(at + 512), 4 * h + v, 4)
+                                      : moved(_mm512_loadu_si512(at + 512 + v / 2 * 128), 2 * (2 * (v % 2) + h), 4);
+    const __m512i both = _mm512_ternarylogic_epi32(mask, moved(four, 4 * h, 0), upper, 0xca);
+    return _mm512_and_si512(both, _mm512_set1_epi8(f.bits == 5 ? 31 : 63));
+}
+
+/* The integer products of a block, less zero * sum, of columns 16 g to 16 (g + width) - 1; of each half of it, or all with
+ * the first. */
+INLINE void span_dots(form_facts f, int count, int g, int width, const span_view *t, int64_t b, int64_t at,
+                      __m512i dots[PANEL][2][2]) {
+    const uint8_t *data = t->data + b * f.bits * 128;
+    const int8_t *values = t->values + at * SPAN_BLOCK;
+    UNROLL for (int r = 0; r < count; r++)
+        UNROLL for (int h = 0; h < 2; h++) {
+            const int32_t half = f.halves ? t->row_halves[at + r] : 0, sum = t->row_sums[at + r] - half;
+            const int32_t less = -f.zero * (f.halves && !h ? half : h && !f.halves ? 0 : sum);
+            UNROLL for (int i = 0; i < width; i++) dots[r][i][h] = _mm512_set1_epi32(less);
+        }
+    UNROLL for (int v = 0; v < 4; v++)
+        UNROLL for (int h = 0; h < 2; h++) {
+            __m512i weights[2];
+            UNROLL for (int i = 0; i < width; i++) weights[i] = span_weights(f, count, t, data, g + i, h, v);
+            UNROLL for (int r = 0; r < count; r++) {
+                const __m512i a = four(values + r * SPAN_BLOCK + h * 16 + v * 4);
+                UNROLL for (int i = 0; i < width; i++) {
+                    __m512i *dot = &dots[r][i][apart(f, count) ? h : 0];
+                    *dot = _mm512_dpbusd_epi32(*dot, weights[i], a);
+                    KEEP(*dot);
+                }
+            }
+        }
+    if (f.halves || !apart(f, count)) return;
+    UNROLL for (int r = 0; r < count; r++)
+        UNROLL for (int i = 0; i < width; i++) {
+            const __m512i second = in_place(f, count) ? _mm512_srai_epi32(dots[r][i][1], 4) : dots[r][i][1];
+            dots[r][i][0] = _mm512_add_epi32(dots[r][i][0], second);
+        }
+}
+
+/* Adds a block's products of 16 columns to the sum of a row. */
+INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at, int g, const __m512i dots[2], __m512 sum) {
+    const span_scales *s = t->scales;
+    const __m512 a = _mm512_set1_ps(t->row_scales[at]);
+    const __m512 whole = _mm512_cvtepi32_ps(_mm512_set1_epi32(t->row_sums[at]));
+    if (!f.halves) {
+        const __m512 scale = _mm512_mul_ps(_mm512_load_ps(s->scales[b] + 16 * g), a);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0]), scale, sum);
+        return f.minimum ? _mm512_fnmadd_ps(_mm512_load_ps(s->minima[b] + 16 * g), _mm512_mul_ps(a, whole), sum) : sum;
+    }
+    const __m512 first = _mm512_mul_ps(_mm512_load_ps(s->scales[2 * b] + 16 * g), _mm512_cvtepi32_ps(dots[0]));
+    const __m512 both = _mm512_fmadd_ps(_mm512_load_ps(s->scales[2 * b + 1] + 16 * g), _mm512_cvtepi32_ps(dots[1]), first);
+    sum = _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(s->d + 16 * g), a), sum);
+    if (!f.minimum) return sum;
+    const __m512 half = _mm512_cvtepi32_ps(_mm512_set1_epi32(t->row_halves[at])), rest = _mm512_sub_ps(whole, half);
+    const __m512 minima = _mm512_fmadd_ps(_mm512_load_ps(s->minima[2 * b + 1] + 16 * g), rest,
+                                          _mm512_mul_ps(_mm512_load_ps(s->minima[2 * b] + 16 * g), half));
+    return _mm512_fnmadd_ps(minima, _mm512_mul_ps(_mm512_load_ps(s->dmin + 16 * g), a), sum);
+}
+
+/* Adds the products of a span and `count` <= PANEL rows to their sums. Groups of 16 have twice as many integer sums, so more
+ * than four rows of them take 16 columns at a time. */
+INLINE void span_panel(int form, int count, const span_view *view, int64_t first, float *sums) {
+    const span_view t = *view;
+    const form_facts f = facts_of(form);
+    const int width = f.halves && count > 4 ? 1 : 2, held = count <= (f.halves ? 4 : HELD);
+    __m512 totals[PANEL][2];
+    UNROLL for (int r = 0; r < count && held; r++)
+        UNROLL for (int g = 0; g < 2; g++) totals[r][g] = _mm512_loadu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP);
+    for (int64_t b = 0; b < t.blocks; b++) {
+        const int64_t at = b * t.m + first;
+        for (int line = 0; line < 2 * f.bits; line++) fetch(count, t.data + (b * 2 * f.bits + line) * 64);
+        UNROLL for (int g = 0; g < 2; g += width) {
+            __m512i dots[PANEL][2][2];
+            span_dots(f, count, g, width, &t, b, at, dots);
+            if (!held) FENCE();
+            UNROLL for (int i = g; i < g + width; i++)
+                UNROLL for (int r = 0; r < count; r++) {
+                    float *sum = sums + r * LOWBIT_TILE + i * LOWBIT_GROUP;
+                    const __m512 before = held ? totals[r][i] : _mm512_loadu_ps(sum);
+                    totals[r][i] = span_added(f, &t, b, at + r, i, dots[r][i - g], before);
+                    if (!held) _mm512_storeu_ps(sum, totals[r][i]);
+                }
+        }
+    }
+    UNROLL for (int r = 0; r < count && held; r++)
+        UNROLL for (int g = 0; g < 2; g++) _mm512_storeu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP, totals[r][g]);
+}
+
+typedef void span_function(const span_view *t, int64_t first, float *sums);
+
+#define ONE_SPAN(form, count)                                                                  \
+    NOINLINE void span_##form##_##count(const span_view *t, int64_t first, float *sums) {      \
+        span_panel(form, count, t, first, sums);                                               \
+    }
+#define SPAN_COUNTS(what, form)                                                                \
+    what(form, 1) what(form, 2) what(form, 3) what(form, 4) what(form, 5) what(form, 6) what(form, 7) what(form, 8)
+#define SPAN_NAME(form, count) span_##form##_##count,
+#define ALL_FORMS(what)                                                                        \
+    what(FORM_2_HALVES_MINIMUM) what(FORM_3_HALVES) what(FORM_4) what(FORM_4_MINIMUM) what(FORM_5) what(FORM_5_MINIMUM) \
+    what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_LEVELS_HALVES)
+#define SPAN_FUNCTIONS(form) SPAN_COUNTS(ONE_SPAN, form)
+#define SPAN_NAMES(form) [form] = {SPAN_COUNTS(SPAN_NAME, form)},
+ALL_FORMS(SPAN_FUNCTIONS)
+static span_function *const span_functions[FORMS][PANEL] = {ALL_FORMS(SPAN_NAMES)};
+
+INLINE void add_span(int form, const span_view *t, int64_t first, int64_t count, float *sums) {
+    for (int64_t r = 0; r < count; r += PANEL)
+        span_functions[form][smaller(count - r, PANEL) - 1](t, first + r, sums + r * LOWBIT_TILE);
+}
