@@ -72,6 +72,8 @@ class PlannedRows:
         if not np.isfinite(values).all():
             hint = "The checkpoint is damaged or its training diverged."
             raise CheckpointError(f"Tensor {source.name!r} contains values that are not finite.", hint)
+        if source.logged:
+            values = np.log(-values)
         if source.softplus:
             values = np.logaddexp(values, np.float32(0))
         if source.offset:
@@ -91,7 +93,7 @@ class PlannedRows:
         return rows
 
     def _kept(self, source: Source, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
-        places = _places(source, start, stop)
+        places = places_of(source, start, stop)
         first = places.min()
         whole, chosen = self._opened(source).kept(first, places.max() + 1, scheme), places - first
         return QuantizedMatrix(whole.data[chosen], whole.scales[chosen], None)
@@ -103,9 +105,9 @@ class PlannedRows:
         return self._packed[source]
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
-        if not source.pieces and not source.paired:
+        if not (source.pieces or source.paired or source.runs):
             return self._rows_of(source, start, stop)
-        places = _places(source, start, stop)
+        places = places_of(source, start, stop)
         first = places.min()
         rows: Floats = self._rows_of(source, first, places.max() + 1)[places - first]
         return rows
@@ -133,9 +135,15 @@ class PlannedRows:
         return self._checkpoint.read(source.name, start, stop, within=within)
 
 
-def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
+def places_of(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
     """Rows of the checkpoint's tensor that are a source's rows start..stop-1."""
     rows = np.arange(start, stop)
+    if source.runs:
+        firsts, lasts = np.array(source.runs).T
+        ends = np.cumsum(lasts - firsts)
+        run = np.searchsorted(ends, rows, side="right")
+        places: Ints = rows + (lasts - ends)[run]
+        return places
     if source.paired:
         size, turned = source.paired
         within = rows % size

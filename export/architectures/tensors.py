@@ -56,6 +56,8 @@ class Source:
     heads: int = 0  # of a matrix that the bundle has transposed head by head; 0 for none
     # Rows of a head, and those of them that are stored as neighbours where ours are halves; empty for none.
     paired: tuple[int, int] | tuple[()] = ()
+    runs: tuple[tuple[int, int], ...] = ()  # ranges of the stored rows, one after the other; empty for all in order
+    logged: bool = False  # values x are stored as -exp(x)
 
     @property
     def is_whole(self) -> bool:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.gguf.architectures import GATING, GgufArchitecture, GgufMixture, Tensor
-from edgeinfer.export.gguf.keys import GgufKeys
+from edgeinfer.export.gguf.keys import GgufKeys, unread
 from edgeinfer.export.source.hf_config import HFConfig
 
 _EVERY_ROPE = ("default", "linear", "llama3", "longrope")
@@ -31,6 +33,7 @@ _GRANITE_MIXTURE = GgufMixture(True, length=False)
 _PLAIN_MIXTURE = GgufMixture(True, length=False, shared="")
 
 # Source: transformers' XIELUActivation.
+XIELU_KEYS = ("xielu.alpha_p", "xielu.alpha_n")
 _XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
 # EXAONE 4's graph has windows where a model has so many layers.
 _SLIDING_EXAONE = 64
@@ -125,6 +128,15 @@ def _olmo_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ministral_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope": dataclasses.replace(known["rope"], query_beta=keys.number("attention.temperature_scale", 0.0))}
+
+
+def _apertus_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    usual = {"xielu.beta": np.float32(_XIELU_BETA), "xielu.eps": np.float32(_XIELU_EPS)}
+    for name in (*XIELU_KEYS, *usual):
+        found = keys.metadata.array(name, "float32").numbers()
+        if len(found) != known["num_layers"] or (name in usual and (found != usual[name]).any()):
+            raise unread(f"{name} is not what is known")
+    return {}
 
 
 def _granite_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,6 +279,7 @@ DENSE = {
         parts=("gated",),
         rewrite=_apertus_rewrite,
         keys=_apertus_keys,
+        fields=_apertus_fields,
     ),
     "bitnet": GgufArchitecture(
         "bitnet",

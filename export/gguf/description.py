@@ -29,7 +29,7 @@ _IGNORED = ("vocab_size", "tensor_data_layout", "use_parallel_residual", "rope.s
 
 def read_decoder(gguf: GgufFile, arch: GgufArchitecture) -> DecoderSpec:
     """Reads the description; refuses keys that it does not understand."""
-    keys = GgufKeys(gguf.metadata, arch.name, arch.defaults)
+    keys = GgufKeys(gguf, arch.name, arch.defaults)
     there = _Tensors(gguf, arch, keys)
     fields = _sizes(keys, there)
     fields |= _parts(keys, there, fields)

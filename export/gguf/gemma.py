@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from edgeinfer.bundle.parts import HeadsSpec, PerLayerSpec, RopeSpec, StreamsSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import Shape, TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
+from edgeinfer.export.gguf.keys import GgufKeys, unread
 from edgeinfer.export.source.hf_config import HFConfig
 
 # What llama.cpp's Gemma 3n has and no key gives (src/llama-hparams.h, src/models/gemma3n.cpp): sizes, layers before
@@ -88,6 +90,58 @@ def _gemma4_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tenso
         writer.add_final_logit_softcapping(0.0)
 
 
+def _shared_fields(keys: GgufKeys, known: Mapping[str, Any], caches: int) -> dict[str, Any]:
+    """Caches that layers share, and embeddings of each layer."""
+    layers, windows = known["num_layers"], known.get("windows") or (0,) * known["num_layers"]
+    first, size = layers - caches, keys.integer("embedding_length_per_layer_input", 0)
+    own = {windows[layer] > 0: layer for layer in range(max(first, 0))}
+    last = (own.get(window > 0, 0) for window in windows)
+    sources = tuple(layer if layer < first else each for layer, each in enumerate(last)) if caches else ()
+    vectors = PerLayerSpec(size, known["vocab_size"]) if size else None
+    return {"value_norm": True, "kv_sources": sources, "per_layer": vectors}
+
+
+def _gemma4_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    layers, windows = known["num_layers"], known.get("windows") or (0,) * known["num_layers"]
+    size, full = keys.integer("attention.key_length_swa"), known["head_dim"]
+    keys.expect("attention.value_length_swa", size)
+    heads = keys.by_layer("attention.head_count_kv", layers)
+    wide = keys.by_layer("feed_forward_length", layers)
+    split = [{each for each, window in zip(heads, windows, strict=True) if bool(window) == slides} for slides in (1, 0)]
+    if any(len(each) > 1 for each in split):
+        raise unread("gemma4.attention.head_count_kv differs between layers of a kind")
+    seen = next((layer for layer, window in enumerate(windows) if not window), 0)
+    shared = f"blk.{seen}.attn_v.weight" not in keys.tensors
+    rope, fields = known["rope"], _shared_fields(keys, known, keys.integer("attention.shared_kv_layers", 0))
+    if rope.type == "longrope":
+        turned = sum(each == 1 for each in rope.long_factors)
+        rope = RopeSpec("proportional", rope.theta, rope.dim, turned=turned)
+    return {
+        **fields,
+        "rope": rope,
+        "head_dim": size,
+        "num_kv_heads": min(split[0] or split[1]),
+        "full_heads": HeadsSpec(min(split[1] or split[0]), full, shared),
+        "mlp_sizes": tuple(wide) if len(set(wide)) > 1 else (),
+        "intermediate_size": wide[0],
+        "layer_scales": True,
+        "whole_norm": False,
+    }
+
+
+def _gemma3n_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    layers = known["num_layers"]
+    keys.expect("altup.active_idx", 0)
+    keys.ignore("attention.shared_kv_layers", "altup.num_inputs")
+    usual, sparsity = statistics.NormalDist(), (0.0,) * layers
+    if "activation_sparsity_scale" in keys:
+        scales = keys.numbers("activation_sparsity_scale", layers)
+        sparsity = tuple(round(usual.cdf(scale), 6) for scale in scales)
+    fields = _shared_fields(keys, known, max(0, layers - _OWN_CACHES))
+    streams = StreamsSpec(_STREAMS, _RANK)
+    return {**fields, "streams": streams, "sparsity": sparsity if any(sparsity) else (), "logit_softcap": _CAP}
+
+
 def _gemma4_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
     yield from _shared_lacks(spec)
     if spec.rope.type != "proportional":
@@ -147,6 +201,8 @@ _GEMMA4 = GgufArchitecture(
     rewrite=_rewrite,
     forms={"per_layer": _by_token},
     keys=_gemma4_keys,
+    defaults={"final_logit_softcapping": _CAP},
+    fields=_gemma4_fields,
     lacks=_gemma4_lacks,
 )
 GEMMAS = {
@@ -165,6 +221,7 @@ GEMMAS = {
         rewrite=None,
         forms={"per_layer": _by_token, "enter": _stacked, "leave": _stacked},
         keys=_gemma3n_keys,
+        fields=_gemma3n_fields,
         lacks=_gemma3n_lacks,
     ),
 }

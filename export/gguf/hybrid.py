@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle.parts import DeltaSpec
+from edgeinfer.bundle.parts import ConvSpec, DeltaSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan
-from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
+from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor, every
+from edgeinfer.export.gguf.keys import GgufKeys
 from edgeinfer.export.gguf.mamba import conv_form, decayed
 from edgeinfer.export.source.hf_config import HFConfig
 
 # Of pairs of a head, those that turn by time, height and width: transformers' configuration of Qwen3.5.
 _SECTIONS = (11, 11, 10)
+# Layers of which the last attends, where a file does not say.
+_FULL_EVERY = 4
 
 
 def _lfm_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
     assert spec.conv is not None, "a layer with a convolution has its sizes"
     writer.add_shortconv_l_cache(spec.conv.width)
+
+
+def _lfm_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    attends = keys.by_layer("attention.head_count_kv", known["num_layers"])
+    conv = ConvSpec(keys.integer("shortconv.l_cache"))
+    return {} if all(attends) else {"mixers": tuple("attention" if n else "conv" for n in attends), "conv": conv}
 
 
 def _lfm_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
@@ -55,6 +64,20 @@ def _turned_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tenso
     given = rope.get("mrope_section") if isinstance(rope, dict) else None
     sections = given if isinstance(given, list) else list(_SECTIONS)
     writer.add_rope_dimension_sections([*sections, 0, 0, 0, 0][:4])
+
+
+def _qwen_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    layers, listed = known["num_layers"], "attention.recurrent_layers"
+    keys.ignore("rope.dimension_sections")
+    if keys.is_array(listed):
+        recurs = keys.flags(listed, layers)
+    else:
+        recurs = [not each for each in every(keys.integer("full_attention_interval", _FULL_EVERY), layers)]
+    heads = keys.integer("ssm.group_count"), keys.integer("ssm.time_step_rank")
+    sizes = keys.integer("ssm.state_size"), keys.integer("ssm.inner_size") // max(heads[1], 1)
+    delta = DeltaSpec(*heads, *sizes, keys.integer("ssm.conv_kernel"))
+    mixers = tuple("delta" if each else "attention" for each in recurs)
+    return {"output_gate": "channel", **({"mixers": mixers, "delta": delta} if any(recurs) else {})}
 
 
 def _qwen_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
@@ -111,6 +134,8 @@ def _out_form(spec: DecoderSpec, shape: Shape) -> GgufForm:
     """The form of the output, whose columns alternate between heads."""
     delta = _sizes(spec)
     columns = np.concatenate([np.arange(*rows) for rows in _by_turns(delta, delta.value_size)])
+    if (columns[1:] > columns[:-1]).all():
+        return GgufForm(shape)
     return GgufForm(shape, lambda rows: np.ascontiguousarray(rows[:, columns]))
 
 
@@ -133,6 +158,7 @@ _DELTA = GgufArchitecture(
     refined=True,
     rewrite=_rewrite,
     keys=_qwen_keys,
+    fields=_qwen_fields,
     lacks=_qwen_lacks,
 )
 _TURNED: dict[str, Callable[[DecoderSpec, Shape], GgufForm]] = {
@@ -159,6 +185,7 @@ _LFM = GgufArchitecture(
     parts=("mixers", "conv"),
     mixed_heads=True,
     keys=_lfm_keys,
+    fields=_lfm_fields,
     lacks=_lfm_lacks,
 )
 HYBRID = {

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from edgeinfer.bundle.gguf.metadata import GgufArray, Metadata
+from edgeinfer.bundle.gguf.metadata import GgufArray
+from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import UnsupportedArchitectureError
 
 LLAMA_HINT = "Run it with llama.cpp: pip install 'edgeinfer[gguf]', then --backend llamacpp."
@@ -15,7 +16,7 @@ _WHOLE = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int6
 
 def unread(what: str) -> UnsupportedArchitectureError:
     """The refusal of a file that llama.cpp may run: names a key, a tensor or a part."""
-    return UnsupportedArchitectureError(f"{what}.", LLAMA_HINT)
+    return UnsupportedArchitectureError(f"{what if what.isprintable() else ascii(what)}.", LLAMA_HINT)
 
 
 def written(value: float) -> float:
@@ -31,43 +32,44 @@ class GgufKeys:
         defaults: what llama.cpp takes where a file leaves a key out, and asks for it nevertheless.
     """
 
-    def __init__(self, metadata: Metadata, architecture: str, defaults: Mapping[str, float]) -> None:
-        self._metadata, self._root, self._defaults = metadata, f"{architecture}.", defaults
+    def __init__(self, gguf: GgufFile, architecture: str, defaults: Mapping[str, float]) -> None:
+        self.tensors = gguf.by_name  # of the file
+        self.metadata, self._root, self._defaults = gguf.metadata, f"{architecture}.", defaults
         self._seen: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return self._root + name in self._metadata
+        return self._root + name in self.metadata
 
     @property
     def left(self) -> list[str]:
         """Keys of the architecture that were not asked for."""
-        return sorted(key for key in self._metadata if key.startswith(self._root) and key not in self._seen)
+        return sorted(key for key in self.metadata if key.startswith(self._root) and key not in self._seen)
 
     def integer(self, name: str, default: int | None = None) -> int:
         usual = self._defaults.get(name, default)
-        return self._metadata.integer(self._key(name), None if usual is None else int(usual))
+        return self.metadata.integer(self._key(name), None if usual is None else int(usual))
 
     def number(self, name: str, default: float | None = None) -> float:
         usual, key = self._defaults.get(name, default), self._key(name)
-        return float(usual) if usual is not None and key not in self._metadata else written(self._metadata.number(key))
+        return float(usual) if usual is not None and key not in self.metadata else written(self.metadata.number(key))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        return self._metadata.flag(self._key(name), default)
+        return self.metadata.flag(self._key(name), default)
 
     def text(self, name: str, default: str | None = None) -> str:
-        return self._metadata.text(self._key(name), default)
+        return self.metadata.text(self._key(name), default)
 
     def by_layer(self, name: str, layers: int, default: int | None = None) -> list[int]:
         """A whole number for each layer, which a file may give once for all."""
         if not self.is_array(name):
             return [self.integer(name, default)] * layers
-        values = self._metadata.array(self._key(name), *_WHOLE).numbers()
+        values = self.metadata.array(self._key(name), *_WHOLE).numbers()
         if len(values) < layers or min(values, default=0) < 0:
             raise unread(f"{self._root}{name} has {len(values)} numbers for {layers} layers")
         return [int(value) for value in values[:layers]]
 
     def flags(self, name: str, layers: int) -> list[bool]:
-        values = self._metadata.array(self._key(name), "bool", *_WHOLE).numbers()
+        values = self.metadata.array(self._key(name), "bool", *_WHOLE).numbers()
         if len(values) < layers:
             raise unread(f"{self._root}{name} has {len(values)} values for {layers} layers")
         return [bool(value) for value in values[:layers]]
@@ -76,17 +78,17 @@ class GgufKeys:
         """A number for each layer, which a file may give once for all."""
         if not self.is_array(name):
             return [self.number(name)] * layers
-        values = self._metadata.array(self._key(name), "float32", "float64").numbers()
+        values = self.metadata.array(self._key(name), "float32", "float64").numbers()
         if len(values) < layers:
             raise unread(f"{self._root}{name} has {len(values)} numbers for {layers} layers")
         return [written(float(value)) for value in values[:layers]]
 
     def is_array(self, name: str) -> bool:
-        return isinstance(self._metadata.get(self._root + name), GgufArray)
+        return isinstance(self.metadata.get(self._root + name), GgufArray)
 
     def expect(self, name: str, *values: float | str | bool) -> None:
         """Refuses a key that says something other than these values, where the file has it."""
-        found = self._metadata.get(self._key(name), values[0])
+        found = self.metadata.get(self._key(name), values[0])
         if found not in values:
             raise unread(f"{self._root}{name} is {found}")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from edgeinfer.bundle.parts import LatentSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, GgufMixture, Tensor
+from edgeinfer.export.gguf.keys import GgufKeys
 from edgeinfer.export.source.hf_config import HFConfig
 
 # What llama.cpp's graph of MiniCPM3 multiplies by: of embeddings, of results, and the width that the head was made for.
@@ -36,7 +37,7 @@ def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[
     """Value rows of a head are columns in our matrix."""
     if plan.name.endswith("attn.v_b"):
         [source] = plan.sources
-        plan = TensorPlan(plan.name, (dataclasses.replace(source, heads=0),))
+        plan = TensorPlan(plan.name, (replace(source, heads=0),))
     yield plan
 
 
@@ -86,6 +87,26 @@ def _mistral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tens
         writer.add_attn_temperature_length(spec.rope.original_max_positions)
 
 
+def _deepseek_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads of a cache that holds the small vector, and the scale of scores of a stretched rotation."""
+    wide, rotary, rope = keys.integer("attention.key_length_mla"), known["rope"].dim, known["rope"]
+    keys.ignore(
+        "attention.value_length", "leading_dense_block_count", "expert_feed_forward_length", "expert_shared_count"
+    )
+    sizes = (keys.integer("attention.kv_lora_rank"), max(wide - rotary, 0), rotary)
+    latent = LatentSpec(keys.integer("attention.q_lora_rank", 0), *sizes, keys.integer("attention.value_length_mla"))
+    grown = 1.0
+    if rope.type == "yarn":
+        grown += keys.number("rope.scaling.yarn_log_multiplier", 0.0) * math.log(rope.factor)
+        rope = replace(rope, attention_factor=1.0)
+    beta = keys.number("attention.temperature_scale", 0.0)
+    if beta:
+        keys.expect("attention.temperature_length", rope.original_max_positions)
+        rope = replace(rope, query_beta=beta)
+    scale = wide**-0.5 * grown**2
+    return {"head_dim": wide, "num_kv_heads": 1, "latent": latent, "attention_scale": scale, "rope": rope}
+
+
 def _deepseek_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
     if not _sizes(spec).query_rank and spec.num_layers not in (26, 27):
         yield f"form of {spec.num_layers} layers whose queries have no small vector"
@@ -125,9 +146,10 @@ _DEEPSEEK = GgufArchitecture(
     ),
     rewrite=_rewrite,
     keys=_deepseek_keys,
+    fields=_deepseek_fields,
     lacks=_deepseek_lacks,
 )
-_MISTRAL = dataclasses.replace(_DEEPSEEK, name="mistral4", parts=(*_DEEPSEEK.parts, "query_beta"), keys=_mistral_keys)
+_MISTRAL = replace(_DEEPSEEK, name="mistral4", parts=(*_DEEPSEEK.parts, "query_beta"), keys=_mistral_keys)
 LATENT = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,

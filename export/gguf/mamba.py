@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from edgeinfer.bundle.parts import Mamba2Spec
+from edgeinfer.bundle.parts import Mamba2Spec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.mamba import ANY_STEP
 from edgeinfer.export.architectures.tensors import Shape, TensorPlan
 from edgeinfer.export.gguf.architectures import Floats, GgufArchitecture, GgufForm, GgufMixture, Tensor
 from edgeinfer.export.gguf.dense import DENSE, GRANITE
+from edgeinfer.export.gguf.keys import GgufKeys
 from edgeinfer.export.source.hf_config import HFConfig
 
 _TENSORS = {
@@ -60,6 +61,45 @@ def add_recurrence(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Ten
     writer.add_ssm_state_size(scan.state_size)
     writer.add_ssm_time_step_rank(scan.heads)
     writer.add_ssm_group_count(scan.groups)
+
+
+def _scan(keys: GgufKeys) -> Mamba2Spec:
+    heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    normed = any(name.endswith("ssm_norm.weight") for name in keys.tensors)
+    sizes = keys.integer("ssm.group_count"), keys.integer("ssm.state_size"), keys.integer("ssm.conv_kernel")
+    return Mamba2Spec(heads, inner // max(heads, 1), *sizes, normed=normed)
+
+
+def _mamba_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of attention, which there is none of, are the smallest."""
+    scan, layers = _scan(keys), known["num_layers"]
+    keys.ignore("attention.head_count", "attention.head_count_kv")
+    fields: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "rope": RopeSpec("default", 1e4, 8)}
+    fields |= {"mixers": ("mamba2",) * layers, "mamba2": scan, "no_mlp": tuple(range(layers))}
+    return {**fields, "intermediate_size": scan.inner_size}
+
+
+def _granite_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    layers = known["num_layers"]
+    attends = keys.by_layer("attention.head_count_kv", layers)
+    still = {} if keys.flag("rope.scaling.finetuned", True) else {"rope_layers": (-1,) * layers}
+    mixers = tuple("attention" if each else "mamba2" for each in attends)
+    return {"mixers": mixers, "mamba2": _scan(keys), **still}
+
+
+def _falcon_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mixers": ("attention+mamba2",) * known["num_layers"], "mamba2": _scan(keys)}
+
+
+def _nemotron_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer attends, has an MLP or recurs."""
+    layers = known["num_layers"]
+    attends, wide = (keys.by_layer(n, layers, 0) for n in ("attention.head_count_kv", "feed_forward_length"))
+    keys.ignore("attention.layer_norm_epsilon")
+    kinds = zip(attends, wide, strict=True)
+    mixers = tuple("attention" if heads else "none" if size else "mamba2" for heads, size in kinds)
+    alone = tuple(layer for layer, mixer in enumerate(mixers) if mixer != "none")
+    return {"mixers": mixers, "mamba2": _scan(keys), "no_mlp": alone, "rope_layers": (-1,) * layers}
 
 
 def _lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
@@ -134,6 +174,7 @@ _GRANITE4 = GgufArchitecture(
     mixture=GgufMixture(True, length=False),
     mixed_heads=True,
     keys=_granite_keys,
+    fields=_granite_fields,
     lacks=_normed,
 )
 _NEMOTRON = GgufArchitecture(
@@ -151,6 +192,7 @@ _NEMOTRON = GgufArchitecture(
     widths=_nemotron_widths,
     rewrite=_nemotron_rewrite,
     keys=_nemotron_keys,
+    fields=_nemotron_fields,
     lacks=_normed,
 )
 _NEMOTRON_MOE = dataclasses.replace(
@@ -167,10 +209,11 @@ MAMBA = {
         forms=_FORMS,
         parts=("mixers", "mamba2", "no_mlp"),
         keys=add_recurrence,
+        fields=_mamba_fields,
         lacks=_normed,
     ),
-    "bamba": _GRANITE4,
     "granitemoehybrid": dataclasses.replace(_GRANITE4, multipliers=GRANITE, instead=_without_recurrence),
+    "bamba": _GRANITE4,
     "falcon_h1": GgufArchitecture(
         "falcon-h1",
         free_heads=True,
@@ -182,6 +225,7 @@ MAMBA = {
         refined=True,
         rewrite=_falcon_rewrite,
         keys=add_recurrence,
+        fields=_falcon_fields,
         lacks=_lacks,
     ),
     "nemotron_h": dataclasses.replace(_NEMOTRON, instead=lambda spec: None if spec.moe is None else _NEMOTRON_MOE),

@@ -31,11 +31,13 @@ from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.mixtures import refine_granite, refine_granite_moe
-from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors, places_of
 from edgeinfer.export.architectures.tensors import Shape, Source, TensorPlan, adaptable_modules
 from edgeinfer.export.gguf.architectures import GgufArchitecture
+from edgeinfer.export.gguf.dense import XIELU_KEYS
 from edgeinfer.export.gguf.description import read_decoder
 from edgeinfer.export.gguf.keys import unread, written
+from edgeinfer.export.gguf.mamba import decayed
 from edgeinfer.export.gguf.tensors import ROPE_TENSORS, PlannedGgufTensor, gguf_tensors
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES
 from edgeinfer.export.graph.decoder import decoder_graphs
@@ -62,11 +64,7 @@ class GgufModel:
     spec: DecoderSpec
     named: tuple[TensorPlan, ...]  # the tensors of a bundle, by the names that a checkpoint has for their parts
     plans: tuple[TensorPlan, ...]  # the same of the file's tensors
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """The file's tensors in the shapes that the plans read."""
-        return {source.name: source.stored_shape for plan in self.plans for source in plan.sources}
+    shapes: Mapping[str, Shape]  # of the file's tensors, with rows as wide as ours
 
 
 def read_model(gguf: GgufFile) -> GgufModel:
@@ -78,8 +76,7 @@ def read_model(gguf: GgufFile) -> GgufModel:
     config = HFConfig({**arch.facts, **dict(_multipliers(gguf, arch))})
     for what in arch.missing(config, spec):
         raise unread(f"{arch.name} with {what}")
-    named = family.tensors(config, spec)
-    model = GgufModel(gguf, arch, spec, named, _inverted(gguf, arch, spec, named))
+    model = _planned(gguf, family, arch, config, spec)
     _require_types(gguf, model)
     return model
 
@@ -110,7 +107,7 @@ def _find(gguf: GgufFile) -> tuple[Architecture, GgufArchitecture]:
     if family.refine is refine_granite_moe:
         # The description has the scale of scores, which export keeps out of it.
         family = replace(family, refine=refine_granite)
-    return (replace(family, refine=None) if arch.refined else family), arch
+    return family, arch
 
 
 def _fused(gguf: GgufFile, arch: GgufArchitecture) -> GgufArchitecture:
@@ -128,49 +125,140 @@ def _multipliers(gguf: GgufFile, arch: GgufArchitecture) -> Iterator[tuple[str, 
         yield name, written(gguf.metadata.number(whole)) if whole in gguf.metadata else usual
 
 
-def _inverted(
-    gguf: GgufFile, arch: GgufArchitecture, spec: DecoderSpec, named: tuple[TensorPlan, ...]
-) -> tuple[TensorPlan, ...]:
-    """Each of our tensors as rows of the file's."""
-    shapes = {plan.name: plan.shape for plan in named}
-    sources: dict[str, list[tuple[int, Source]]] = {plan.name: [] for plan in named}
-    used = set()
-    for tensor in gguf_tensors(spec, named, arch):
-        stored = gguf.by_name.get(tensor.name)
+def _planned(
+    gguf: GgufFile, family: Architecture, arch: GgufArchitecture, config: HFConfig, spec: DecoderSpec
+) -> GgufModel:
+    """Plans our tensors by the file's.
+
+    Both directions are known: how ours are made of a checkpoint's tensors, and how those of a file are. Rows of the
+    checkpoint's that ours need are looked for in the file.
+    """
+    named = family.tensors(config, spec)
+    stored = named if arch.refined else replace(family, refine=None).tensors(config, spec)
+    there = _Stored(gguf, spec)
+    written = arch.planned(config, spec, stored)
+    plans = {plan.name: plan for plan in written}
+    for tensor in gguf_tensors(spec, written, arch):
+        there.add(tensor, plans)
+    there.require_all()
+    return GgufModel(gguf, arch, spec, named, tuple(there.plan(plan) for plan in named), there.shapes)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows of a checkpoint's tensor in one of the file's."""
+
+    tensor: PlannedGgufTensor
+    source: Source  # as it is written
+    start: int  # of the rows, in the source
+    first: int  # row in the file's tensor, whose rows are as wide as ours
+    count: int
+
+
+class _Stored:
+    """Where the rows of a checkpoint's tensors lie in a file."""
+
+    def __init__(self, gguf: GgufFile, spec: DecoderSpec) -> None:
+        self.shapes: dict[str, Shape] = {}  # of the file's tensors, with rows as wide as ours
+        self._gguf, self._spec = gguf, spec
+        self._places: dict[Source, list[_Place]] = {}
+
+    def add(self, tensor: PlannedGgufTensor, plans: Mapping[str, TensorPlan]) -> None:
+        stored = self._gguf.by_name.get(tensor.name)
         if stored is None:
             raise unread(f"{tensor.name} is missing")
         if _plain(stored.shape) != _plain(tensor.shape):
             raise unread(f"{tensor.name} has shape {stored.shape} instead of {tensor.shape}")
-        used.add(tensor.name)
-        for index, part in enumerate(tensor.parts):
-            count = part.stop - part.start
-            sources[part.plan].append((part.start, _source(tensor, spec, (count, *shapes[part.plan][1:]), index)))
-    left = sorted(name for name in gguf.by_name.keys() - used if not _ignored(gguf, spec, name))
-    if left:
-        raise unread(f"{left[0]} is not known")
-    return tuple(_plan(arch, plan, sources[plan.name]) for plan in named)
+        first = 0
+        for part in tensor.parts:
+            before = 0
+            for source in plans[part.plan].sources:
+                start, stop = max(part.start - before, 0), min(part.stop - before, source.padded_shape[0])
+                if start < stop:
+                    place = _Place(tensor, source, start, first, stop - start)
+                    self._places.setdefault(_origin(source), []).append(place)
+                    first += stop - start
+                before += source.padded_shape[0]
+        width = plans[tensor.parts[0].plan].shape[1:]
+        self.shapes[tensor.name] = (first, *width)
+
+    def require_all(self) -> None:
+        """Refuses tensors that are not known."""
+        left = sorted(name for name in self._gguf.by_name.keys() - self.shapes if not _ignored(self._spec, name))
+        if left:
+            raise unread(f"{left[0]} is not known")
+
+    def plan(self, named: TensorPlan) -> TensorPlan:
+        """One of our tensors, of the file's rows."""
+        if named.name.endswith(".mlp.xielu"):
+            return self._from_keys(named)
+        return TensorPlan(named.name, tuple(found for source in named.sources for found in self._find(named, source)))
+
+    def _from_keys(self, named: TensorPlan) -> TensorPlan:
+        """One that the file has as metadata: a number of each of its sources for every layer."""
+        layer = int(named.name.split(".")[1])
+        keys = [replace(each, name=key) for each, key in zip(named.sources, XIELU_KEYS, strict=True)]
+        self.shapes |= {each.name: (self._spec.num_layers,) for each in keys}
+        return TensorPlan(named.name, tuple(replace(each, runs=((layer, layer + 1),)) for each in keys))
+
+    def _find(self, named: TensorPlan, source: Source) -> Iterator[Source]:
+        places, count = self._places.get(_origin(source), []), source.padded_shape[0]
+        if not places:
+            raise unread(f"{named.name} is not in it row by row")
+        whole = places[0]
+        if whole.start == 0 and (whole.count, whole.source.pieces) == (count, source.pieces):
+            yield self._taken(source, whole, ((whole.first, whole.first + count),))
+            return
+        wanted = _rows(source, 0, count)
+        for place in places:
+            if place.tensor.rows > 1:
+                raise unread(f"{place.tensor.name} has its rows in another order")
+        where = np.full(
+            (2, max(wanted.max(), *(_rows(p.source, p.start, p.start + p.count).max() for p in places)) + 1), -1
+        )
+        for index, place in enumerate(places):
+            rows = _rows(place.source, place.start, place.start + place.count)
+            where[:, rows] = np.full(place.count, index), np.arange(place.first, place.first + place.count)
+        which, rows = where[:, wanted]
+        if which.min() < 0:
+            raise unread(f"{named.name} is not in it row by row")
+        names = np.array([places[index].tensor.name for index in which])
+        for part in np.split(np.arange(count), np.flatnonzero(names[1:] != names[:-1]) + 1):
+            steps = np.flatnonzero(np.diff(rows[part]) != 1) + 1
+            runs = tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(rows[part], steps))
+            yield self._taken(source, places[which[part[0]]], runs)
+
+    def _taken(self, source: Source, place: _Place, runs: tuple[tuple[int, int], ...]) -> Source:
+        """Rows of a file's tensor, with what turns its values into ours."""
+        tensor, there = place.tensor, place.source
+        count, (total, *_) = sum(stop - start for start, stop in runs), self.shapes[tensor.name]
+        paired = (tensor.rows, self._spec.rope.dim) if tensor.rows > 1 else ()
+        logged = tensor.change is decayed
+        if tensor.change is not None and not (paired or logged):
+            raise unread(f"{tensor.name} has its columns in another order")
+        if (paired and count != total) or there.softplus != source.softplus:
+            raise unread(f"{tensor.name} has its values in another form")
+        return Source(
+            tensor.name,
+            (count, *source.padded_shape[1:]),
+            paired=paired,
+            runs=() if count == total and len(runs) == 1 else runs,
+            logged=logged,
+            softplus=source.softplus,
+            offset=(source.offset - there.offset) * there.scale,
+            scale=source.scale / there.scale,
+        )
 
 
-def _source(tensor: PlannedGgufTensor, spec: DecoderSpec, shape: Shape, index: int) -> Source:
-    """Rows of one of our tensors in one of the file's."""
-    stacked = len(tensor.parts) if len(tensor.parts) > 1 else 0
-    if stacked and stacked * math.prod(shape) != math.prod(tensor.shape):
-        raise unread(f"{tensor.name} has its rows in another order")
-    if tensor.change is None:
-        return Source(tensor.name, shape, index=index, stacked=stacked)
-    return Source(tensor.name, shape, paired=(tensor.rows, spec.rope.dim))
+def _origin(source: Source) -> Source:
+    """A checkpoint's tensor, or one of several in it, whichever of its rows are taken."""
+    plain = replace(source, scale=1.0, offset=0.0, softplus=False)
+    return plain if source.heads else replace(plain, shape=source.shape[1:], pieces=())
 
 
-def _plan(arch: GgufArchitecture, named: TensorPlan, sources: list[tuple[int, Source]]) -> TensorPlan:
-    """One of our tensors of its parts in order, with the factors that a checkpoint's tensors have."""
-    changes = {(source.scale, source.offset) for source in named.sources}
-    sources.sort(key=lambda each: each[0])
-    rows = sum(source.shape[0] for _, source in sources)
-    if len(changes) != 1 or rows != named.shape[0]:
-        raise unread(f"{named.name} is made of several tensors that change")
-    [(scale, offset)] = changes
-    offset -= arch.norm_offset if named.name.endswith("norm") else 0.0
-    return TensorPlan(named.name, tuple(source for _, source in sources)).changed(scale=scale, offset=offset)
+def _rows(source: Source, start: int, stop: int) -> NDArray[np.int64]:  # (stop - start,)
+    """The rows of a checkpoint's tensor that are these of a source."""
+    return np.arange(start, stop) if source.heads else places_of(source, start, stop)
 
 
 def _plain(shape: Shape) -> Shape:
@@ -178,7 +266,7 @@ def _plain(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
-def _ignored(gguf: GgufFile, spec: DecoderSpec, name: str) -> bool:
+def _ignored(spec: DecoderSpec, name: str) -> bool:
     """Whether a tensor is none of the decoder's: a module for drafts, or of another sense."""
     layer = name.split(".")[1] if name.startswith("blk.") else ""
     return (layer.isdecimal() and int(layer) >= spec.num_layers) or any(
@@ -277,9 +365,11 @@ class GgufTensors:
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
     ) -> NDArray[np.float32]:
-        tensor, shape = self._gguf.by_name[name], self._shapes[name]
-        shape = shape if within is None else shape[1:]
+        shape = self._shapes[name] if within is None else self._shapes[name][1:]
         stop = shape[0] if stop is None else stop
+        if name not in self._gguf.by_name:
+            return self._gguf.metadata.array(name, "float32").numbers()[start:stop].astype(np.float32)
+        tensor = self._gguf.by_name[name]
         raw = self._bytes(tensor, shape, start, stop, within).view(_DTYPES[tensor.type.name])
         values = raw.astype(np.uint32) << np.uint32(16) if tensor.type.name == "BF16" else raw
         floats = values.view(np.float32) if tensor.type.name == "BF16" else values.astype(np.float32, copy=False)
