@@ -30,7 +30,7 @@ class LocalModel:
         bytes: size of its files.
         memory: the smallest budget it runs in, in bytes; None where it cannot be planned here.
         format: format of its files.
-        origin: built in, converted here, in the hub's cache, or in the user's folder of models.
+        origin: built in, converted here, in the hub's cache, in the user's folder of models, Ollama's or LM Studio's.
         hub_id: ORG/NAME of its source on the hub; None where it came from elsewhere.
         source_bytes: size of the checkpoint it was converted from, if that is still in the hub's cache.
         last_used: when it was last loaded; None where it is unknown.

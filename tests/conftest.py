@@ -62,4 +62,5 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+        patch.setenv("OLLAMA_MODELS", str(folder / "ollama"))
         yield folder

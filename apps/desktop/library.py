@@ -141,7 +141,7 @@ class Library:
                 elif _is_gguf(path):
                     yield str(path), "gguf"
         for place in hub.places():
-            if place.origin == "folder":
+            if place.origin in ("folder", "ollama", "lm-studio"):
                 yield str(place.path), "gguf" if place.path.is_file() else "bundle"
         for id in hub.cached():
             yield id, "hub"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # A manifest lists a few hundred bytes per tensor; 64 MB would be a hundred thousand tensors.
 _MAX_MANIFEST_BYTES = 64 * 1000**2
 _AGAIN = "Export or download the bundle again."
+_GGUF_MAGIC = b"GGUF"
 
 
 def open_bundle(path: Path | str) -> Bundle:
@@ -32,11 +33,19 @@ def open_bundle(path: Path | str) -> Bundle:
     """
     root = Path(path)
     with reading(root):
-        if root.suffix.lower() == GGUF_SUFFIX and not root.is_dir():
+        if is_gguf(root):
             from edgeinfer.bundle.gguf_bundle import open_gguf
 
             return open_gguf(root)
         return _open(root, _roots(root))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file: by its ending, or by how it begins, as Ollama's files have no ending."""
+    if path.suffix.lower() == GGUF_SUFFIX or not path.is_file():
+        return path.suffix.lower() == GGUF_SUFFIX and not path.is_dir()
+    with path.open("rb") as file:
+        return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
 
 
 def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:

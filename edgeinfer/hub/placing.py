@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from edgeinfer.bundle.names import display_name, stem_of
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.opening import is_gguf, open_bundle
 from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import EdgeInferError, ModelError
 from edgeinfer.hub.cache import BUILTIN, CachedModel, builtin, cached_models, is_bundle, last_uses
 from edgeinfer.hub.folder import Converted, converted_models, models_folder, source_of
-from edgeinfer.hub.ids import GGUF, first_part
+from edgeinfer.hub.ids import GGUF, first_part, gguf_models
 from edgeinfer.records import dataclass
 
-Origin = Literal["built-in", "converted", "hub", "folder"]
+Origin = Literal["built-in", "converted", "hub", "folder", "ollama", "lm-studio"]
+# Of the layers in Ollama's manifests, a GGUF file, and one without which it is another model.
+_MODEL, _ADAPTER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MOST_BYTES = 1_000_000  # of a manifest or of settings
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Place:
 
 
 def places() -> list[Place]:
-    """All models on this machine, except the user's own files outside the folder of models."""
+    """All models on this machine, Ollama's and LM Studio's included, except the user's own files elsewhere."""
     found = [Place(BUILTIN, builtin(), "built-in")]
     cached = cached_models()
     checkpoints = {model.repo_id: model.bytes for model in cached if model.kind == "checkpoint"}
@@ -70,6 +77,8 @@ def places() -> list[Place]:
             found.append(Place(model.name, model.path, "hub", model.repo_id, names, (model,)))
     known = {place.path for place in found}
     found += [Place(_file_name(path), path, "folder") for path in _own_files() if path not in known]
+    known |= {place.path for place in found}
+    found += [place for place in _of_other_programs() if place.path not in known]
     counts = Counter(place.name.lower() for place in found)
     # Models with equal names are loaded by their paths; the built-in one keeps its name.
     return [
@@ -145,3 +154,70 @@ def _own_files() -> Iterator[Path]:
         gguf = path.suffix == GGUF and path.is_file() and first_part(path.name) and not is_bundle(path.parent)
         if (bundle or gguf) and not path.name.startswith("."):
             yield path
+
+
+def _of_other_programs() -> list[Place]:
+    """GGUF files in Ollama's and LM Studio's folders, which are read and never changed."""
+    found: dict[Path, Place] = {}
+    for place in (*_readable(_of_ollama), *_readable(_of_lm_studio)):
+        known = found.setdefault(place.path, place)
+        found[place.path] = replace(known, also=tuple(dict.fromkeys((*known.also, place.name, *place.also))))
+    return list(found.values())
+
+
+def _readable(find: Callable[[], Iterator[Place]]) -> list[Place]:
+    """What is found before a folder that may not be read, or no home."""
+    found: list[Place] = []
+    with contextlib.suppress(OSError, RuntimeError):
+        found += find()
+    return found
+
+
+def _of_ollama() -> Iterator[Place]:
+    given = os.environ.get("OLLAMA_MODELS")
+    # The last one is the service's on Linux.
+    usual = (Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
+    for folder in (Path(given),) if given else usual:
+        # HOST/NAMESPACE/MODEL/TAG
+        for manifest in sorted((folder / "manifests").glob("*/*/*/*")):
+            blob, model = _blob(folder, manifest), manifest.parent.name
+            if blob is not None and is_gguf(blob):
+                latest = manifest.name == "latest"
+                names = (model, f"{model}:latest") if latest else (f"{model}:{manifest.name}",)
+                yield Place(names[0], blob, "ollama", also=names[1:])
+
+
+def _blob(folder: Path, manifest: Path) -> Path | None:
+    """The GGUF file of a manifest of Ollama's; None where it has none, or needs more than that."""
+    layers = _small_object(manifest).get("layers")
+    kinds = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    digests = [str(layer.get("digest")) for layer in kinds if layer.get("mediaType") == _MODEL]
+    if len(digests) != 1 or any(layer.get("mediaType") == _ADAPTER for layer in kinds):
+        return None
+    return folder / "blobs" / digests[0].replace(":", "-") if _DIGEST.fullmatch(digests[0]) else None
+
+
+def _of_lm_studio() -> Iterator[Place]:
+    home = Path.home()
+    homes = [home / ".lmstudio", home / ".cache" / "lm-studio"]
+    pointer = home / ".lmstudio-home-pointer"
+    if pointer.is_file() and pointer.stat().st_size < _MOST_BYTES:
+        homes.insert(0, Path(pointer.read_text("utf-8", "replace").strip()))
+    chosen = [_small_object(folder / "settings.json").get("downloadsFolder") for folder in homes]
+    folders = [Path(folder) for folder in chosen if isinstance(folder, str)] + [folder / "models" for folder in homes]
+    for folder in dict.fromkeys(folders):
+        for repository in sorted(folder.glob("*/*")):  # PUBLISHER/REPOSITORY
+            hub_id = f"{repository.parent.name}/{repository.name}"
+            for parts in gguf_models(path.name for path in repository.glob(f"*{GGUF}")):
+                yield Place(stem_of(parts[0]), repository / parts[0], "lm-studio", hub_id)
+
+
+def _small_object(path: Path) -> dict[str, Any]:
+    """An object of JSON that another program wrote; empty where it is none."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return {}
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

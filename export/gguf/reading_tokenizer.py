@@ -105,7 +105,7 @@ class _Tokens:
         assert vocabulary.token_types is not None, "tokenizer_refusal wants types"
         types = vocabulary.token_types.numbers().tolist()
         spelled = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(vocabulary.tokens.strings())]
-        while types and types[-1] in (UNUSED, USER_DEFINED) and _PADDING.fullmatch(spelled[-1]):
+        while types and types[-1] in (UNUSED, USER_DEFINED, UNKNOWN) and _PADDING.fullmatch(spelled[-1]):
             types.pop(), spelled.pop()
         if vocabulary.model != _BYTE_PAIRS:
             # Converters write the spaces of such tokens as they are in texts.
