@@ -38,16 +38,20 @@ from edgeinfer.export.gguf.dense import XIELU_KEYS
 from edgeinfer.export.gguf.description import read_decoder
 from edgeinfer.export.gguf.keys import unread, written
 from edgeinfer.export.gguf.mamba import decayed
+from edgeinfer.export.gguf.reading_tokenizer import read_tokenizer, tokenizer_refusal
 from edgeinfer.export.gguf.tensors import ROPE_TENSORS, PlannedGgufTensor, gguf_tensors
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES
 from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.planning import outline
-from edgeinfer.quant.policy import QuantPlan
+from edgeinfer.quant.policy import QuantPlan, is_quantizable
 from edgeinfer.results import Progress
 
+# What `TensorPlan.kept` is asked for; a file's types have bits of their own.
+_BITS = 4
 FLOAT_TYPES = ("F32", "F16", "BF16")
 # Tensors of what sees or hears, whose weights a text needs not.
 _IGNORED_TENSORS = ("v.*", "mm.*", "a.*", *ROPE_TENSORS)
@@ -84,16 +88,23 @@ def read_model(gguf: GgufFile) -> GgufModel:
 def refusal(source: GgufFile | Path) -> str | None:
     """Why the native engine does not read a file, naming the key or tensor; None where it does. Reads the header."""
     try:
-        read_model(source if isinstance(source, GgufFile) else read_gguf(source))
+        gguf = source if isinstance(source, GgufFile) else read_gguf(source)
+        _Table.of(read_model(gguf))
+        return tokenizer_refusal(gguf)
     except EdgeInferError as error:
         return error.message.rstrip(".")
-    return None
+
+
+def convert_gguf(path: Path, out: Path, name: str = "", progress: Progress | None = None) -> None:
+    """Writes a bundle of a file, whose weights keep their types, to `out`, whole or not at all."""
+    gguf = read_gguf(path)
+    convert_model(read_model(gguf), read_tokenizer(gguf), out, name, progress)
 
 
 def _require_types(gguf: GgufFile, model: GgufModel) -> None:
     """Refuses types of tensors that the kernel has no product for."""
     for tensor in gguf.tensors:
-        if tensor.name in model.shapes and tensor.type.name not in FLOAT_TYPES:
+        if tensor.name in model.shapes and tensor.type.name not in (*FLOAT_TYPES, *PACKINGS):
             raise unread(f"{tensor.name} is {tensor.type.name}")
 
 
@@ -141,7 +152,13 @@ def _planned(
     for tensor in gguf_tensors(spec, written, arch):
         there.add(tensor, plans)
     there.require_all()
-    return GgufModel(gguf, arch, spec, named, tuple(there.plan(plan) for plan in named), there.shapes)
+    plans = {plan.name: there.plan(plan) for plan in named}
+    grown = plans["embed"].sources[0]
+    if spec.tied and grown.packing:
+        # The factor is of the rows that are looked up alone: the head has the file's own numbers.
+        [norm] = plans["final_norm"].sources
+        plans["final_norm"] = TensorPlan("final_norm", (replace(norm, scale=norm.scale * grown.scale),))
+    return GgufModel(gguf, arch, spec, named, tuple(plans.values()), there.shapes)
 
 
 @dataclass(frozen=True)
@@ -238,9 +255,11 @@ class _Stored:
             raise unread(f"{tensor.name} has its columns in another order")
         if (paired and count != total) or there.softplus != source.softplus:
             raise unread(f"{tensor.name} has its values in another form")
+        kind = self._gguf.by_name[tensor.name].type.name
         return Source(
             tensor.name,
             (count, *source.padded_shape[1:]),
+            packing="" if kind in FLOAT_TYPES else kind,
             paired=paired,
             runs=() if count == total and len(runs) == 1 else runs,
             logged=logged,
@@ -281,17 +300,23 @@ class _Table:
     described: Described
     entries: tuple[TensorEntry, ...]
     layout: Layout
+    quant: QuantPlan
 
     @classmethod
     def of(cls, model: GgufModel) -> _Table:
         described = pad_heads(Described(model.spec, model.plans))
-        layout = NATIVE if model.spec.native_only else PORTABLE
-        outlines = [outline(plan, None) for plan in described.plans]
+        packed = any(source.padding and source.packing for plan in described.plans for source in plan.sources)
+        if packed:
+            raise unread(f"{model.arch.name}.attention.key_length is {model.spec.head_dim}")
+        matrices = (plan for plan in described.plans if is_quantizable(plan.name, plan.shape))
+        schemes = {plan.name: scheme for plan in matrices if (scheme := plan.kept(_BITS)) is not None}
+        layout = NATIVE if model.spec.native_only or schemes else PORTABLE
+        outlines = [outline(plan, schemes.get(plan.name)) for plan in described.plans]
         if model.spec.tied:
             outlines.append(Outline("head", outlines[0].shape, shares="embed"))
         modules = {plan.name: adaptable_modules(plan) for plan in model.named}
         entries = (replace(entry, modules=modules.get(entry.name, ())) for entry in lay_out(outlines, layout))
-        return cls(described, tuple(entries), layout)
+        return cls(described, tuple(entries), layout, QuantPlan(schemes, kept=frozenset(schemes)))
 
 
 def bundle_bytes(gguf: GgufFile) -> int:
@@ -322,6 +347,7 @@ def convert_model(
         tensors=entries,
         layout=table.layout,
         layout_version=LAYOUT_VERSIONS[table.layout],
+        plan=table.quant.record(),
         exits=tuple(range(1, spec.num_layers + 1)),
         export={"format": "gguf", "fingerprint": gguf.fingerprint, **named.export},
     )
@@ -330,7 +356,7 @@ def convert_model(
         sidecar.write(work)
         with (work / WEIGHTS).open("wb") as file:
             planned = PlannedTensors(tensors, described.plans)
-            write_plain(file, planned, entries[: len(described.plans)], QuantPlan({}), progress)
+            write_plain(file, planned, entries[: len(described.plans)], table.quant, progress)
         for graph, data in decoder_graphs(spec, entries, table.layout).items():
             (work / graph).write_bytes(data)
         seal(work, manifest)
