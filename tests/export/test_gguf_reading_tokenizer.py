@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -226,6 +226,58 @@ def test_marks_of_phi3_take_the_white_space_behind_them(tmp_path: Path) -> None:
     changes["general.name"] = (STRING, "Phi-3 mini")
     taken = library(pieces_file(tmp_path, words, **changes)).get_added_tokens_decoder().values()
     assert [(token.content, token.rstrip) for token in taken] == [("<unk>", False), ("<s>", False), ("<|end|>", True)]
+
+
+def draw_file(draw: st.DrawFn) -> dict[str, Any]:
+    """Keys of a file whose parts need not fit each other."""
+    words = st.text("ab<s>\u2581 \u0120", max_size=4)
+    tokens = draw(st.lists(words, max_size=12))
+    if draw(st.booleans()):
+        tokens = [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            *dict.fromkeys(filter(None, tokens)),
+        ]
+    size = len(tokens) + draw(st.sampled_from((0, 0, 0, 1)))
+    types, scores = (
+        st.sampled_from((1, 1, 1, 2, 3, 4, 5, 6)),
+        st.sampled_from((-1e9, -3.0, -2.0, 0.0, 1.0, float("nan"))),
+    )
+    fill = [6] * (size - 16) if size > 256 else []
+    drawn = size - len(fill)
+    return {
+        "model": (STRING, draw(st.sampled_from(("gpt2", "llama", "gemma4")))),
+        "pre": draw(st.sampled_from(("qwen2", "llama-bpe", "deepseek-llm"))),
+        "tokens": (ARRAY, (STRING, tokens)),
+        "token_type": (ARRAY, (INT32, fill + draw(st.lists(types, min_size=drawn, max_size=drawn)))),
+        "scores": (ARRAY, (FLOAT32, [0.0] * len(fill) + draw(st.lists(scores, min_size=drawn, max_size=drawn)))),
+        "merges": (
+            ARRAY,
+            (STRING, draw(st.lists(st.sampled_from(("a b", "< s", "<s >", "a", " a b", "")), max_size=4))),
+        ),
+        "bos_token_id": (UINT32, draw(st.integers(0, size + 1))),
+        "eos_token_id": (UINT32, 0),
+        "add_eos_token": (BOOL, draw(st.integers(0, 1))),
+        "edgeinfer.tokenizer.rstrip": (ARRAY, (INT32, draw(st.lists(st.integers(-1, 20), max_size=2)))),
+    }
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(keys=st.composite(draw_file)())
+def test_files_of_any_parts_are_read_as_they_are_or_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    tokens, types = keys["tokens"][1][1], keys["token_type"][1][1]
+    try:
+        tokenizer = library(bytes_file(tmp_path, **keys))
+    except (BundleError, CheckpointError) as error:
+        assert "\n" not in str(error)
+        return
+    added = {id_: token.special for id_, token in tokenizer.get_added_tokens_decoder().items()}
+    assert added == {id_: kind in (2, 3) for id_, kind in enumerate(types) if kind in (2, 3, 4) and id_ < len(tokens)}
+    tokenizer.encode_special_tokens = True
+    for encoded in tokenizer.encode_batch([*map(str, tokens), "ab<s> "], add_special_tokens=False):
+        assert not any(types[id_] == 3 for id_ in encoded.ids)
 
 
 @each_row(
