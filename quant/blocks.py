@@ -101,8 +101,8 @@ def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) ->
 
 
 def dequantized(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:  # (N, K)
-    zeros, marks = matrix.zero_points is not None, {"e2m1": scheme.e2m1, "vectors": scheme.vectors}
-    return dense_rows(matrix, QuantizedShape(len(matrix.data), k, scheme.bits, scheme.block_size, zeros, **marks))
+    sizes = (len(matrix.data), k, scheme.bits, scheme.block_size, matrix.zero_points is not None)
+    return dense_rows(matrix, QuantizedShape(*sizes, e2m1=scheme.e2m1, vectors=scheme.vectors))
 
 
 def padded(rows: Floats, size: int) -> Floats:  # (..., K) -> (..., blocks * size)

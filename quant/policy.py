@@ -6,8 +6,9 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
+from edgeinfer.bundle.kinds import KINDS, Segment, join_segments
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.packing import BLOCK_SIZES
 from edgeinfer.errors import UsageError
@@ -45,8 +46,17 @@ class QuantScheme:
     symmetric: bool = False  # the zero point is the middle of the range and is not stored
     e2m1: bool = False  # values are codes of E2M1, copied from a checkpoint; no quantizer makes them
     vectors: bool = False  # bytes of 2 bits are codes of vectors (edgeinfer.bundle.packing), without zero points
+    segments: tuple[Segment, ...] = ()  # rows in GGUF's types, copied from a file; no quantizer makes them
+
+    @classmethod
+    def of_file(cls, segments: Iterable[Segment]) -> Self:
+        """The scheme of rows as a GGUF file has them."""
+        joined = join_segments(segments)
+        return cls(max(KINDS[each.kind].bits for each in joined), 32, symmetric=True, segments=joined)
 
     def __post_init__(self) -> None:
+        if self.segments:
+            return
         if self.bits not in BITS:
             raise UsageError(f"Cannot quantize to {self.bits} bits.", f"Choose one of {', '.join(map(str, BITS))}.")
         if self.block_size not in BLOCK_SIZES:
@@ -207,4 +217,9 @@ class QuantPlan:
         cost = self.predicted.get(name)
         if scheme is None:
             return PlannedTensor(name, FLOAT_BITS, predicted_kl=cost)
+        if scheme.segments:
+            rows = sum(each.rows for each in scheme.segments)
+            bits = sum(KINDS[each.kind].row_bytes(8 * 256) * each.rows for each in scheme.segments) / (256 * rows)
+            kinds = "+".join(each.kind for each in scheme.segments)
+            return PlannedTensor(name, bits, scheme.block_size, scheme.symmetric, cost, kinds)
         return PlannedTensor(name, scheme.bits, scheme.block_size, scheme.symmetric, cost)

@@ -42,7 +42,8 @@ ALLOWED = {
     "edgeinfer.user_files": {"edgeinfer.errors"},
     "edgeinfer.contexts": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.user_files"},
     "edgeinfer.results": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.version"},
-    "edgeinfer.bundle": CORE,
+    # The kernel's library defines the tiles of GGUF's types, and moves blocks into them and back.
+    "edgeinfer.bundle": CORE | {"edgeinfer.runtime.native"},
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},
     "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
@@ -99,29 +100,29 @@ BUDGETS = {
     "apps/server": 4700,
     "apps/terminal": 460,
     "edgeinfer": 5280,
-    "edgeinfer/bundle": 7090,  # GGUF files on our own kernel: the table of pre-tokenizers, both directions
+    "edgeinfer/bundle": 7340,  # GGUF files on our own kernel: the table of pre-tokenizers, both directions
     "edgeinfer/hub": 1920,  # GGUF files in the folders of other programs
     "edgeinfer/openai": 3160,
     "edgeinfer/options": 1840,
     "edgeinfer/tools": 2520,
     "export": 820,
-    "export/architectures": 3220,  # GGUF files on our own kernel: their rows in another order
+    "export/architectures": 3240,  # GGUF files on our own kernel: their rows in another order
     "export/drafters": 740,
     "export/gguf": 4650,  # GGUF files on our own kernel: read back into descriptions and bundles
-    "export/graph": 2220,
+    "export/graph": 2240,  # GGUF files on our own kernel
     "export/options": 380,
-    "export/source": 1220,
+    "export/source": 1260,  # GGUF files on our own kernel
     "export/training": 3200,
-    "export/weights": 480,
-    "quant": 2800,
+    "export/weights": 500,  # GGUF files on our own kernel
+    "quant": 2820,  # GGUF files on our own kernel
     "runtime": 20,
-    "runtime/backends": 7960,
+    "runtime/backends": 8000,  # GGUF files on our own kernel
     "runtime/decoding": 1420,
     "runtime/devices": 440,
     "runtime/kv_cache": 1580,
     "runtime/layer_skip": 1340,
     "runtime/loading": 120,
-    "runtime/native": 720,
+    "runtime/native": 800,  # GGUF files on our own kernel
     "runtime/paging": 1180,
     "runtime/planning": 2160,
     "runtime/profile": 1300,
@@ -134,13 +135,13 @@ BUDGETS = {
     "runtime/text": 2600,
     "runtime/tuning": 1280,
     "runtime/weights": 1200,
-    "tests": 4920,
+    "tests": 5000,  # GGUF files on our own kernel
     "tests/apps": 14920,
     "tests/docs": 840,
-    "tests/edgeinfer": 16490,  # GGUF files in the folders of other programs
+    "tests/edgeinfer": 16640,  # GGUF files in the folders of other programs
     "tests/export": 8080,  # GGUF files on our own kernel: every family read back
     "tests/quant": 1620,
-    "tests/runtime": 29020,
+    "tests/runtime": 29200,  # GGUF files on our own kernel
     "tests/tools": 4360,
     "tests/typing": 300,
 }

@@ -6,7 +6,7 @@ the static layout, whose rows are columns of the file, is held whole while it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
+from edgeinfer.bundle.kinds import KINDS, pack_blocks, unpack_blocks
 from edgeinfer.bundle.layouts import (
     NATIVE,
     PORTABLE,
@@ -25,13 +26,14 @@ from edgeinfer.bundle.layouts import (
     covering_tiles,
     from_static,
     pack_tiles,
+    segment_bytes,
     tile_rows,
     tiles_of,
     to_static,
     unpack_tiles,
 )
 from edgeinfer.bundle.manifest import Blob, TensorEntry
-from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, packed_bytes
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, blocks_of_file, packed_bytes
 from edgeinfer.errors import BundleError
 
 # Values of a matrix that are unpacked at a time.
@@ -118,13 +120,16 @@ class NativeCodec:
     """Tiles of 32 rows."""
 
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+        if entry.segments:
+            return blocks_of_file(_read_blocks(path, entry, start, stop))
         return _join([_read_run(path, entry, *run) for run in _half_runs(entry.quantized, start, stop)])
 
     def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
         shape = entry.quantized
-        tiles, step = tiles_of(shape), max(1, _RUN_VALUES // (TILE * shape.k))
-        for first in range(0, tiles, step):
-            runs = tile_rows(shape, first, min(first + step, tiles))
+        if entry.segments:
+            _write_blocks(file, entry, rows)
+            return
+        for first, runs in _tile_runs(shape):
             run = pack_tiles(_checked(_join([rows(*r) for r in runs]), entry.name), shape)
             _write_blob(file, entry.data, first, run.data)
             _write_blob(file, entry.low, first, run.low)
@@ -168,6 +173,61 @@ class StaticCodec:
 CODECS: dict[Layout, Codec] = {NATIVE: NativeCodec(), PORTABLE: PortableCodec(), STATIC: StaticCodec()}
 
 
+def _tile_runs(shape: QuantizedShape) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """First tiles of runs that fit in memory, with their rows."""
+    tiles, step = tiles_of(shape), max(1, _RUN_VALUES // (TILE * shape.k))
+    for first in range(0, tiles, step):
+        yield first, tile_rows(shape, first, min(first + step, tiles))
+
+
+def segment_places(shape: QuantizedShape) -> Iterator[tuple[int, int, QuantizedShape]]:
+    """First row and first byte of each segment, and the segment as a matrix."""
+    row = offset = 0
+    for segment in shape.segments:
+        part = shape.kept(segment)
+        yield row, offset, part
+        row, offset = row + part.n, offset + segment_bytes(part)
+
+
+def _part_places(entry: TensorEntry, offset: int, part: QuantizedShape) -> Iterator[tuple[int, int]]:
+    """Where each run of bytes of a segment begins in the file, and how many bytes a tile has of it."""
+    for size in KINDS[part.segments[0].kind].tile_bytes(part.k):
+        yield entry.data.offset + offset, size
+        offset += tiles_of(part) * size
+
+
+def _write_blocks(file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
+    for row, offset, part in segment_places(entry.quantized):
+        for first, runs in _tile_runs(part):
+            blocks = _join([rows(row + start, row + stop) for start, stop in runs]).data
+            tiles = pack_blocks(part.segments[0].kind, blocks, part.k, paired=part.paired, name=entry.name)
+            for run, (place, size) in zip(tiles, _part_places(entry, offset, part), strict=True):
+                file.seek(place + first * size)
+                file.write(run.data)
+
+
+def _read_blocks(path: Path, entry: TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:  # (rows, bytes of a row)
+    for row, offset, part in segment_places(entry.quantized):
+        if row <= start and stop <= row + part.n:
+            runs = _half_runs(part, start - row, stop - row)
+            return np.concatenate([_read_blocks_of_half(path, entry, offset, part, *run) for run in runs])
+    raise AssertionError(f"rows {start} to {stop} of {entry.name} are of several types")
+
+
+def _read_blocks_of_half(
+    path: Path, entry: TensorEntry, offset: int, part: QuantizedShape, start: int, stop: int
+) -> NDArray[np.uint8]:  # (rows, bytes of a row)
+    first, last = covering_tiles(part, start, stop)
+    tiles: list[NDArray[np.uint8]] = [
+        np.memmap(path, np.uint8, "r", place + first * size, ((last - first) * size,))
+        for place, size in _part_places(entry, offset, part)
+    ]
+    count = sum(end - begin for begin, end in tile_rows(part, first, last))
+    rows = unpack_blocks(part.segments[0].kind, tiles, count, part.k, paired=part.paired)
+    before = _rows_before(part, first, last, start)
+    return rows[before : before + stop - start]
+
+
 def _half_runs(shape: QuantizedShape, start: int, stop: int) -> list[tuple[int, int]]:
     """A run of rows, cut where the halves of a paired matrix meet, as both lie in the same tiles."""
     middle = shape.n // 2
@@ -186,13 +246,18 @@ def _read_run(path: Path, entry: TensorEntry, start: int, stop: int) -> Quantize
         None if entry.scales is None else read_blob(path, entry.scales, first, last),
         None if entry.zero_points is None else read_blob(path, entry.zero_points, first, last),
     )
-    rows, before = unpack_tiles(tiles, shape, first), 0
+    rows, before = unpack_tiles(tiles, shape, first), _rows_before(shape, first, last, start)
+    return rows[before : before + stop - start]
+
+
+def _rows_before(shape: QuantizedShape, first: int, last: int, start: int) -> int:
+    """Rows of some tiles that come before row `start`."""
+    before = 0
     for run_start, run_stop in tile_rows(shape, first, last):
         if run_start <= start < run_stop:
-            before += start - run_start
-            break
+            return before + start - run_start
         before += run_stop - run_start
-    return rows[before : before + stop - start]
+    raise AssertionError(f"row {start} is not in tiles {first} to {last}")
 
 
 def _join(parts: list[QuantizedMatrix]) -> QuantizedMatrix:

@@ -30,7 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
-from edgeinfer.bundle.packing import Parts, QuantizedMatrix, QuantizedShape, midpoint, pack, packed_bytes, unpack
+from edgeinfer.bundle.kinds import KINDS
+from edgeinfer.bundle.packing import (
+    Parts,
+    QuantizedMatrix,
+    QuantizedShape,
+    midpoint,
+    pack,
+    packed_bytes,
+    portable_parts,
+    unpack,
+)
 from edgeinfer.records import dataclass
 
 Layout = Literal["native", "portable", "static"]
@@ -85,7 +95,14 @@ class NativeTiles:
     zero_points: Bytes | None  # (T, blocks, 32)
 
 
+def segment_bytes(shape: QuantizedShape) -> int:
+    """Bytes of a matrix that is one segment."""
+    return tiles_of(shape) * sum(KINDS[shape.segments[0].kind].tile_bytes(shape.k))
+
+
 def native_parts(shape: QuantizedShape) -> Parts:
+    if shape.segments:
+        return {"data": ("uint8", (sum(segment_bytes(shape.kept(segment)) for segment in shape.segments),))}
     tiles, blocks = tiles_of(shape), shape.blocks
     plane, before = TILE * _span(shape), _INLINE_BYTES if shape.inline_scales else 0
     parts: Parts = {"data": ("uint8", (tiles, blocks, before + plane))}
@@ -263,6 +280,8 @@ class StaticMatrix:
 
 
 def static_parts(shape: QuantizedShape) -> Parts:
+    if shape.segments:
+        return portable_parts(shape)
     width = packed_bytes(shape.n, shape.bits)
     parts: Parts = {"data": ("uint8", (shape.k, width)), "scales": ("float32", (shape.blocks, shape.n))}
     if shape.zero_points:

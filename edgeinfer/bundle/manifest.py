@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 
 from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.kinds import KINDS, MOST_SEGMENTS, Segment
 from edgeinfer.bundle.layouts import (
     LAYOUT_VERSIONS,
     NATIVE,
@@ -155,11 +156,19 @@ class TensorEntry:
     inline_scales: bool = False  # scales lie among the values of the native layout, or will after a conversion to it
     modules: tuple[Module, ...] = ()  # the checkpoint's modules that make it up, where adapters can change them
     vectors: bool = False  # values of 2 bits are fields of codes of vectors in whole blocks; native only
+    # Rows in GGUF's types (edgeinfer.bundle.kinds), with `bits` of the widest; `data` holds all then.
+    segments: tuple[Segment, ...] = ()
+    factor: float = 1.0  # multiplies products and rows of a matrix with segments
 
     def __post_init__(self) -> None:
         require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
         halves = len(self.shape) == 2 and self.shape[0] % 2 == 0 and not self.transposed
         require(halves or not self.interleaved, f"{self.name} has no halves to interleave")
+        require(0 < abs(self.factor) < math.inf, f"{self.name} has a factor of {self.factor}")
+        if self.segments:
+            self._check_segments()
+            return
+        require(self.factor == 1, f"{self.name} has a factor, but no segments")
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
             require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
@@ -184,6 +193,22 @@ class TensorEntry:
             found = None if blob is None else (blob.dtype, blob.shape)
             require(found == parts.get(part), f"{self.name} has inconsistent {part.replace('_', ' ')}")
 
+    def _check_segments(self) -> None:
+        rows, found = sum(segment.rows for segment in self.segments), [KINDS.get(each.kind) for each in self.segments]
+        kinds = [kind for kind in found if kind is not None]
+        require(len(kinds) == len(found) <= MOST_SEGMENTS, f"{self.name} has unknown types")
+        plain = (len(self.blobs), self.block_size) == (1, 32) and not (self.e2m1 or self.inline_scales or self.vectors)
+        require(
+            plain and not (self.transposed or self.interleaved), f"{self.name} has parts that GGUF's types have not"
+        )
+        require(len(self.shape) == 2 and self.shape[0] == rows, f"{self.name} has segments of {rows} rows")
+        halves = not self.paired or (len(kinds) == 1 and rows % 2 == 0)
+        require(halves and min(each.rows for each in self.segments) > 0, f"{self.name} has impossible segments")
+        require(all(kind.fits(self.shape[1]) for kind in kinds), f"{self.name} has incomplete blocks")
+        require(self.bits == max(kind.bits for kind in kinds), f"{self.name} has {self.bits} bits")
+        found_data = {"data": (self.data.dtype, self.data.shape)}
+        require(found_data == native_parts(self.quantized), f"{self.name} has inconsistent data")
+
     @property
     def layout(self) -> Layout:
         """The layout of a quantized tensor, by its scales and its order."""
@@ -194,7 +219,7 @@ class TensorEntry:
     @property
     def quantized(self) -> QuantizedShape:
         marks = (self.zero_points is not None, self.paired, self.e2m1, self.inline_scales, self.vectors)
-        return QuantizedShape(self.shape[0], self.shape[1], self.bits, self.block_size, *marks)
+        return QuantizedShape(self.shape[0], self.shape[1], self.bits, self.block_size, *marks, self.segments)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:

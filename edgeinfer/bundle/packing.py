@@ -30,22 +30,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.kinds import Segment, read_blocks
+from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.native import binding
 
 Bytes = NDArray[np.uint8]
 # Weights of a code, and bits of each value that it stands for.
 VECTOR, VALUE_BITS = 4, 4
 _FIELD_BITS = 2
-# The same as in runtime/native/values.h, found by k-means on Gaussian numbers (docs/log/2026-11-26.md, "codebooks").
-MAGNITUDES = np.array(
-    [
-        *((1, 1, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 3, 1, 3)),
-        *((2, 1, 2, 3), (2, 3, 2, 1), (2, 2, 2, 7), (2, 2, 7, 2)),
-        *((2, 7, 2, 2), (7, 2, 2, 2), (2, 2, 5, 5), (2, 5, 5, 2)),
-        *((5, 2, 2, 5), (5, 2, 5, 2), (5, 5, 2, 2), (2, 6, 3, 6)),
-    ],
-    np.int8,
-)  # (16, 4)
+MAGNITUDES = binding.MAGNITUDES
 
 
 def _all_values() -> Bytes:  # (256, 4)
@@ -104,17 +98,22 @@ class QuantizedShape:
     e2m1: bool = False  # values are codes of E2M1
     inline_scales: bool = False  # in the native layout scales lie among the values, see edgeinfer.bundle.layouts
     vectors: bool = False  # values of 2 bits are fields of codes of vectors, see edgeinfer.bundle.packing
+    segments: tuple[Segment, ...] = ()  # rows in GGUF's types (edgeinfer.bundle.kinds), which say all else; native only
 
     @property
     def blocks(self) -> int:
         return blocks_per_row(self.k, self.block_size)
 
+    def kept(self, segment: Segment) -> QuantizedShape:
+        """One segment as a matrix of its own."""
+        return dataclasses.replace(self, n=segment.rows, segments=(segment,))
+
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Rows of a quantized matrix in the portable layout."""
+    """Rows of a quantized matrix in the portable layout; those of a segment as a GGUF file's blocks, without scales."""
 
-    data: NDArray[np.uint8]  # (N, blocks, block_size * bits / 8)
+    data: NDArray[np.uint8]  # (N, blocks, block_size * bits / 8), or (N, bytes of a row)
     scales: NDArray[np.float32]  # (N, blocks)
     zero_points: NDArray[np.uint8] | None  # (N, ceil(blocks * bits / 8))
 
@@ -130,7 +129,15 @@ class QuantizedMatrix:
         return QuantizedMatrix(*combined, how(zeros) if zeros else None)
 
 
+def blocks_of_file(rows: NDArray[np.uint8]) -> QuantizedMatrix:  # (N, bytes of a row)
+    """Rows of a segment, which have no arrays but one."""
+    return QuantizedMatrix(rows, np.empty((len(rows), 0), np.float32), None)
+
+
 def portable_parts(shape: QuantizedShape) -> Parts:
+    if shape.segments:
+        message = "Weights in a GGUF file's own types have the native layout alone."
+        raise UsageError(message, "Use the native layout, or convert a checkpoint of the model.")
     parts: Parts = {
         "data": ("uint8", (shape.n, shape.blocks, packed_bytes(shape.block_size, shape.bits))),
         "scales": ("float32", (shape.n, shape.blocks)),
@@ -210,7 +217,9 @@ def dequantize(
 
 
 def dense_rows(rows: QuantizedMatrix, shape: QuantizedShape) -> NDArray[np.float32]:  # (N, K)
-    """The float matrix of rows of a quantized one."""
+    """The float matrix of rows of a quantized one, all of one segment where it has any."""
+    if shape.segments:
+        return read_blocks(shape.segments[0].kind, rows.data, shape.k)
     if shape.e2m1:
         return dequantize_e2m1(rows.data, rows.scales)
     return dequantize(
@@ -285,7 +294,7 @@ def portable_bits(bits: int) -> int:
 def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
     """Converts rows to a format of as many or more bits, as large or smaller blocks, and zero points if any has."""
     before = (source.bits, source.block_size, source.zero_points, source.e2m1, source.vectors)
-    if before == (target.bits, target.block_size, target.zero_points, target.e2m1, target.vectors):
+    if source.segments or before == (target.bits, target.block_size, target.zero_points, target.e2m1, target.vectors):
         return rows
     count, stop = len(rows.data), target.blocks * target.block_size
     fields = unpack(rows.data, source.bits, source.block_size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.codecs import CODECS, read_rows
+from edgeinfer.bundle.codecs import CODECS, read_rows, segment_places
 from edgeinfer.bundle.geometry import FLOAT32, PAGED_KV
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
@@ -125,7 +125,18 @@ class Bundle:
         if entry.bits == 32:
             data = read_rows(self.path / WEIGHTS, entry, entry.data, 0, entry.data.shape[0])
             return data.T if entry.transposed else data
-        return dense_rows(self.rows(entry, 0, entry.shape[0]), entry.quantized)
+        return self.dense(entry, 0, entry.shape[0])
+
+    def dense(self, entry: TensorEntry, start: int, stop: int) -> NDArray[np.float32]:  # (stop - start, K)
+        """Rows start..stop-1 of a quantized matrix as float32."""
+        if not entry.segments:
+            return dense_rows(self.rows(entry, start, stop), entry.quantized)
+        parts = []
+        for row, _, part in segment_places(entry.quantized):
+            first, last = max(start, row), min(stop, row + part.n)
+            if first < last:
+                parts.append(dense_rows(self.rows(entry, first, last), part))
+        return np.concatenate(parts) * np.float32(entry.factor)
 
     def rows(self, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
         return CODECS[entry.layout].read(self.path / WEIGHTS, entry, start, stop)

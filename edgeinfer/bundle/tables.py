@@ -38,7 +38,8 @@ LINE_BYTES = 64
 
 
 # Everything that two tensors of the same bytes share.
-_of_bytes = operator.attrgetter(*({each.name for each in dataclasses.fields(TensorEntry)} - {"name", "modules"}))
+_own = {"name", "modules", "factor"}
+_of_bytes = operator.attrgetter(*({each.name for each in dataclasses.fields(TensorEntry)} - _own))
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Outline:
     shape: tuple[int, ...]
     quantized: QuantizedShape | None = None  # None keeps it float32
     transposed: bool = False  # float32 matrices only: stored as (K, N)
-    shares: str = ""  # name of an earlier tensor whose bytes it is, and nothing else of which matters then
+    shares: str = ""  # name of an earlier tensor whose bytes it is; nothing else but the factor matters then
+    factor: float = 1.0  # of TensorEntry
 
     def parts(self, layout: Layout) -> Parts:
         if self.quantized is not None:
@@ -65,7 +67,9 @@ def lay_out(outlines: Iterable[Outline], layout: Layout) -> tuple[TensorEntry, .
     end = 0
     for outline in listed:
         if outline.shares:
-            entries[outline.name] = dataclasses.replace(entries[outline.shares], name=outline.name)
+            entries[outline.name] = dataclasses.replace(
+                entries[outline.shares], name=outline.name, factor=outline.factor
+            )
         elif outline.name not in entries:
             together = stacks.get(outline.name, [outline])
             placed, end = _place(together, layout, end)
@@ -151,6 +155,8 @@ def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved
         quantized.e2m1,
         quantized.inline_scales,
         vectors=quantized.vectors,
+        segments=quantized.segments,
+        factor=outline.factor,
     )
 
 
@@ -172,7 +178,7 @@ def _outlines(tensors: Iterable[TensorEntry]) -> Iterator[Outline]:
         owner = owners.setdefault(_of_bytes(tensor), tensor.name)
         quantized = tensor.quantized if tensor.bits < 32 else None
         shares = owner if owner != tensor.name else ""
-        yield Outline(tensor.name, tensor.shape, quantized, tensor.transposed, shares)
+        yield Outline(tensor.name, tensor.shape, quantized, tensor.transposed, shares, tensor.factor)
 
 
 def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:

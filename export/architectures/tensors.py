@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from edgeinfer.bundle.kinds import KINDS, MOST_SEGMENTS, Segment
 from edgeinfer.bundle.packing import expert_biases, expert_tensor, find_expert
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.peft import Module
@@ -118,10 +119,24 @@ class TensorPlan:
 
     def kept(self, bits: int) -> QuantScheme | None:
         """The scheme that holds the checkpoint's packed values unchanged at this number of bits, if any."""
+        if all(source.packing in KINDS for source in self.sources):
+            return self._kept_blocks()
         packing, *others = {source.packing for source in self.sources}
         if others or not packing:
             return None
         return PACKINGS[packing].scheme(self.shape[1], bits)
+
+    def _kept_blocks(self) -> QuantScheme | None:
+        """The scheme of rows of a GGUF file, where nothing but one factor changes them."""
+        first = self.sources[0]
+        plain = all(
+            (s.padding, s.joined, s.split, s.turned, s.offset, s.softplus, s.heads)
+            == (None, None, 1, False, 0, False, 0)
+            and s.scale == first.scale
+            for s in self.sources
+        )
+        scheme = QuantScheme.of_file(Segment(source.packing, source.shape[0]) for source in self.sources)
+        return scheme if plain and len(scheme.segments) <= MOST_SEGMENTS else None
 
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:

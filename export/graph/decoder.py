@@ -41,7 +41,8 @@ def decoder_graphs(
 ) -> dict[str, bytes]:
     """The graphs of a bundle as files by name: one for each layout."""
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
-    for layout in (NATIVE,) if spec.native_only else LAYOUTS:
+    native_only = spec.native_only or any(tensor.segments for tensor in tensors)
+    for layout in (NATIVE,) if native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
         weights = weights_name(stored, layout, quantized=quantized)
         graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout, taps)

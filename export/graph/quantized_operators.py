@@ -1,7 +1,9 @@
 """Quantized weights in both layouts: read in place by our kernel, or by the operators of ONNX Runtime.
 
 Domain `edgeinfer`, version 1, float32 values. The constants of a matrix are vectors of the bytes that
-edgeinfer.bundle.layouts describes, scales of bfloat16 bits; the attributes say what matrix they are.
+edgeinfer.bundle.layouts describes, scales of bfloat16 bits; the attributes say what matrix they are. Of rows in
+GGUF's types `data` is all, and the attributes are N, K, kind (the type's number), rows, kind_1, rows_1, kind_2 and
+rows_2 of up to three types, and factor, which multiplies products and rows of an embedding.
 
 EmbeddingLowBit, attributes N, K, bits, block_size, vectors, inline_scales (they are part of data, without input 3)
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
@@ -23,7 +25,7 @@ tanh in the place of silu, otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
   offsets of data, low, scales, zero points, -1 for what a matrix does not have; bits are -4 for codes of
-  E2M1, -2 for vectors
+  E2M1, -2 for vectors, -100 - t for GGUF's type t
   5 residual (optional) · 6 planes (optional), for the experts of 8 bits
   7 biases of gate_up (E, 2 F), or of up (E, F) · 8 of down (E, D), both optional
 """
@@ -35,6 +37,7 @@ from typing import Any
 
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.arithmetic import deviations
+from edgeinfer.bundle.kinds import KINDS
 from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
@@ -42,6 +45,8 @@ from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantiz
 
 # MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
 _INT8_ACTIVATIONS = 4
+# Bits in the directory of experts, less the number of a GGUF type.
+_KIND_BITS = -100
 # Attribute `kind` of Activation.
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
@@ -105,7 +110,9 @@ class NativeOperators(Operators):
     ) -> str:
         """SwiGLU of a quantized matrix is part of its product."""
         name = f"{prefix}.gate_up"
-        fuses = name in self._tensors and self._tensors[name].bits < 32 and self._spec.activation == "silu" and not cut
+        entry = self._tensors.get(name)
+        pair = entry is not None and entry.paired and entry.factor == 1
+        fuses = pair and self._spec.activation == "silu" and not cut
         if not fuses:
             return super().inner(graph, value, prefix, norm, part, gated=gated, cut=cut)
         value, norm = self._entering(graph, value, norm)
@@ -160,10 +167,13 @@ class NativeOperators(Operators):
         start, stop = min(b.offset for b in blobs), max(b.offset + b.nbytes for b in blobs)
         data = graph.weight(prefix, Blob(start, "uint8", (stop - start,)))
         rows = [[moe.expert_size, *_format(into, start), *_format(out, start)] for into, out in table]
+        factor, weights = table[0][1].factor, routing.weights
+        if factor != 1:
+            weights = graph.op("Mul", [weights, graph.scalar(f"factor_{factor:g}", factor)], f"{prefix}.weights")
         directory = graph.table(f"{prefix}.directory", rows)
         planes = io.PLANES if any(entry.name in self._with_planes for entry in entries) else ""
         biases = [experts.biases(graph, part) for part in (experts.into, "down")]
-        inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes, *biases]
+        inputs = [mixing.value, routing.ids, weights, data, directory, mixing.residual, planes, *biases]
         attributes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
         named = {"swiglu_oai": "clamped", "relu2": "squared", "gelu_tanh": "gelu"}
         attributes |= {named[self._spec.activation]: 1} if self._spec.activation in named else {}
@@ -240,6 +250,8 @@ def _format(entry: TensorEntry, start: int) -> list[int]:
     """Six columns of the directory: a matrix's format and where its parts lie, counted from `start`."""
     blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
     bits = -entry.bits if entry.e2m1 or entry.vectors else entry.bits
+    if entry.segments:
+        bits = _KIND_BITS - KINDS[entry.segments[0].kind].number
     return [bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
 
 
@@ -253,8 +265,19 @@ def _of_heads(heads: int) -> dict[str, int]:
     return {"heads": heads} if heads > 1 else {}
 
 
-def _matrix(entry: TensorEntry) -> dict[str, int]:
+def _kinds(entry: TensorEntry) -> dict[str, Any]:
+    """The attributes of rows in GGUF's types."""
+    attributes: dict[str, Any] = {} if entry.factor == 1 else {"factor": entry.factor}
+    for index, segment in enumerate(entry.segments):
+        suffix = f"_{index}" if index else ""
+        attributes |= {f"kind{suffix}": KINDS[segment.kind].number, f"rows{suffix}": segment.rows}
+    return attributes
+
+
+def _matrix(entry: TensorEntry) -> dict[str, Any]:
     n, k = entry.shape
+    if entry.segments:
+        return {"N": n, "K": k} | _kinds(entry)
     special = {"inline_scales": 1} if entry.inline_scales else {}
     special |= {"vectors": 1} if entry.vectors else {}
     return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size} | special

@@ -1,4 +1,4 @@
-"""Checkpoints' packed weights, read as floats or as they are: MXFP4, and the ternary weights of BitNet.
+"""Packed weights, read as floats or as they are: MXFP4, the ternary weights of BitNet, and the types of GGUF files.
 
 MXFP4 has 4 bits a value and a power of two for each block. Ternary matrices are -1, 0 and 1 times one scale.
 """
@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.bfloat16 import round_nearest
-from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize_e2m1, midpoint, pack
+from edgeinfer.bundle.kinds import KINDS, read_blocks
+from edgeinfer.bundle.packing import (
+    QuantizedMatrix,
+    blocks_of_file,
+    blocks_per_row,
+    dequantize_e2m1,
+    midpoint,
+    pack,
+)
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import FLOATS, FP8_BLOCK, TensorFile
 from edgeinfer.export.source.hf_config import HFConfig
@@ -214,11 +222,45 @@ def _scale_name(name: str) -> str:
     return name.removesuffix("weight") + "weight_scale"
 
 
+class _BlocksMatrix:
+    """Rows of a GGUF file's tensor."""
+
+    def __init__(self, checkpoint: TensorFile, name: str, k: int, kind: str, within: int | None) -> None:
+        self._checkpoint, self._name, self._k, self._kind, self._within = checkpoint, name, k, kind, within
+
+    def _read(self, start: int, stop: int) -> Bytes:  # (N, bytes of a row)
+        return self._checkpoint.read_packed(self._name, start, stop, within=self._within)
+
+    def floats(self, start: int, stop: int) -> Floats:
+        return read_blocks(self._kind, self._read(start, stop), self._k, self._name)
+
+    def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
+        return blocks_of_file(self._read(start, stop))
+
+
+class _Blocks:
+    """A type of GGUF files."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
+        yield name, shape, (self._kind,)
+
+    def open(self, checkpoint: TensorFile, name: str, shape: Shape, within: int | None) -> PackedSource:
+        return _BlocksMatrix(checkpoint, name, shape[-1], self._kind, within)
+
+    def scheme(self, k: int, bits: int) -> QuantScheme | None:
+        """None: rows of several types make one scheme (`TensorPlan.kept`)."""
+        return None
+
+
 PACKINGS: Mapping[str, Packing] = {
     MXFP4: _Mxfp4(),
     "ternary": _Ternary(packed=True),
     "ternary-divided": _Ternary(packed=True, divided=True),
     "ternary-rounded": _Ternary(packed=False),
+    **{kind: _Blocks(kind) for kind in KINDS},
 }
 
 

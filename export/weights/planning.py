@@ -114,11 +114,15 @@ def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
         vocabulary = plan.name == "head" or is_looked_up(plan.name)
         # Linear layers are stored as MatMul takes them; vocabulary matrices by rows, which the embedding gathers.
         return Outline(plan.name, plan.shape, transposed=len(plan.shape) == 2 and not vocabulary)
-    return Outline(plan.name, plan.shape, _shape(plan.name, plan.shape, scheme))
+    factor = plan.sources[0].scale if scheme.segments else 1.0
+    return Outline(plan.name, plan.shape, _shape(plan.name, plan.shape, scheme), factor=factor)
 
 
 def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedShape:
     n, k = shape
+    if scheme.segments:
+        paired = name.endswith(_PAIRED) and len(scheme.segments) == 1
+        return QuantizedShape(n, k, scheme.bits, 32, False, paired, segments=scheme.segments)
     zeros, paired = not scheme.symmetric, name.endswith(_PAIRED)
     # The directory that the operator of experts reads has a place for scales of their own.
     inline = (scheme.bits, scheme.block_size) in _INLINE and not scheme.e2m1 and find_expert(name) is None

@@ -15,12 +15,25 @@ from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 
+# Of gguf.c: no row has scales that are not finite.
+_NONE = -1
 # Of exports.c; a library of another version is not used.
 VERSION = 10
 # Bytes of the inline scales of a block: 32 of bfloat16.
 INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
+
+# The codebook of values.h, found by k-means on Gaussian numbers (docs/log/2026-11-26.md, "codebooks").
+MAGNITUDES = np.array(
+    [
+        *((1, 1, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 3, 1, 3)),
+        *((2, 1, 2, 3), (2, 3, 2, 1), (2, 2, 2, 7), (2, 2, 7, 2)),
+        *((2, 7, 2, 2), (7, 2, 2, 2), (2, 2, 5, 5), (2, 5, 5, 2)),
+        *((5, 2, 2, 5), (5, 2, 5, 2), (5, 5, 2, 2), (2, 6, 3, 6)),
+    ],
+    np.int8,
+)  # (16, 4)
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -92,6 +105,8 @@ class _Output(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("swiglu", ctypes.c_int32),
+        ("stride", ctypes.c_int64),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -145,6 +160,17 @@ class Binding:
         c.edgeinfer_activate.argtypes = [ctypes.c_char_p, ctypes.c_int32, *[pointer] * 3, count, pointer]
         c.edgeinfer_drop_behind.argtypes, c.edgeinfer_drop_behind.restype = [pointer, count], None
         c.edgeinfer_row.argtypes = [pointer, count, pointer]
+        for name in ("pack", "unpack", "dequantize"):
+            function = getattr(c, f"edgeinfer_{name}")
+            function.argtypes = [
+                ctypes.c_int32,
+                pointer,
+                count,
+                count,
+                *[ctypes.c_int32] * (name != "dequantize"),
+                pointer,
+            ]
+            function.restype = count
         c.edgeinfer_probe_dots.argtypes, c.edgeinfer_probe_dots.restype = [count], count
         c.edgeinfer_probe_read.argtypes, c.edgeinfer_probe_read.restype = [pointer, ctypes.c_size_t], ctypes.c_uint64
 
@@ -239,6 +265,30 @@ class Binding:
         done = self._library.edgeinfer_row(ctypes.byref(_matrix(matrix)), index, _address(y))
         assert done, index
         return y
+
+    def pack(self, kind: int, rows: Bytes, k: int, tiles: Bytes, *, paired: bool = False) -> bool:
+        """Moves rows of a GGUF file's blocks (N, bytes of a row) into tiles, which are zero.
+
+        Args:
+            kind: number of the type in files.
+
+        Returns:
+            whether all scales are finite.
+        """
+        done = int(self._library.edgeinfer_pack(kind, _address(rows), len(rows), k, paired, _address(tiles)))
+        assert done >= _NONE, (kind, rows.shape, k)
+        return done == _NONE
+
+    def unpack(self, kind: int, tiles: Bytes, k: int, rows: Bytes, *, paired: bool = False) -> None:
+        """Reverses `pack` into rows, which are zero."""
+        done = self._library.edgeinfer_unpack(kind, _address(tiles), len(rows), k, paired, _address(rows))
+        assert done >= _NONE, (kind, rows.shape, k)
+
+    def dequantize(self, kind: int, rows: Bytes, y: Floats) -> bool:  # (N, bytes of a row), (N, K)
+        """Writes the values of rows of a GGUF file's blocks; whether all scales are finite."""
+        done = int(self._library.edgeinfer_dequantize(kind, _address(rows), len(rows), y.shape[1], _address(y)))
+        assert done >= _NONE, (kind, rows.shape, y.shape)
+        return done == _NONE
 
     def probe_dots(self, rounds: int) -> int:
         """Does nothing but multiply-adds, with the selected instruction set; returns how many, 0 where it cannot."""

@@ -39,11 +39,12 @@ static void quantize(const lowbit_input *in, const lowbit_rows *rows, int64_t fi
 
 static void finish_half(const float *sums, const lowbit_output *out, int64_t row, int64_t width, int64_t column,
                         int64_t count) {
-    float *y = out->y + row * width + column;
+    const int64_t at = row * (out->stride ? out->stride : width) + column;
+    float *y = out->y + at;
     const float *bias = out->bias ? out->bias + column : NULL;
-    const float *residual = out->residual ? out->residual + row * width + column : NULL;
+    const float *residual = out->residual ? out->residual + at : NULL;
     for (int64_t c = 0; c < count; c++) {
-        float value = sums[c];
+        float value = out->factor ? sums[c] * out->factor : sums[c];
         if (bias) value += bias[c];
         if (residual) value += residual[c];
         y[c] = value;
@@ -66,7 +67,7 @@ static void finish_swiglu(const float *sums, const lowbit_output *out, int64_t r
         for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = gelu_tanh(gate[c]) * up[c];
     else
         for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = gate[c] / (1.0f + exponential(-gate[c])) * up[c];
-    lowbit_output rest = {out->y, NULL, out->residual, 0};
+    const lowbit_output rest = {.y = out->y, .residual = out->residual};
     finish_half(gate, &rest, row, width, column, count);
 }
 
@@ -80,7 +81,7 @@ static void finish_activated(const float *sums, const lowbit_output *out, int64_
         for (int c = 0; c < LOWBIT_TILE; c++) y[c] = y[c] <= 0.0f ? 0.0f : y[c] * y[c];
     else
         for (int c = 0; c < LOWBIT_TILE; c++) y[c] = y[c] / (1.0f + exponential(-y[c]));
-    lowbit_output rest = {out->y, NULL, out->residual, 0};
+    const lowbit_output rest = {.y = out->y, .residual = out->residual};
     finish_half(y, &rest, row, width, column, count);
 }
 
@@ -105,7 +106,7 @@ static void finish(const lowbit_matrix *w, const lowbit_output *out, int64_t til
 /* Asks for the lines that a tile's results go to: rows lie apart, so that each is one of its own. */
 static void fetch_results(const lowbit_matrix *w, const lowbit_output *out, int64_t tile, int64_t first, int64_t count) {
 #if defined(__GNUC__)
-    const int64_t width = out->swiglu && w->paired ? w->n / 2 : w->n, columns = w->paired ? LOWBIT_GROUP : LOWBIT_TILE;
+    const int64_t own = out->swiglu && w->paired ? w->n / 2 : w->n, width = out->stride ? out->stride : own, columns = w->paired ? LOWBIT_GROUP : LOWBIT_TILE;
     for (int64_t r = first; r < first + count; r++)
         for (int64_t c = 0; c < columns; c += LOWBIT_GROUP) __builtin_prefetch(out->y + r * width + tile * columns + c, 1);
 #else

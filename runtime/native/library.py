@@ -74,6 +74,11 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
     return NativeKernel(path, chosen)
 
 
+def library() -> Binding:
+    """The library as it lies here, for what no instruction set can get wrong: no path is chosen and nothing tested."""
+    return _open(LIBRARY)
+
+
 def dropping_behind(spans: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
     """Let operators drop pages that they have read; see `Binding.dropping_behind`. The kernel must be loaded."""
     return _open(LIBRARY).dropping_behind(spans)

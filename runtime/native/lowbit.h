@@ -82,6 +82,8 @@ typedef struct {
     const float *residual; /* (m, width) or NULL: added last; may be y itself */
     int32_t swiglu;        /* silu(gate) * up of paired matrices, silu(y) of others; 2: gpt-oss's, of paired ones;
                             * 3: the square of what is positive, of others; 4: gelu_tanh(gate) * up of paired ones */
+    int64_t stride;        /* without swiglu: from one row of y and residual to the next; 0 is width */
+    float factor;          /* without swiglu: multiplies the product before all else; 0 for none */
 } lowbit_output;
 
 /* How rows become activations. */

@@ -1,7 +1,8 @@
 /* The operator EmbeddingLowBit: rows of a matrix, dequantized; knows nothing of formats.
  *
  * inputs: ids (any shape) int64 | data, low, scales, zeros: the matrix (lowbit.h), for instance that of the LM head.
- * attributes: N, K, bits, block_size, vectors, paired, inline_scales. Output: (ids..., K).
+ * attributes: N, K, bits, block_size, vectors, paired, inline_scales, or kind (ort_support.h); factor of the rows, if any.
+ * Output: (ids..., K).
  */
 #include <stdlib.h>
 
@@ -14,13 +15,14 @@ enum { VALUE_BYTES = 64 };
 
 typedef struct {
     ort_kernel base;
-    lowbit_matrix matrix; /* without its bytes */
+    ort_matrix matrix; /* without its bytes */
+    float factor;      /* of rows; 0 for none */
 } embedding;
 
 typedef struct {
     lowbit_matrix matrix;
     const int64_t *ids;
-    float *y;
+    float *y, factor;
     int64_t count, jobs;
     behind_spans behind;
 } lookup;
@@ -30,7 +32,9 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
     if (!made) return api->CreateStatus(ORT_FAIL, "EmbeddingLowBit: out of memory");
     OrtStatus *status = ort_open(&made->base, op, api, info);
     if (!status) status = ort_open_matrix(&made->base, info, &made->matrix);
+    if (!status && made->matrix.count > 1) status = ort_fail(&made->base, "rows of several types are not looked up");
     if (status) return free(made), status;
+    made->factor = ort_float_or_zero(&made->base, info, "factor");
     *kernel = made;
     return NULL;
 }
@@ -44,7 +48,9 @@ static void lookup_job(void *data, size_t index) {
     int64_t job = (int64_t)index;
     for (int64_t i = l->count * job / l->jobs; i < l->count * (job + 1) / l->jobs; i++) {
         const int64_t tile = tile_of(&l->matrix, l->ids[i]);
-        lowbit_row(&l->matrix, l->ids[i], l->y + i * l->matrix.k);
+        float *y = l->y + i * l->matrix.k;
+        lowbit_row(&l->matrix, l->ids[i], y);
+        for (int64_t k = 0; l->factor && k < l->matrix.k; k++) y[k] *= l->factor;
         ort_drop_tiles(&l->behind, &l->matrix, tile, tile + 1, 0);
     }
 }
@@ -52,17 +58,18 @@ static void lookup_job(void *data, size_t index) {
 static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const embedding *op = kernel;
     const ort_kernel *base = &op->base;
-    lookup l = {.matrix = op->matrix, .behind = behind_of_thread()};
+    lookup l = {.factor = op->factor, .behind = behind_of_thread()};
+    ort_matrix matrix = op->matrix;
     const void *ids;
     ort_shape shape;
     ORT_TRY(ort_read_shaped(base, context, IDS, &shape, &ids));
     if (shape.rank == ORT_MOST_SIZES) return ort_fail(base, "ids has %zu dimensions", shape.rank);
     l.ids = ids, l.count = shape.elements;
     for (int64_t i = 0; i < l.count; i++)
-        if (l.ids[i] < 0 || l.ids[i] >= l.matrix.n)
-            return ort_fail(base, "id %lld is outside a matrix of %lld rows", (long long)l.ids[i],
-                            (long long)l.matrix.n);
-    ORT_TRY(ort_read_matrix(base, context, &l.matrix));
+        if (l.ids[i] < 0 || l.ids[i] >= matrix.n)
+            return ort_fail(base, "id %lld is outside a matrix of %lld rows", (long long)l.ids[i], (long long)matrix.n);
+    ORT_TRY(ort_read_matrix(base, context, &matrix));
+    l.matrix = matrix.of[0];
     shape.sizes[shape.rank++] = l.matrix.k;
     ORT_TRY(ort_write(base, context, &shape, &l.y));
     l.jobs = ort_jobs(l.count, l.count * l.matrix.k * VALUE_BYTES);

@@ -4,8 +4,8 @@
  * its root mean square and this weight | residual, shaped as the output, is added last | planes: of an 8-bit matrix 1
  * reads the high plane alone, 2 both | layer_mask (parts of the model) bool: where the node's part is false, the output is
  * the residual, or zeros.
- * attributes: N, K, bits, block_size, vectors, paired, inline_scales (there is no input scales then), swiglu, norm_epsilon,
- * part; heads, above 1: the matrix is one of (N / heads, K) for each head, and X is (..., heads K). Output: (..., N),
+ * attributes: N, K, bits, block_size, vectors, paired, inline_scales (there is no input scales then), or kinds and rows of
+ * segments (ort_support.h); swiglu, norm_epsilon, part; factor: multiplies the product before all else; heads, above 1: the matrix is one of (N / heads, K) for each head, and X is (..., heads K). Output: (..., N),
  * with swiglu (..., N / 2).
  */
 #include <stdlib.h>
@@ -23,20 +23,21 @@ enum { FREE_ROWS = 8 };
 
 typedef struct {
     ort_kernel base;
-    lowbit_matrix matrix; /* without its bytes */
+    ort_matrix matrix; /* without its bytes */
     int64_t heads;
-    int32_t swiglu;
-    float epsilon;
+    int32_t swiglu, planes; /* whether a part has two */
+    float epsilon, factor;
 } linear;
 
 /* One product, as its jobs see it. */
 typedef struct {
     const lowbit_isa *isa;
-    lowbit_matrix matrix;
+    ort_matrix matrix;
     lowbit_input input;
-    lowbit_rows rows;
+    lowbit_rows rows[ORT_MOST_SEGMENTS]; /* one for each size of block, and which of them a segment reads */
+    int32_t row_sets, set_of[ORT_MOST_SEGMENTS];
     lowbit_output output;
-    int64_t tiles, quantize_jobs, multiply_jobs;
+    int64_t m, tiles, quantize_jobs, multiply_jobs;
     behind_spans behind;
     /* Of heads: how many, bytes of the rows of each, and room for a tile's products of each job. */
     int64_t heads;
@@ -49,12 +50,17 @@ static OrtStatus *open_linear(linear *op, const OrtKernelInfo *info) {
     const ort_kernel *base = &op->base;
     ORT_TRY(ort_open_matrix(base, info, &op->matrix));
     ORT_TRY(ort_flag(base, info, "swiglu", &op->swiglu));
-    if (op->swiglu && !op->matrix.paired) return ort_fail(base, "swiglu needs a paired matrix");
+    const int32_t paired = op->matrix.of[0].paired;
+    if (op->swiglu && !paired) return ort_fail(base, "swiglu needs a paired matrix");
     ORT_TRY(ort_heads(base, info, op->matrix.n, &op->heads));
-    if (op->heads > 1 && (op->matrix.paired || base->inputs[BIAS].given || base->inputs[NORM].given ||
+    op->factor = ort_float_or_zero(base, info, "factor");
+    if (op->factor && (op->swiglu || op->heads > 1)) return ort_fail(base, "factor is of a plain product");
+    if (op->heads > 1 && op->matrix.count > 1) return ort_fail(base, "a product of heads has rows of one type");
+    for (int32_t i = 0; i < op->matrix.count; i++) op->planes |= op->matrix.of[i].bits == 8;
+    if (op->heads > 1 && (paired || base->inputs[BIAS].given || base->inputs[NORM].given ||
                           base->inputs[RESIDUAL].given))
         return ort_fail(base, "a product of heads is of no pair and has no bias, norm or residual");
-    if (base->inputs[PLANES].given && op->matrix.bits != 8) return ort_fail(base, "planes needs a matrix of 8 bits");
+    if (base->inputs[PLANES].given && !op->planes) return ort_fail(base, "planes needs a matrix of 8 bits");
     if (base->inputs[NORM].given) {
         OrtStatus *status = base->api->KernelInfoGetAttribute_float(info, "norm_epsilon", &op->epsilon);
         if (status) return base->api->ReleaseStatus(status), ort_fail(base, "norm needs the attribute norm_epsilon");
@@ -76,30 +82,42 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
 
 static void quantize_job(void *data, size_t index) {
     const product *p = data;
-    int64_t job = (int64_t)index, m = p->rows.m;
-    p->isa->quantize(&p->input, &p->rows, m * job / p->quantize_jobs, m * (job + 1) / p->quantize_jobs);
+    int64_t job = (int64_t)index, first = p->m * job / p->quantize_jobs, last = p->m * (job + 1) / p->quantize_jobs;
+    for (int32_t i = 0; i < p->row_sets; i++) p->isa->quantize(&p->input, &p->rows[i], first, last);
 }
 
 static void multiply_job(void *data, size_t index) {
     const product *p = data;
     int64_t job = (int64_t)index;
-    int64_t first = p->tiles * job / p->multiply_jobs, last = p->tiles * (job + 1) / p->multiply_jobs;
-    p->isa->multiply(&p->matrix, &p->rows, &p->output, first, last);
-    ort_drop_tiles(&p->behind, &p->matrix, first, last, last < p->tiles);
+    int64_t first = p->tiles * job / p->multiply_jobs, last = p->tiles * (job + 1) / p->multiply_jobs, start = 0, row = 0;
+    for (int32_t i = 0; i < p->matrix.count; i++) {
+        const lowbit_matrix *w = &p->matrix.of[i];
+        const int64_t tiles = lowbit_tiles(w);
+        const int64_t from = first > start ? first - start : 0, to = last - start < tiles ? last - start : tiles;
+        lowbit_output out = p->output;
+        out.y += row;
+        if (out.bias) out.bias += row;
+        if (out.residual) out.residual += row;
+        if (from < to) {
+            p->isa->multiply(w, &p->rows[p->set_of[i]], &out, from, to);
+            ort_drop_tiles(&p->behind, w, from, to, to < tiles);
+        }
+        start += tiles, row += w->n;
+    }
 }
 
 static lowbit_rows rows_of(const product *p, int64_t head) {
-    return scratch_rows(p->memory + (size_t)head * p->rows_bytes, p->rows.m, p->rows.k, p->rows.block);
+    return scratch_rows(p->memory + (size_t)head * p->rows_bytes, p->m, p->matrix.k, p->matrix.of[0].block);
 }
 
 static void quantize_heads_job(void *data, size_t index) {
     const product *p = data;
-    const int64_t job = (int64_t)index, m = p->rows.m;
+    const int64_t job = (int64_t)index, m = p->m;
     for (int64_t head = 0; head < p->heads; head++) {
         const lowbit_rows rows = rows_of(p, head);
         for (int64_t row = m * job / p->quantize_jobs; row < m * (job + 1) / p->quantize_jobs; row++) {
             lowbit_input in = p->input;
-            in.x += (row * (p->heads - 1) + head) * p->rows.k; /* the kernel counts in rows of k */
+            in.x += (row * (p->heads - 1) + head) * p->matrix.k; /* the kernel counts in rows of k */
             p->isa->quantize(&in, &rows, row, row + 1);
         }
     }
@@ -107,7 +125,7 @@ static void quantize_heads_job(void *data, size_t index) {
 
 /* The columns of a tile that are of a head. */
 static void multiply_head(const product *p, int64_t tile, int64_t head, float *made) {
-    const lowbit_matrix *w = &p->matrix;
+    const lowbit_matrix *w = &p->matrix.of[0];
     const int64_t n = w->n / p->heads, start = tile * LOWBIT_TILE;
     const lowbit_rows rows = rows_of(p, head);
     const int64_t from = head * n > start ? head * n : start;
@@ -126,22 +144,22 @@ static void multiply_head(const product *p, int64_t tile, int64_t head, float *m
 static void multiply_heads_job(void *data, size_t index) {
     const product *p = data;
     const int64_t job = (int64_t)index, n = p->matrix.n / p->heads;
-    float *made = p->tile + job * p->rows.m * LOWBIT_TILE;
+    float *made = p->tile + job * p->m * LOWBIT_TILE;
     for (int64_t tile = p->tiles * job / p->multiply_jobs; tile < p->tiles * (job + 1) / p->multiply_jobs; tile++)
         for (int64_t head = tile * LOWBIT_TILE / n; head < p->heads && head * n < (tile + 1) * LOWBIT_TILE; head++)
             multiply_head(p, tile, head, made);
 }
 
 /* A product whose heads have rows and columns of their own. */
-static OrtStatus *run_heads(const linear *op, const OrtKernelContext *context, product *p, int64_t m) {
-    const lowbit_matrix *w = &p->matrix;
+static OrtStatus *run_heads(const linear *op, const OrtKernelContext *context, product *p) {
+    const lowbit_matrix *w = &p->matrix.of[0];
+    const int64_t m = p->m;
     p->heads = op->heads, p->tiles = lowbit_tiles(w), p->rows_bytes = scratch_rows_bytes(m, w->k, w->block);
     p->quantize_jobs = ort_jobs(m, m * w->k * p->heads * VALUE_BYTES);
     p->multiply_jobs = ort_jobs(p->tiles, p->tiles * matrix_tile_bytes(w) * (1 + m / FREE_ROWS));
     const size_t rows = p->rows_bytes * (size_t)p->heads, tile = (size_t)(m * LOWBIT_TILE) * sizeof(float);
     p->memory = scratch_take(rows + tile * (size_t)p->multiply_jobs);
     if (!p->memory) return ort_fail(&op->base, "out of memory for %lld rows", (long long)m);
-    p->rows = (lowbit_rows){.m = m, .k = w->k, .block = w->block};
     p->tile = (float *)(void *)(p->memory + rows);
     OrtStatus *status = ort_parallel(&op->base, context, quantize_heads_job, p->quantize_jobs, p);
     if (!status) status = ort_parallel(&op->base, context, multiply_heads_job, p->multiply_jobs, p);
@@ -149,34 +167,55 @@ static OrtStatus *run_heads(const linear *op, const OrtKernelContext *context, p
     return status;
 }
 
-static OrtStatus *run(const linear *op, const OrtKernelContext *context, product *p, int64_t m) {
-    if (op->heads > 1) return run_heads(op, context, p, m);
-    const lowbit_matrix *w = &p->matrix;
-    void *memory = scratch_take(scratch_rows_bytes(m, w->k, w->block));
+/* Lays out rows for each size of block from `memory` on; returns their size. Without memory only the size is meant. */
+static size_t place_rows(product *p, char *memory) {
+    size_t used = 0;
+    p->row_sets = 0;
+    for (int32_t i = 0; i < p->matrix.count; i++) {
+        const int32_t block = p->matrix.of[i].block;
+        int32_t set = 0;
+        while (set < p->row_sets && p->rows[set].block != block) set++;
+        p->set_of[i] = set;
+        if (set < p->row_sets) continue;
+        p->rows[p->row_sets++] = memory ? scratch_rows(memory + used, p->m, p->matrix.k, block) : (lowbit_rows){.block = block};
+        used += scratch_rows_bytes(p->m, p->matrix.k, block);
+    }
+    return used;
+}
+
+static OrtStatus *run(const linear *op, const OrtKernelContext *context, product *p) {
+    if (op->heads > 1) return run_heads(op, context, p);
+    const int64_t m = p->m;
+    void *memory = scratch_take(place_rows(p, NULL));
     if (!memory) return ort_fail(&op->base, "out of memory for %lld rows", (long long)m);
-    p->rows = scratch_rows(memory, m, w->k, w->block);
-    p->tiles = lowbit_tiles(w);
-    p->quantize_jobs = ort_jobs(m, m * w->k * VALUE_BYTES);
-    p->multiply_jobs = ort_jobs(p->tiles, p->tiles * matrix_tile_bytes(w) * (1 + m / FREE_ROWS));
+    place_rows(p, memory);
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < p->matrix.count; i++) {
+        const int64_t tiles = lowbit_tiles(&p->matrix.of[i]);
+        p->tiles += tiles, bytes += tiles * matrix_tile_bytes(&p->matrix.of[i]);
+    }
+    p->quantize_jobs = ort_jobs(m, m * p->matrix.k * VALUE_BYTES);
+    p->multiply_jobs = ort_jobs(p->tiles, bytes * (1 + m / FREE_ROWS));
     OrtStatus *status = ort_parallel(&op->base, context, quantize_job, p->quantize_jobs, p);
     if (!status) status = ort_parallel(&op->base, context, multiply_job, p->multiply_jobs, p);
     scratch_give(memory);
     return status;
 }
 
-static OrtStatus *read_planes(const linear *op, const OrtKernelContext *context, lowbit_matrix *matrix) {
+static OrtStatus *read_planes(const linear *op, const OrtKernelContext *context, ort_matrix *matrix) {
     const void *planes;
     ORT_TRY(ort_read(&op->base, context, PLANES, 1, &planes));
     int32_t count = planes ? *(const int32_t *)planes : 2;
     if (count != 1 && count != 2) return ort_fail(&op->base, "planes must be 1 or 2, not %d", (int)count);
-    if (count == 1) matrix->low = NULL;
+    for (int32_t i = 0; count == 1 && i < matrix->count; i++) matrix->of[i].low = NULL;
     return NULL;
 }
 
 static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const linear *op = kernel;
     const ort_kernel *base = &op->base;
-    product p = {.isa = base->isa, .matrix = op->matrix, .input.epsilon = op->epsilon, .output.swiglu = op->swiglu};
+    product p = {.isa = base->isa, .matrix = op->matrix, .input.epsilon = op->epsilon, .output.swiglu = op->swiglu,
+                 .output.factor = op->factor};
     p.behind = behind_of_thread();
     const void *x, *norm, *bias, *residual;
     ort_shape shape;
@@ -184,7 +223,7 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const int64_t read = p.matrix.k * op->heads;
     if (shape.rank < 1 || shape.sizes[shape.rank - 1] != read)
         return ort_fail(base, "the last dimension of X must be K = %lld", (long long)read);
-    int64_t m = shape.elements / read, width = op->swiglu ? p.matrix.n / 2 : p.matrix.n;
+    int64_t m = p.m = shape.elements / read, width = op->swiglu ? p.matrix.n / 2 : p.matrix.n;
     int left_out;
     shape.sizes[shape.rank - 1] = width;
     ORT_TRY(ort_read(base, context, RESIDUAL, m * width, &residual));
@@ -195,8 +234,9 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     ORT_TRY(ort_read(base, context, NORM, p.matrix.k, &norm));
     ORT_TRY(ort_read(base, context, BIAS, p.matrix.n, &bias));
     ORT_TRY(ort_write(base, context, &shape, &p.output.y));
+    if (p.matrix.count > 1) p.output.stride = width;
     p.input.x = x, p.input.weight = norm, p.output.bias = bias, p.output.residual = residual;
-    return m ? run(op, context, &p, m) : NULL;
+    return m ? run(op, context, &p) : NULL;
 }
 
 static void ORT_CALL destroy(void *kernel) { free(kernel); }

@@ -4,7 +4,7 @@
  * experts | directory (E, 13) int64 | residual, shaped as X, is added last | planes: of experts of 8 bits 1 reads the
  * high plane alone, 2 both | biases of gate_up (E, 2 F), or of up (E, F), and of down (E, D). attributes: D, ungated,
  * clamped, squared, gelu. Output: as X.
- * A row of the directory: F | bits (-4 for codes of E2M1, -2 for vectors), block, data, low, scales, zeros of gate_up, paired (2 F, D),
+ * A row of the directory: F | bits (-4 for codes of E2M1, -2 for vectors, -100 - t for GGUF's type t), block, data, low, scales, zeros of gate_up, paired (2 F, D),
  * or of up (F, D) where experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even
  * for scales; -1 where a matrix has no low plane or zero points.
  * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))), or with gpt-oss's clamped SwiGLU, or with squared ReLU
@@ -15,12 +15,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "matrix.h"
+#include "gguf.h"
 #include "ort_support.h"
 #include "scratch.h"
 
 enum { X, EXPERT_IDS, EXPERT_WEIGHTS, EXPERTS, DIRECTORY, RESIDUAL, PLANES, UP_BIAS, DOWN_BIAS };
 enum { COLUMNS = 13, GATE_UP = 1, DOWN = 7 };
+/* Bits of a GGUF type, less its number. */
+enum { KIND_BITS = -100 };
 /* Work in units of bytes read, as in ort_linear.c. */
 enum { VALUE_BYTES = 8, FREE_ROWS = 8 };
 
@@ -53,16 +55,31 @@ typedef struct {
     int64_t jobs;   /* of the step that runs */
 } mixture;
 
-static OrtStatus *read_part(const ort_kernel *base, int64_t *offset, int64_t bytes, int64_t size, int64_t expert) {
+static OrtStatus *read_part(const ort_kernel *base, const int64_t *offset, int64_t bytes, int64_t size, int64_t expert) {
     if (*offset >= 0 && bytes <= size && *offset <= size - bytes) return NULL;
     return ort_fail(base, "a matrix of expert %lld lies outside the %lld bytes of all experts", (long long)expert,
                     (long long)size);
+}
+
+/* The matrix of a GGUF type, whose parts lie together. */
+static OrtStatus *read_blocks(const ort_kernel *base, const int64_t *row, int64_t expert, const uint8_t *bytes,
+                              int64_t size, lowbit_matrix *w) {
+    const gguf_type *type = gguf_find(KIND_BITS - row[0]);
+    if (!type) return ort_fail(base, "expert %lld is of an unknown type", (long long)expert);
+    *w = gguf_matrix(type, w->n, w->k, w->paired);
+    const char *fault = matrix_fault(w);
+    if (fault) return ort_fail(base, "expert %lld: %s", (long long)expert, fault);
+    if (row[2] % 2) return ort_fail(base, "expert %lld has parts that do not fit its bits", (long long)expert);
+    ORT_TRY(read_part(base, &row[2], gguf_bytes(w), size, expert));
+    *w = gguf_place(*w, bytes + row[2]);
+    return NULL;
 }
 
 /* The matrix that six columns of the directory describe. */
 static OrtStatus *read_matrix(const ort_kernel *base, const int64_t *row, int64_t expert, const uint8_t *bytes,
                               int64_t size, lowbit_matrix *w) {
     int64_t data = row[2], low = row[3], scales = row[4], zeros = row[5];
+    if (row[0] < KIND_BITS) return read_blocks(base, row, expert, bytes, size, w);
     w->e2m1 = row[0] == -4, w->vectors = row[0] == -2;
     w->bits = w->e2m1 ? 4 : w->vectors ? 2 : (int32_t)(row[0] == (int32_t)row[0] ? row[0] : 0);
     w->block = (int32_t)(row[1] == (int32_t)row[1] ? row[1] : 0);

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "exports.h"
+#include "gguf.h"
 #include "matrix.h"
 
 OrtStatus *ort_fail(const ort_kernel *kernel, const char *format, ...) {
@@ -177,11 +178,46 @@ OrtStatus *ort_pass_on(const ort_kernel *kernel, OrtKernelContext *context, cons
 
 enum { DATA = 1, LOW, SCALES, ZEROS };
 
-OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, lowbit_matrix *matrix) {
+static int64_t segments_bytes(const ort_matrix *m) {
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < m->count; i++) bytes += gguf_bytes(&m->of[i]);
+    return bytes;
+}
+
+/* The rows of GGUF types that the attributes name. */
+static OrtStatus *open_segments(const ort_kernel *kernel, const OrtKernelInfo *info, int32_t paired, ort_matrix *m) {
+    static const char *const names[ORT_MOST_SEGMENTS][2] = {{"kind", "rows"}, {"kind_1", "rows_1"}, {"kind_2", "rows_2"}};
+    if (m->n < 1 || m->n > MATRIX_MOST) return ort_fail(kernel, "N and K must be between 1 and 2^28");
+    int64_t left = m->n;
+    for (m->count = 0; left && m->count < ORT_MOST_SEGMENTS; m->count++) {
+        const int64_t number = ort_int_or_zero(kernel, info, names[m->count][0]);
+        const int64_t rows = ort_int_or_zero(kernel, info, names[m->count][1]), n = rows ? rows : left;
+        const gguf_type *type = gguf_find(number);
+        if (!type) return ort_fail(kernel, "the GGUF type %lld is not known", (long long)number);
+        if (n < 1 || n > left) return ort_fail(kernel, "rows must be from 1 to those that are left of N");
+        m->of[m->count] = gguf_matrix(type, n, m->k, paired);
+        const char *fault = matrix_fault(&m->of[m->count]);
+        if (fault) return ort_fail(kernel, "%s", fault);
+        left -= n;
+    }
+    if (left) return ort_fail(kernel, "%lld rows are of no type", (long long)left);
+    if (paired && m->count > 1) return ort_fail(kernel, "a paired matrix has rows of one type");
+    if (kernel->inputs[LOW].given || kernel->inputs[SCALES].given || kernel->inputs[ZEROS].given)
+        return ort_fail(kernel, "a matrix of GGUF types has no input but data");
+    return ort_expect(kernel, DATA, segments_bytes(m));
+}
+
+OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, ort_matrix *whole) {
     int64_t bits, block;
-    *matrix = (lowbit_matrix){0};
-    ORT_TRY(ort_int(kernel, info, "N", &matrix->n));
-    ORT_TRY(ort_int(kernel, info, "K", &matrix->k));
+    lowbit_matrix *matrix = &whole->of[0];
+    *whole = (ort_matrix){.count = 1};
+    ORT_TRY(ort_int(kernel, info, "N", &whole->n));
+    ORT_TRY(ort_int(kernel, info, "K", &whole->k));
+    if (ort_int_or_zero(kernel, info, "kind")) {
+        ORT_TRY(ort_flag(kernel, info, "paired", &matrix->paired));
+        return open_segments(kernel, info, matrix->paired, whole);
+    }
+    matrix->n = whole->n, matrix->k = whole->k;
     ORT_TRY(ort_int(kernel, info, "bits", &bits));
     ORT_TRY(ort_int(kernel, info, "block_size", &block));
     ORT_TRY(ort_flag(kernel, info, "paired", &matrix->paired));
@@ -202,8 +238,21 @@ OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, 
     return ort_expect(kernel, ZEROS, matrix_scales(matrix));
 }
 
-OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, lowbit_matrix *matrix) {
+/* Whether the rows are of GGUF types. */
+static int has_segments(const ort_matrix *m) { return m->of[0].kind || m->of[0].float16; }
+
+OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, ort_matrix *whole) {
     const void *data, *low, *scales, *zeros;
+    lowbit_matrix *matrix = &whole->of[0];
+    if (has_segments(whole)) {
+        ORT_TRY(ort_read(kernel, context, DATA, segments_bytes(whole), &data));
+        const uint8_t *bytes = data;
+        for (int32_t i = 0; i < whole->count; i++) {
+            whole->of[i] = gguf_place(whole->of[i], bytes);
+            bytes += gguf_bytes(&whole->of[i]);
+        }
+        return NULL;
+    }
     ORT_TRY(ort_read(kernel, context, DATA, matrix_data(matrix), &data));
     ORT_TRY(ort_read(kernel, context, LOW, matrix_plane(matrix), &low));
     ORT_TRY(ort_read(kernel, context, SCALES, matrix_scales(matrix), &scales));
@@ -219,10 +268,10 @@ OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *con
 void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *w, int64_t first, int64_t last, int goes_on) {
     if (!behind->count) return;
     const int64_t blocks = lowbit_blocks(w->k, w->block), start = first * blocks, count = (last - first) * blocks;
-    behind_drop(behind, w->data + start * lowbit_data_step(w), count * lowbit_data_step(w), goes_on);
+    behind_drop(behind, w->data + first * lowbit_tile_bytes(w), (last - first) * lowbit_tile_bytes(w), goes_on);
     if (w->low) behind_drop(behind, w->low + start * lowbit_step(w), count * lowbit_step(w), goes_on);
     const int64_t tile_scales = LOWBIT_TILE * (int64_t)sizeof *w->scales;
-    if (!w->inline_scales) behind_drop(behind, w->scales + start * LOWBIT_TILE, count * tile_scales, goes_on);
+    if (!w->kind && !w->inline_scales) behind_drop(behind, w->scales + start * LOWBIT_TILE, count * tile_scales, goes_on);
     if (w->zeros) behind_drop(behind, w->zeros + start * LOWBIT_TILE, count * LOWBIT_TILE, goes_on);
 }
 

@@ -88,11 +88,20 @@ OrtStatus *ort_left_out(const ort_kernel *kernel, const OrtKernelContext *contex
 OrtStatus *ort_pass_on(const ort_kernel *kernel, OrtKernelContext *context, const ort_shape *shape,
                        const float *residual);
 
+/* A matrix whose rows are those of up to three, all in one array; of one alone where no GGUF type is given. */
+enum { ORT_MOST_SEGMENTS = 3 };
+typedef struct {
+    int64_t n, k;
+    int32_t count;
+    lowbit_matrix of[ORT_MOST_SEGMENTS];
+} ort_matrix;
+
 /* Sizes of the matrix in inputs 1 to 4 (data, low, scales, zeros), from the attributes; constants are checked. Inline
- * scales are part of data. */
-OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, lowbit_matrix *matrix);
+ * scales are part of data. With the attribute kind, the number of a GGUF type, data is all, and the matrix has as many
+ * rows of it as `rows` says, or all; kind_1, rows_1, kind_2 and rows_2 are of the rows behind. */
+OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, ort_matrix *matrix);
 /* The same matrix with its bytes. */
-OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, lowbit_matrix *matrix);
+OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, ort_matrix *matrix);
 
 /* Drops the pages of some tiles of a matrix that were read, where they lie in the spans; `goes_on` as of behind_drop. */
 void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *matrix, int64_t first, int64_t last, int goes_on);

@@ -11,9 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.packing import MAGNITUDES
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.native.binding import ACTIVATIONS, INLINE_BYTES, AttentionPass, Binding, PackedMatrix
+from edgeinfer.runtime.native.binding import (
+    ACTIVATIONS,
+    INLINE_BYTES,
+    MAGNITUDES,
+    AttentionPass,
+    Binding,
+    PackedMatrix,
+)
 
 _TILE = 32
 # No whole tiles, no whole blocks, and as many rows as the paths with the largest panels take at a time.

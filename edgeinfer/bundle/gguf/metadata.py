@@ -88,6 +88,7 @@ GGML_TYPES: dict[int, GgmlType] = _types(
     (39, "MXFP4", 32, 17),
     (40, "NVFP4", 64, 36),
     (41, "Q1_0", 128, 18),
+    (42, "Q2_0", 64, 18),
 )
 
 _BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}

@@ -28,10 +28,12 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
+from edgeinfer.bundle.codecs import segment_places
 from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
+from edgeinfer.bundle.kinds import KINDS, read_blocks
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.manifest import Capabilities, TensorEntry
-from edgeinfer.bundle.packing import dequantize, expert_biases, expert_tensor
+from edgeinfer.bundle.packing import QuantizedShape, dequantize, expert_biases, expert_tensor
 from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
@@ -219,12 +221,31 @@ def two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
 def high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
     """An 8-bit matrix whose lower four bits are taken as their middle, 7.5."""
     n, k = entry.shape
+    if entry.segments:
+        places = segment_places(entry.quantized)
+        parts = [_high_blocks(part, bundle.rows(entry, row, row + part.n).data) for row, _, part in places]
+        return np.concatenate(parts) * np.float32(entry.factor)
     rows = bundle.rows(entry, 0, n)
     below, above = (
         dequantize(data, rows.scales, rows.zero_points, bits=8, block_size=entry.block_size, k=k)
         for data in ((rows.data & np.uint8(0xF0)) | low for low in (np.uint8(7), np.uint8(8)))
     )
     middle: Floats = (below + above) / np.float32(2)
+    return middle
+
+
+def _high_blocks(part: QuantizedShape, rows: NDArray[np.uint8]) -> Floats:  # (N, bytes of a row) -> (N, K)
+    """A segment likewise, as it is where it has other bits."""
+    kind = part.segments[0].kind
+    if kind != "Q8_0":
+        return read_blocks(kind, rows, part.k)
+    blocks = rows.reshape(part.n, -1, KINDS[kind].nbytes)
+    both = []
+    for low in (np.uint8(7), np.uint8(8)):
+        codes = (blocks[..., 2:] & np.uint8(0xF0)) | low
+        joined = np.concatenate([blocks[..., :2], codes], axis=-1).reshape(rows.shape)
+        both.append(read_blocks(kind, joined, part.k))
+    middle: Floats = (both[0] + both[1]) / np.float32(2)
     return middle
 
 

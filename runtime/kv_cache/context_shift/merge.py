@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgeinfer.bundle.arithmetic import rope_tables
-from edgeinfer.bundle.packing import dense_rows
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.records import dataclass
@@ -100,8 +99,7 @@ class Observer:
         out = np.empty((len(x), size), np.float32)
         for start in range(0, size, _ROWS):
             stop = min(start + _ROWS, size)
-            part = self._bundle.rows(entry, start, stop)
-            out[:, start:stop] = x @ dense_rows(part, entry.quantized).T
+            out[:, start:stop] = x @ self._bundle.dense(entry, start, stop).T
         return out
 
     def _normed(self, x: Floats, name: str) -> Floats:  # (..., d) -> (..., d)
