@@ -1,15 +1,15 @@
 /* What the paths of 256-bit registers share: unpacking, scales, walking a tile; knows nothing of how dots are summed.
  *
- * A path includes this file and then defines add_dots.
+ * A path includes this file and then defines add_dots, and add_half and zero_of of spans.
  */
 #include <immintrin.h>
 
 #include "lowbit.h"
 #include "tile.h"
 
-#include "span_rows.inc.h"
-
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums);
+static void span_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
 
 #include "kernel.inc.h"
@@ -17,8 +17,10 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 /* Has a sum updated where that is written: GCC else computes the products of many steps first, and spills them. */
 #if defined(__GNUC__)
 #define KEEP(sum) __asm__("" : "+x"(sum))
+#define UNROLL _Pragma("GCC unroll 16")
 #else
 #define KEEP(sum) (void)0
+#define UNROLL
 #endif
 
 /* A register holds 8 columns by 4 consecutive k; these cover a tile. */
@@ -197,3 +199,5 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
             add(&t, from, smaller(from + turn, t.blocks), r == 0 ? AHEAD : 0, first + r, sums + r * LOWBIT_TILE);
         }
 }
+
+#include "span_avx256.inc.h"

@@ -69,6 +69,19 @@ INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]) {
         }
 }
 
+INLINE void add_half(span_piece p, int h, __m256i sums[PANEL][REGISTERS]) {
+    UNROLL for (int v = 0; v < 4; v++)
+        UNROLL for (int c = 0; c < p.width; c++) {
+            const __m256i codes = span_codes_of(p, c, h, v), weights = p.f.levels ? span_levels(p, codes) : codes;
+            UNROLL for (int r = 0; r < p.rows; r++) {
+                sums[r][c] = _mm256_dpbusd_avx_epi32(sums[r][c], weights, four(p.values + r * SPAN_BLOCK + h * 16 + v * 4));
+                KEEP(sums[r][c]);
+            }
+        }
+}
+
+INLINE int zero_of(form_facts f) { return f.zero; }
+
 const lowbit_isa lowbit_avxvnni = {"avxvnni", quantize, multiply};
 #else
 const lowbit_isa lowbit_avxvnni = {"avxvnni", NULL, NULL};

@@ -140,9 +140,6 @@ typedef void span_function(const span_view *t, int64_t first, float *sums);
 #define SPAN_COUNTS(what, form)                                                                \
     what(form, 1) what(form, 2) what(form, 3) what(form, 4) what(form, 5) what(form, 6) what(form, 7) what(form, 8)
 #define SPAN_NAME(form, count) span_##form##_##count,
-#define ALL_FORMS(what)                                                                        \
-    what(FORM_2_HALVES_MINIMUM) what(FORM_3_HALVES) what(FORM_4) what(FORM_4_MINIMUM) what(FORM_5) what(FORM_5_MINIMUM) \
-    what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_LEVELS_HALVES)
 #define SPAN_FUNCTIONS(form) SPAN_COUNTS(ONE_SPAN, form)
 #define SPAN_NAMES(form) [form] = {SPAN_COUNTS(SPAN_NAME, form)},
 ALL_FORMS(SPAN_FUNCTIONS)

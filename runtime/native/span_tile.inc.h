@@ -14,6 +14,9 @@ typedef struct {
 /* How bytes become weights and what groups have: all that products of a span depend on. */
 enum { FORM_2_HALVES_MINIMUM, FORM_3_HALVES, FORM_4, FORM_4_MINIMUM, FORM_5, FORM_5_MINIMUM, FORM_6_HALVES, FORM_LEVELS,
        FORM_LEVELS_HALVES, FORMS };
+#define ALL_FORMS(what)                                                                                                 \
+    what(FORM_2_HALVES_MINIMUM) what(FORM_3_HALVES) what(FORM_4) what(FORM_4_MINIMUM) what(FORM_5) what(FORM_5_MINIMUM) \
+    what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_LEVELS_HALVES)
 typedef struct {
     int bits, halves, minimum, levels, zero;
 } form_facts;
