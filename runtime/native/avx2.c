@@ -80,33 +80,41 @@ INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]) {
     add_plane(p, p.data, p.format == BITS8 ? 16 : p.format == HIGH8 ? 32 : 1, sums);
 }
 
-/* Levels reach 127 in magnitude, so that their signs go to the activations and each pair is widened at once; of 6 bits
- * pairs are within 16002, so 2 of them fit; of 5 within 7874, so 4 do. */
+/* Weights of a register, and what they are more than the codes mean. Levels within 12 are taken plus 12; others as they
+ * are, so that their signs must go to the activations. */
+INLINE __m256i span_weights(span_piece p, int c, int h, int v) {
+    const __m256i codes = span_codes_of(p, c, h, v);
+    if (!p.f.levels) return codes;
+    return _mm256_sub_epi8(span_levels(p, codes), _mm256_set1_epi8((char)(SPAN_LEVEL_ZERO - zero_of(p.f))));
+}
+
+INLINE int zero_of(form_facts f) { return f.levels == SMALL ? 12 : f.levels ? 0 : f.zero; }
+
+/* Levels reach 127 in magnitude, so that pairs are widened at once; of 6 bits pairs are within 16002, so 2 of them fit; of 5
+ * within 7874 and of small levels within 6096, so 4 do. */
 INLINE void add_half(span_piece p, int h, __m256i sums[PANEL][REGISTERS]) {
-    const __m256i ones = _mm256_set1_epi16(1), half = _mm256_set1_epi8((char)SPAN_LEVEL_ZERO);
-    const int run = p.f.levels ? 1 : p.f.bits == 6 ? 2 : 4;
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int is_signed = p.f.levels == LARGE, run = is_signed ? 1 : p.f.bits == 6 ? 2 : 4;
     UNROLL for (int start = 0; start < 4; start += run) {
         __m256i pairs[PANEL][REGISTERS];
         UNROLL for (int r = 0; r < p.rows; r++)
             UNROLL for (int c = 0; c < p.width; c++) pairs[r][c] = _mm256_setzero_si256();
         UNROLL for (int v = start; v < start + run; v++)
             UNROLL for (int c = 0; c < p.width; c++) {
-                const __m256i codes = span_codes_of(p, c, h, v);
-                const __m256i weights = p.f.levels ? _mm256_xor_si256(span_levels(p, codes), half) : codes;
+                const __m256i weights = span_weights(p, c, h, v), sizes = _mm256_abs_epi8(weights);
                 UNROLL for (int r = 0; r < p.rows; r++) {
                     const __m256i a = four(p.values + r * SPAN_BLOCK + h * 16 + v * 4);
-                    const __m256i made = p.f.levels ? _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(a, weights))
-                                                    : _mm256_maddubs_epi16(weights, a);
+                    const __m256i made = is_signed ? _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(a, weights))
+                                                   : _mm256_maddubs_epi16(weights, a);
                     pairs[r][c] = _mm256_add_epi16(pairs[r][c], made);
                     KEEP(pairs[r][c]);
                 }
             }
         UNROLL for (int r = 0; r < p.rows; r++)
-            UNROLL for (int c = 0; c < p.width; c++) sums[r][c] = _mm256_add_epi32(sums[r][c], _mm256_madd_epi16(pairs[r][c], ones));
+            UNROLL for (int c = 0; c < p.width; c++)
+                sums[r][c] = _mm256_add_epi32(sums[r][c], _mm256_madd_epi16(pairs[r][c], ones));
     }
 }
-
-INLINE int zero_of(form_facts f) { return f.levels ? 0 : f.zero; }
 
 const lowbit_isa lowbit_avx2 = {"avx2", quantize, multiply};
 #else

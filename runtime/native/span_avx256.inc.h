@@ -22,7 +22,7 @@ typedef struct {
     const int8_t *values;
 } span_piece;
 
-/* Adds the integer products of half h of a block to sums. Levels may be taken as they are or plus 128: `zero_of` tells. */
+/* Adds the integer products of half h of a block to sums, by weights that are `zero_of` more than they mean. */
 INLINE void add_half(span_piece p, int h, __m256i sums[PANEL][REGISTERS]);
 INLINE int zero_of(form_facts f);
 

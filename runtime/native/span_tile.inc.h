@@ -13,10 +13,12 @@ typedef struct {
 
 /* How bytes become weights and what groups have: all that products of a span depend on. */
 enum { FORM_2_HALVES_MINIMUM, FORM_3_HALVES, FORM_4, FORM_4_MINIMUM, FORM_5, FORM_5_MINIMUM, FORM_6_HALVES, FORM_LEVELS,
-       FORM_LEVELS_HALVES, FORMS };
+       FORM_E2M1, FORM_E2M1_HALVES, FORMS };
 #define ALL_FORMS(what)                                                                                                 \
     what(FORM_2_HALVES_MINIMUM) what(FORM_3_HALVES) what(FORM_4) what(FORM_4_MINIMUM) what(FORM_5) what(FORM_5_MINIMUM) \
-    what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_LEVELS_HALVES)
+    what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_E2M1) what(FORM_E2M1_HALVES)
+/* `levels` are 0 where codes are numbers, SMALL where they choose from what is within 12, LARGE where from any int8. */
+enum { SMALL = 1, LARGE };
 typedef struct {
     int bits, halves, minimum, levels, zero;
 } form_facts;
@@ -47,13 +49,15 @@ INLINE form_facts facts_of(int form) {
         case FORM_5: return (form_facts){5, 0, 0, 0, 16};
         case FORM_5_MINIMUM: return (form_facts){5, 0, 1, 0, 0};
         case FORM_6_HALVES: return (form_facts){6, 1, 0, 0, 32};
-        case FORM_LEVELS: return (form_facts){4, 0, 0, 1, SPAN_LEVEL_ZERO};
-        default: return (form_facts){4, 1, 0, 1, SPAN_LEVEL_ZERO};
+        case FORM_LEVELS: return (form_facts){4, 0, 0, LARGE, SPAN_LEVEL_ZERO};
+        case FORM_E2M1: return (form_facts){4, 0, 0, SMALL, SPAN_LEVEL_ZERO};
+        default: return (form_facts){4, 1, 0, SMALL, SPAN_LEVEL_ZERO};
     }
 }
 
 static int form_of(const kind_facts *kind) {
-    if (kind->levels) return kind->halves ? FORM_LEVELS_HALVES : FORM_LEVELS;
+    if (kind->levels == kind_e2m1_levels) return kind->halves ? FORM_E2M1_HALVES : FORM_E2M1;
+    if (kind->levels) return FORM_LEVELS;
     if (kind->bits == 4) return kind->minimum ? FORM_4_MINIMUM : FORM_4;
     if (kind->bits == 5) return kind->minimum ? FORM_5_MINIMUM : FORM_5;
     return kind->bits == 2 ? FORM_2_HALVES_MINIMUM : kind->bits == 3 ? FORM_3_HALVES : FORM_6_HALVES;
