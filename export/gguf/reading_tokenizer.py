@@ -252,10 +252,8 @@ def _made_merges(vocabulary: GgufVocabulary, tokens: _Tokens) -> list[tuple[str,
     for text, id_ in ids.items():
         # What users define is found before all else, whatever its score.
         score = 0.0 if tokens.types[id_] == USER_DEFINED else scores[id_]
-        splits = ((text[:at], text[at:]) for at in range(1, len(text)))
-        found = sorted(
-            (pair for pair in splits if pair[0] in ids and pair[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]])
-        )
+        found = [(text[:at], text[at:]) for at in range(1, len(text)) if text[:at] in ids and text[at:] in ids]
+        found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         merges += [((score, len(left), len(right)), (left, right)) for left, right in found]
     merges.sort(key=lambda merge: merge[0], reverse=True)
     return [pair for _, pair in merges]

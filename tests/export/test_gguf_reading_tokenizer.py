@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Digits
 
 from edgeinfer.bundle.gguf.normalizer import (
     NORMALIZER_KEY,
@@ -31,7 +32,16 @@ from edgeinfer.export.gguf.route import ORDINARY, RARE, llama_encoder
 from edgeinfer.export.gguf.vocabulary import add_vocabulary, byte_level_steps, pre_tokenizer_name, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
 from edgeinfer.export.source.hf_config import read_config
-from tests.export.made_tokenizers import ROWS, TOKENIZERS, UNDERLINE, byte_level, pieces, split, write_words
+from tests.export.made_tokenizers import (
+    ROWS,
+    TOKENIZERS,
+    UNDERLINE,
+    byte_level,
+    pieces,
+    split,
+    whole_words,
+    write_words,
+)
 from tests.export.test_gguf_tokenizer import shared_lines
 from tests.gguf_builder import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Builder
 from tests.rare_texts import rare_texts
@@ -40,12 +50,13 @@ from tests.tables import each_row
 BYTES = sorted(ByteLevel.alphabet())
 
 
-def written(folder: Path, tokenizer: Tokenizer) -> GgufFile:
-    """A file with the tokenizer alone, as exports have it."""
+def written(folder: Path, tokenizer: Tokenizer, pre: str | None = None) -> GgufFile:
+    """A file with the tokenizer alone, as exports have it, or with another name of its pre-tokenizer."""
     gguf = pytest.importorskip("gguf")
     source = write_words(folder / "words", tokenizer)
     writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
-    add_vocabulary(writer, read_vocabulary(source, read_config(source), ROWS))
+    vocabulary = read_vocabulary(source, read_config(source), ROWS)
+    add_vocabulary(writer, dataclasses.replace(vocabulary, pre=pre or vocabulary.pre))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -317,6 +328,34 @@ def test_unknown_steps_and_wrong_merges_are_refused(tmp_path: Path) -> None:
         read_tokenizer(gguf)
     gguf = bytes_file(tmp_path, **{NORMALIZER_KEY: (ARRAY, (STRING, ["none", "mirror"]))})
     assert tokenizer_refusal(gguf) == f"{NORMALIZER_KEY} has the unknown step 'mirror'"
+
+
+def as_row(row: PreTokenizer) -> Tokenizer:
+    """A tokenizer that splits texts as a row says."""
+    words = row.steps[-1] == "words"
+    steps = [
+        Digits(individual_digits=True) if step == "digits" else split(step)
+        for step in (row.steps[:-1] if words else row.steps)
+    ]
+    made = byte_level(*steps, use_regex=words, normalizer=normalizers.NFC() if row.composes else None)
+    return whole_words(made) if row.whole_words else made
+
+
+# Of the texts that exports are checked with, where llama.cpp leaves out combining marks.
+DIFFERENT = {"tekken": 2, "gpt-4o": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.gguf
+@each_row("row", PRE_TOKENIZERS)
+def test_every_row_splits_as_llama_cpp_does(row: PreTokenizer, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    name = row.names.split()[0]
+    gguf = written(tmp_path, as_row(row), name)
+    found, normalize = library(gguf), GgufNormalizer(normalizer_steps(gguf.metadata))
+    with llama_encoder(gguf.path) as encode:
+        different = [text for text in (*ORDINARY, *RARE) if found.encode(text).ids != encode(normalize(text))]
+    assert len(different) == DIFFERENT.get(name, 0) and not set(different) & set(ORDINARY), different
 
 
 @pytest.mark.slow
