@@ -359,8 +359,15 @@ class Manifest:
         """Bytes of all weights, shared ones counted once."""
         blobs = {(b.offset, b.nbytes) for t in self.tensors for b in t.blobs}
         if not blobs:
-            return sum(f.bytes for path, f in self.files.items() if path.startswith("model.") or path.endswith(".gguf"))
+            gguf = self.gguf_files
+            return sum(f.bytes for path, f in self.files.items() if path.startswith("model.") or path in gguf)
         return sum(size for _, size in blobs)
+
+    @property
+    def gguf_files(self) -> tuple[str, ...]:
+        """Names of GGUF files; of a plain file without its ending, its own."""
+        named = tuple(name for name in self.files if name.endswith(".gguf"))
+        return named or (tuple(self.files) if self.backend == "llamacpp" else ())
 
     @property
     def bits_per_weight(self) -> float:

@@ -78,7 +78,7 @@ class Origin:
 def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origin:
     """The origin of what a bundle makes as it runs here."""
     manifest = bundle.manifest
-    opaque = [name for name in manifest.files if name.startswith("model") or name.endswith(".gguf")]
+    opaque = [name for name in manifest.files if name.startswith("model") or name in manifest.gguf_files]
     weights = [WEIGHTS] if manifest.tensors else opaque
     spec = dataclasses.asdict(manifest.decoder or manifest.geometry)
     model = [{name: manifest.files[name].sha256 for name in weights}, spec]

@@ -60,7 +60,7 @@ def _too_few(last: int, target: Bundle, other: Bundle) -> str | None:
 
 def _gguf(bundle: Bundle) -> GgufFile | None:
     """The model file, where it holds a vocabulary."""
-    return bundle.gguf if any(name.endswith(".gguf") for name in bundle.manifest.files) else None
+    return bundle.gguf if bundle.manifest.gguf_files else None
 
 
 def _between_ggufs(ours: GgufFile, theirs: GgufFile) -> str | None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import is_gguf, open_bundle
 from edgeinfer.errors import BundleError, ModelError, UsageError
 from edgeinfer.hub.placing import find_place, places
 from edgeinfer.installed import list_models, remove_model
+from edgeinfer.runtime.kv_cache.session_file import origin_of
 from tests.gguf_builder import STRING, small_model
 
 MODEL = "application/vnd.ollama.image.model"
@@ -122,7 +124,14 @@ def test_a_folder_that_may_not_be_read_hides_nothing_else(home: Path) -> None:
 def test_gguf_files_are_known_by_how_they_begin(tmp_path: Path) -> None:
     blob = tmp_path / f"sha256-{'0' * 64}"
     blob.write_bytes(model("Tiny Chat"))
-    assert is_gguf(blob) and open_bundle(blob).manifest.name == "Tiny Chat"
+    manifest, named = open_bundle(blob).manifest, tmp_path / "tiny.gguf"
+    named.write_bytes(blob.read_bytes())
+    assert is_gguf(blob) and manifest.name == "Tiny Chat"
+    assert manifest.gguf_files == (blob.name,) and manifest.weight_bytes == open_bundle(named).manifest.weight_bytes > 0
+    # Saved rows go with the file that made them.
+    other = tmp_path / f"sha256-{'1' * 64}"
+    other.write_bytes(model("Tiny Talk"))
+    assert len({origin_of(open_bundle(path), NATIVE, "", exact=False).model for path in (blob, other)}) == 2
     for name, data in (("text", b"GGU"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
         assert not is_gguf(tmp_path / name)
