@@ -41,8 +41,8 @@ def export_checkpoint(
     """
     config = config or ExportConfig()
     if source.suffix.lower() == ".gguf":
-        message = f"{source} is a GGUF file, from which no bundle can be made."
-        raise UsageError(message, f"Run it as it is: edgeinfer run -m {source}")
+        message = f"{source} is a GGUF file, whose weights a bundle keeps as they are."
+        raise UsageError(message, f"Make the bundle with edgeinfer convert {source} OUT, or run the file itself.")
     if (config.calibration is not None or config.has_budget) and find_spec("scipy") is None:
         message = "Calibrated rounding, and bits within a budget, need the scipy package."
         raise UsageError(message, "pip install 'edgeinfer[export]'")

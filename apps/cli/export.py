@@ -243,11 +243,13 @@ Store a bundle's weights in the layout of the native kernel (native) or of ONNX 
 conversion is lossless. Every bundle runs wherever edgeinfer does: a layout that the device cannot run is converted at
 loading time, and this command does it in advance.
 
-A .gguf file is rewritten with another quantization type, or with fewer layers, which makes a drafter. Quantizing a file
-that is already quantized loses more than starting from floats, and needs --requantize.
+A .gguf file becomes a bundle for the native kernel, whose weights keep the file's own types. With --type or
+--prune-layers it becomes another .gguf file: of another quantization type, or of fewer layers, which makes a
+drafter. Quantizing a file that is already quantized loses more than starting from floats, and needs --requantize.
 
 examples:
   edgeinfer convert my-bundle my-portable-bundle --to portable
+  edgeinfer convert model.gguf my-bundle
   edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M
   edgeinfer convert model.gguf drafter.gguf --prune-layers 9,10,12,13
 """
@@ -278,9 +280,10 @@ def _layer_numbers(text: str) -> tuple[int, ...]:
 
 def _convert(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    is_file = args.bundle.lower().endswith(_GGUF)
+    of_file = args.bundle.lower().endswith(_GGUF)
+    is_file = of_file and bool(args.type or args.prune_layers or args.out.suffix.lower() == _GGUF)
     with progress_bar(enabled=not args.json) as progress:
-        (_convert_file if is_file else _convert_bundle)(args, progress)
+        (_convert_file if is_file else _read_file if of_file else _convert_bundle)(args, progress)
     seconds = time.perf_counter() - start
     files = [args.out] if is_file else [file for file in args.out.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
@@ -304,13 +307,23 @@ def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None
     convert_bundle(open_bundle(hub.resolve(args.bundle)), args.to, args.out, progress, replace_existing=args.force)
 
 
+def _read_file(args: argparse.Namespace, progress: Progress | None) -> None:
+    """Makes a bundle of a .gguf file."""
+    from edgeinfer.export.gguf.reading import convert_gguf
+
+    if args.to == PORTABLE:
+        hint = "Leave --to out: the native kernel alone multiplies a .gguf file's types."
+        raise UsageError("Portable bundles of .gguf files are not supported.", hint)
+    convert_gguf(Path(args.bundle), args.out, args.out.name, progress, replace_existing=args.force)
+
+
 def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
     if args.to is not None:
         raise UsageError(
             "--to is for bundles; a .gguf file has only one layout.", "Choose a type, such as --type Q4_K_M."
         )
     if args.type is None and not args.prune_layers:
-        hint = "Add --type TYPE or --prune-layers LAYERS; a bundle cannot be made of a .gguf file."
+        hint = "Add --type TYPE or --prune-layers LAYERS, or name a folder instead, which becomes a bundle."
         raise UsageError("There is nothing to change.", hint)
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"{args.threads} threads are not valid.", "Use at least 1.")

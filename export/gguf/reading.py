@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.metadata import damaged
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.gguf_bundle import geometry_of, manifest_of
+from edgeinfer.bundle.kinds import KINDS
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.manifest import Capabilities, Manifest, TensorEntry, capabilities_in
+from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
@@ -43,11 +45,10 @@ from edgeinfer.export.gguf.tensors import ROPE_TENSORS, PlannedGgufTensor, gguf_
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES
 from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.source.hf_config import HFConfig
-from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.planning import outline
-from edgeinfer.quant.policy import QuantPlan, is_quantizable
+from edgeinfer.quant.policy import QuantPlan, QuantScheme, is_quantizable
 from edgeinfer.results import Progress
 
 # What `TensorPlan.kept` is asked for; a file's types have bits of their own.
@@ -95,16 +96,22 @@ def refusal(source: GgufFile | Path) -> str | None:
         return error.message.rstrip(".")
 
 
-def convert_gguf(path: Path, out: Path, name: str = "", progress: Progress | None = None) -> None:
-    """Writes a bundle of a file, whose weights keep their types, to `out`, whole or not at all."""
+def convert_gguf(
+    path: Path, out: Path, name: str = "", progress: Progress | None = None, *, replace_existing: bool = False
+) -> None:
+    """Writes a bundle of a file, whose weights keep their types, to `out`, whole or not at all.
+
+    Args:
+        progress: called with what is being written, how many weights are done and how many there are.
+    """
     gguf = read_gguf(path)
-    convert_model(read_model(gguf), read_tokenizer(gguf), out, name, progress)
+    convert_model(read_model(gguf), read_tokenizer(gguf), out, name, progress, replace_existing=replace_existing)
 
 
 def _require_types(gguf: GgufFile, model: GgufModel) -> None:
     """Refuses types of tensors that the kernel has no product for."""
     for tensor in gguf.tensors:
-        if tensor.name in model.shapes and tensor.type.name not in (*FLOAT_TYPES, *PACKINGS):
+        if tensor.name in model.shapes and tensor.type.name not in (*FLOAT_TYPES, *KINDS):
             raise unread(f"{tensor.name} is {tensor.type.name}")
 
 
@@ -310,6 +317,8 @@ class _Table:
             raise unread(f"{model.arch.name}.attention.key_length is {model.spec.head_dim}")
         matrices = (plan for plan in described.plans if is_quantizable(plan.name, plan.shape))
         schemes = {plan.name: scheme for plan in matrices if (scheme := plan.kept(_BITS)) is not None}
+        for plan in described.plans:
+            _require_alike(plan, schemes.get(plan.name))
         layout = NATIVE if model.spec.native_only or schemes else PORTABLE
         outlines = [outline(plan, schemes.get(plan.name)) for plan in described.plans]
         if model.spec.tied:
@@ -319,19 +328,30 @@ class _Table:
         return cls(described, tuple(entries), layout, QuantPlan(schemes, kept=frozenset(schemes)))
 
 
+def _require_alike(plan: TensorPlan, scheme: QuantScheme | None) -> None:
+    """Refuses an expert's matrix of two types, of which no operator has products, or with types in part."""
+    if find_expert(plan.name) is None or (scheme is not None and len(scheme.segments) == 1):
+        return
+    kinds = {source.packing: source.name for source in plan.sources}
+    if any(kinds):
+        raise unread(" and ".join(f"{name} is {kind or 'F32'}" for kind, name in sorted(kinds.items())))
+
+
 def bundle_bytes(gguf: GgufFile) -> int:
     """Bytes of the weights of a file's bundle."""
     return file_bytes(_Table.of(read_model(gguf)).entries)
 
 
 def convert_model(
-    model: GgufModel, sidecar: Sidecar, out: Path, name: str = "", progress: Progress | None = None
+    model: GgufModel,
+    sidecar: Sidecar,
+    out: Path,
+    name: str = "",
+    progress: Progress | None = None,
+    *,
+    replace_existing: bool = False,
 ) -> None:
-    """Writes a bundle of a file's weights to `out`, whole or not at all; memory is a few MB.
-
-    Args:
-        progress: called with what is being written, how many weights are done and how many there are.
-    """
+    """Writes a bundle of a file's weights and of texts that were read before; memory is a few MB."""
     table = _Table.of(model)
     described, entries = table.described, table.entries
     spec, gguf = described.spec, model.gguf
@@ -351,7 +371,7 @@ def convert_model(
         exits=tuple(range(1, spec.num_layers + 1)),
         export={"format": "gguf", "fingerprint": gguf.fingerprint, **named.export},
     )
-    with GgufTensors(gguf, model.shapes) as tensors, write_bundle(out) as work:
+    with GgufTensors(gguf, model.shapes) as tensors, write_bundle(out, replace_existing=replace_existing) as work:
         _require_room(work, file_bytes(entries))
         sidecar.write(work)
         with (work / WEIGHTS).open("wb") as file:

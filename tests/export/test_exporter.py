@@ -267,7 +267,7 @@ def test_a_malformed_or_missing_config(checkpoint: Path) -> None:
 
 
 def test_a_gguf_file_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"is a GGUF file.* Run it as it is: edgeinfer run -m"):
+    with pytest.raises(UsageError, match=r"is a GGUF file.* edgeinfer convert"):
         export_checkpoint(tmp_path / "some.gguf", tmp_path / "out")
 
 

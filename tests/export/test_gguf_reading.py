@@ -29,7 +29,8 @@ from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
-from tests.export.gguf_cases import GEMMA, GGUF_CASES, GRANITE, PLAIN, ROPES, ROUTED_SWA, layers
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.export.gguf_cases import EXPERTS, GEMMA, GGUF_CASES, GRANITE, PLAIN, ROPES, ROUTED_SWA, layers
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
 from tests.runtime.models import make_graph_backend
@@ -129,6 +130,33 @@ def check(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
         backend.close()
         print(f"{name}: {difference:.1e}")
         assert difference <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("Llama", {}), ("Gemma3", GEMMA | layers(3, 3)), ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True})],
+)
+@pytest.mark.every_case
+def test_blocks_are_kept_as_they_are(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A Llama's queries and keys in another order, Gemma's factor of embeddings, and experts."""
+    changes = changes | {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
+    make_checkpoint(tmp_path / "checkpoint", name, **changes)
+    write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", "Q8_0", vocabulary=False)
+    model = read_model(read_gguf(tmp_path / "model.gguf"))
+    sidecar = read_sidecar(tmp_path / "checkpoint", read_config(tmp_path / "checkpoint"))
+    convert_model(model, sidecar, tmp_path / "bundle", "kept")
+    bundle = open_bundle(tmp_path / "bundle")
+    kinds = {entry.name: [each.kind for each in entry.segments] for entry in bundle.manifest.tensors}
+    assert kinds["embed"] == kinds["layers.0.attn.qkv"] == ["Q8_0"] and not kinds["final_norm"]
+    with GgufTensors(model.gguf, model.shapes) as tensors:
+        read = PlannedTensors(tensors, model.plans)
+        for plan in model.plans:
+            np.testing.assert_array_equal(bundle.tensor(plan.name), read.tensor(plan.name), plan.name)
+    backend, reference = (make(bundle, 64) for make in (make_graph_backend, ReferenceBackend))
+    found, exact = (feed(each, TOKENS.tolist()) for each in (backend, reference))
+    # Activations are rounded to 8 bits.
+    assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact)
+    backend.close()
 
 
 # Values that no key expects, or that are far outside of what a model has.

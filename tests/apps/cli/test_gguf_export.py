@@ -145,6 +145,18 @@ def test_a_file_is_converted(floats: Path, tmp_path: Path, capsys: pytest.Captur
     assert kinds(out)["blk.0.ffn_up.weight"] == "Q4_0"
 
 
+def test_a_file_becomes_a_bundle(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    out = tmp_path / "bundle"
+    assert main(["convert", str(floats), str(out), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["bundle"] == str(out) and open_bundle(out).manifest.name == "bundle"
+    assert main(["convert", str(floats), str(out)]) == 5
+    assert main(["convert", str(floats), str(out), "--force"]) == 0
+    assert main(["convert", str(floats), str(tmp_path / "other"), "--to", "portable"]) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["bundle"]
+
+
 def test_conversions_that_cannot_be(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantized = tmp_path / "q8.gguf"
     assert main(["convert", str(floats), str(quantized), "--type", "Q8_0"]) == 0
