@@ -10,9 +10,9 @@
 #include "lowbit.h"
 #include "tile.h"
 
-#include "span_rows.inc.h"
-
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums);
+static void span_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
 
 #include "kernel.inc.h"
@@ -298,3 +298,5 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
     else
         rows_bits8(&t, first, count, sums);
 }
+
+#include "span_neon.inc.h"

@@ -104,7 +104,7 @@ static void multiply(trial *t, report *r) {
     if (t->cut && p->s.residual) memcpy(t->y, residual, (size_t)cells * 4);
     memcpy(before, base, (size_t)all * 4);
     const float *added = !p->s.residual ? NULL : t->cut ? t->y : residual;
-    lowbit_output out = {t->y, p->s.bias ? p->bias : NULL, added, p->s.swiglu};
+    lowbit_output out = {.y = t->y, .bias = p->s.bias ? p->bias : NULL, .residual = added, .swiglu = p->s.swiglu};
     char *done = take((size_t)p->tiles, 16, 0);
     memset(done, 0, (size_t)p->tiles);
     int count = make_ranges(p->tiles, t->cut, ranges);
