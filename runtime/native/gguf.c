@@ -105,7 +105,7 @@ INLINE void digits(int back, uint8_t *file, int place, uint8_t *codes, int count
 }
 
 /* A block of TQ1_0: 5 x 32 digits of 32 bytes, 5 x 16 of 16 bytes, 4 x 4 of 4 bytes. */
-static void ternary(int back, uint8_t *file, int64_t b, uint32_t *words) {
+INLINE void ternary(int back, uint8_t *file, int64_t b, uint32_t *words) {
     uint8_t codes[LOWBIT_CHUNK];
     memcpy(codes, words, sizeof codes);
     if (b < 5) digits(back, file, (int)b, codes, 32);
@@ -278,42 +278,43 @@ INLINE int span_column(int back, const gguf_type *type, uint8_t *file, uint8_t *
 }
 
 /* What turns a file's code into ours, in each byte. */
-static uint32_t turned_by(const gguf_type *type) {
+INLINE uint32_t turned_by(const gguf_type *type) {
     return type->number == GGUF_Q8_0 ? 0x80808080u : type->number == GGUF_Q1_0 ? 0x01010101u : 0x03030303u;
 }
 
 /* Where the float16 scale of a file's block lies. */
-static int64_t scale_at(const gguf_type *type) {
+INLINE int64_t scale_at(const gguf_type *type) {
     return type->number == GGUF_TQ1_0 || type->number == GGUF_TQ2_0 ? type->bytes - 2 : 0;
 }
 
 /* The words of a block of lowbit.h, of 8 or 2 bits. */
-static void arrange_plane(int back, const lowbit_matrix *w, uint32_t *codes, uint32_t *runs) {
-    const int sets = w->block / 4, apart = sets / 4;
-    if (w->bits == 8) arrange(back, 8, codes, runs);
-    for (int i = 0; w->bits == 2 && i < sets; i++) part(back, &runs[i % apart], 2 * (i / apart), 2, 0, &codes[i]);
+INLINE void arrange_plane(int back, const gguf_type *type, uint32_t *codes, uint32_t *runs) {
+    const int sets = type->block / 4, apart = sets / 4;
+    if (type->bits == 8) arrange(back, 8, codes, runs);
+    for (int i = 0; type->bits == 2 && i < sets; i++) part(back, &runs[i % apart], 2 * (i / apart), 2, 0, &codes[i]);
 }
 
 /* Column c of a block of lowbit.h, number `at` of the matrix, and number `b` among 256 values that begin at `file`. */
-static int plane_column(int back, const gguf_type *type, const lowbit_matrix *w, uint8_t *file, int64_t b, int64_t at, int c) {
-    const int sets = w->block / 4, count = w->bits == 8 ? WORDS : sets / 4;
+INLINE int plane_column(int back, const gguf_type *type, const lowbit_matrix *w, uint8_t *file, int64_t b, int64_t at, int c) {
+    const int sets = type->block / 4, count = type->bits == 8 ? WORDS : sets / 4;
     const uint32_t turned = turned_by(type);
-    uint8_t *data = (uint8_t *)(uintptr_t)w->data + at * lowbit_step(w) + 4 * c;
-    uint8_t *low = w->low ? (uint8_t *)(uintptr_t)w->low + at * lowbit_step(w) + 4 * c : data + 4 * TILE_RUN;
+    const int64_t place = at * (type->bits == 8 ? 4 : count) * TILE_RUN + 4 * c;
+    uint8_t *data = (uint8_t *)(uintptr_t)w->data + place;
+    uint8_t *low = type->bits == 8 ? (uint8_t *)(uintptr_t)w->low + place : data + 4 * TILE_RUN;
     uint32_t codes[4 * WORDS] = {0}, runs[MOST_RUNS] = {0};
     if (back) {
         for (int r = 0; r < count; r++) runs[r] = load((r < 4 ? data : low) + r % 4 * TILE_RUN);
-        arrange_plane(back, w, codes, runs);
+        arrange_plane(back, type, codes, runs);
         for (int i = 0; i < sets; i++) codes[i] ^= turned;
     }
     for (int i = 0; i < sets; i += WORDS) codes_of(back, type, file, (b * sets + i) / WORDS, codes + i);
     if (!back) {
         for (int i = 0; i < sets; i++) codes[i] ^= turned;
-        arrange_plane(back, w, codes, runs);
+        arrange_plane(back, type, codes, runs);
         for (int r = 0; r < count; r++) store((r < 4 ? data : low) + r % 4 * TILE_RUN, runs[r]);
     }
     uint8_t *scale = (uint8_t *)(uintptr_t)w->scales + 2 * (at * LOWBIT_TILE + c);
-    uint8_t *own = file + b * w->block / type->values * type->bytes + scale_at(type);
+    uint8_t *own = file + b * type->block / type->values * type->bytes + scale_at(type);
     return move_half(back, own, scale, turned == 0x03030303u);
 }
 
@@ -336,7 +337,7 @@ INLINE int64_t move_rows(int back, const gguf_type *type, const lowbit_matrix *w
                     span += start / SPAN_BLOCKS * span_bytes(&kinds[type->kind], SPAN_BLOCKS);
                     finite = span_column(back, type, file, span, n, c);
                 }
-                for (int64_t b = 0; !type->kind && b < n * LOWBIT_CHUNK / w->block; b++)
+                for (int64_t b = 0; !type->kind && b < n * LOWBIT_CHUNK / type->block; b++)
                     finite &= plane_column(back, type, w, file, b, first + b, c);
                 if (!finite) return row;
             }
@@ -344,8 +345,32 @@ INLINE int64_t move_rows(int back, const gguf_type *type, const lowbit_matrix *w
     return NO_ROW;
 }
 
-static int64_t to_tiles(const gguf_type *type, const lowbit_matrix *w, const uint8_t *rows) {
-    return move_rows(0, type, w, (uint8_t *)(uintptr_t)rows);
+/* A function of each type, of which the compiler knows the numbers: packing is what a user waits for. */
+#define PACKED(place) \
+    case place: return move_rows(0, &types[place], w, rows)
+
+static int64_t to_tiles(const gguf_type *type, const lowbit_matrix *w, const uint8_t *given) {
+    uint8_t *rows = (uint8_t *)(uintptr_t)given;
+    switch (type - types) {
+        PACKED(0);
+        PACKED(1);
+        PACKED(2);
+        PACKED(3);
+        PACKED(4);
+        PACKED(5);
+        PACKED(6);
+        PACKED(7);
+        PACKED(8);
+        PACKED(9);
+        PACKED(10);
+        PACKED(11);
+        PACKED(12);
+        PACKED(13);
+        PACKED(14);
+        PACKED(15);
+        PACKED(16);
+        default: return move_rows(0, &types[17], w, rows);
+    }
 }
 
 static int64_t to_rows(const gguf_type *type, const lowbit_matrix *w, uint8_t *rows) { return move_rows(1, type, w, rows); }
