@@ -121,7 +121,7 @@ def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int
             f"There is no model {name} on this machine.", "Their names: edgeinfer models, or edgeinfer.list_models()."
         )
     for place in places:
-        if place.origin not in ("converted", "hub"):
+        if not place.files:
             if place.origin == "built-in":
                 raise UsageError(f"{name} comes with edgeinfer and stays.", "It goes when edgeinfer is uninstalled.")
             message = f"{name} was not put there by edgeinfer, so it is not removed."

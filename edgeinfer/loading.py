@@ -86,9 +86,9 @@ class Bundles:
     @classmethod
     def open(cls, model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Bundles:
         """Open both, choose their backends, and look up tuned settings. Errors as `choose_backend`."""
-        target = open_bundle(_located(model, config, progress))
+        target = open_bundle(located(model, config, progress))
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
-        drafter = open_bundle(_located(config.draft_model, LoadConfig(), progress)) if given else None
+        drafter = open_bundle(located(config.draft_model, LoadConfig(), progress)) if given else None
         if config.draft_model is None:
             drafter = bundled_drafter(target, config)
         require_models(target, drafter if given else None)
@@ -125,14 +125,15 @@ class Bundles:
         return make_plan(subject, config, speed, all_ways=all_ways, loading=loading)
 
 
-def _located(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Path:
-    """The path of a model, which is fetched or converted first if necessary."""
+def located(model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Path:
+    """Return the path of a model, which is fetched or converted first if necessary."""
     path = ready(model) if config.bits is None else None
     if path is not None:
         return path
     from edgeinfer.hub.resolving import resolve
 
-    return resolve(model, bits=config.bits, memory=config.memory, progress=progress)
+    llamacpp = config.wants_llamacpp
+    return resolve(model, bits=config.bits, memory=config.memory, progress=progress, llamacpp=llamacpp)
 
 
 def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:

@@ -47,8 +47,8 @@ ALLOWED = {
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},
     "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
-    # How much memory this machine has decides what is fetched.
-    "edgeinfer.hub": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system"},
+    # How much memory this machine has decides what is fetched; where the kernel runs, GGUF files are prepared for it.
+    "edgeinfer.hub": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.runtime.native.library"},
     # The process that converts a checkpoint when it is first asked for; whoever runs a model imports no maker.
     "edgeinfer.tools.conversion": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export"},
     # Distilling is measured by the face and done by the export; only the commands know both.
@@ -101,10 +101,10 @@ BUDGETS = {
     "apps/terminal": 460,
     "edgeinfer": 5280,
     "edgeinfer/bundle": 7360,  # GGUF files on our own kernel: the table of pre-tokenizers, both directions
-    "edgeinfer/hub": 1920,  # GGUF files in the folders of other programs
+    "edgeinfer/hub": 2160,  # GGUF files: of other programs, in packages, prepared for our own kernel
     "edgeinfer/openai": 3160,
-    "edgeinfer/options": 1840,
-    "edgeinfer/tools": 2520,
+    "edgeinfer/options": 1860,  # which engine runs a GGUF file
+    "edgeinfer/tools": 2600,  # GGUF files are prepared, and packages fetched
     "export": 820,
     "export/architectures": 3240,  # GGUF files on our own kernel: their rows in another order
     "export/drafters": 740,
@@ -138,7 +138,7 @@ BUDGETS = {
     "tests": 5000,  # GGUF files on our own kernel
     "tests/apps": 14920,
     "tests/docs": 840,
-    "tests/edgeinfer": 16660,  # GGUF files in the folders of other programs
+    "tests/edgeinfer": 16860,  # GGUF files: of other programs, in packages, prepared for our own kernel
     "tests/export": 8220,  # GGUF files on our own kernel: every family read back
     "tests/quant": 1620,
     "tests/runtime": 29200,  # GGUF files on our own kernel

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
 from edgeinfer.errors import PromptError
 from edgeinfer.options import format_size
+from edgeinfer.options.load import ENGINE_OPTIONS, LoadConfig
 from edgeinfer.user_files import decode_text
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
             memory=options.get("memory"),
             progress=progress or (lambda *_: None),
             choose=type_question(chosen.append),
+            llamacpp=LoadConfig.of(**{n: options[n] for n in ENGINE_OPTIONS if n in options}).wants_llamacpp,
         )
     if chosen:
         return chosen[0], rest

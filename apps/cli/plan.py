@@ -14,7 +14,7 @@ from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import BudgetError
 from edgeinfer.options import format_size
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.options.load import ENGINE_OPTIONS, LoadConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
   edgeinfer plan -m my-bundle --curve
 """
-_PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", "rpc", "rpc_public", *DRAFTING)
+_PLANNED = (*MEMORY, "parallel", *CONVERTING, *ENGINE_OPTIONS, *DRAFTING)
 # Rows of the table and their terms; other terms have rows of their own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts", "routers"),

@@ -132,7 +132,7 @@ class Library:
     def _find(self, recent: Iterable[str]) -> Iterator[tuple[str, Source]]:
         yield BUILT_IN, "built-in"
         for converted in hub.converted_models():
-            yield str(converted.path), "converted" if converted.source.directory is None else "imported"
+            yield str(converted.path), "imported" if converted.source.path else "converted"
         for folder in self._folders:
             for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
                 # A bundle's own drafter is not listed.

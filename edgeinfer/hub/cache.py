@@ -83,11 +83,11 @@ def builtin() -> Path:
 
 
 def ready(model: str | Path | None) -> Path | None:
-    """The built-in model, or a path that can be loaded as it is; None for names that must be looked up."""
+    """The built-in model, or a bundle's path; None for what must be looked up."""
     path = None if model is None else existing(model)
     if path is None:
         return builtin() if model in (None, BUILTIN) else None
-    return path if path.is_file() or is_bundle(path) else None
+    return path if is_bundle(path) else None
 
 
 def cached_snapshot(repo_id: str) -> Path | None:

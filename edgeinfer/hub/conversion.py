@@ -42,13 +42,15 @@ _GRACE_SECONDS = 10
 class FetchJob:
     """A model to fetch and convert."""
 
-    name: str = ""  # of the hub, ORG/NAME[:TYPE]; "" for a directory
-    directory: str = ""  # of a checkpoint on this machine; "" for the hub
+    name: str = ""  # of the hub, ORG/NAME[:TYPE]
+    path: str = ""  # of a checkpoint or GGUF file on this machine
+    package: str = ""  # the catalog's name of a model that a package holds
     revision: str | None = None  # branch, tag or commit; None is the main branch
     refresh: bool = False  # bring the hub's cache up to date instead of using it as it is
     bits: int | None = None  # of the conversion; None decides by memory
     memory: int | None = None  # budget that the model is to run in; None is what this machine has
     bars: bool = False  # draw bars on stderr
+    llamacpp: bool = False  # leave a GGUF file as it is, instead of preparing it for the native kernel
     asks: bool = False  # send the offers of a repository of GGUF files, and take the one that is chosen
 
 
@@ -59,7 +61,7 @@ def fetch(
     choose: Choose | None = None,
 ) -> Path:
     """Does a job, logging what happens; returns the bundle's directory or the GGUF file."""
-    subject = job.name or job.directory
+    subject = job.name or job.path or job.package
     with _running(dataclasses.replace(job, asks=choose is not None)) as (process, words):
         for said in _heard(process, subject, cancelled):
             if "path" in said:

@@ -10,13 +10,12 @@ import fnmatch
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.names import quantization_of
 from edgeinfer.bundle.writing import MANIFEST, digest_of
-from edgeinfer.errors import BudgetError, HubError, UsageError
+from edgeinfer.errors import BudgetError, HubError
 from edgeinfer.hub.cache import Kind, gguf_name
 from edgeinfer.hub.catalog_models import gguf_memory, room
 from edgeinfer.hub.client import Progress, bar_class, hub_errors, library
@@ -223,12 +222,6 @@ def _best(fitting: list[Offer]) -> Offer | None:
     usual = [offer for kind in _USUAL for offer in fitting if offer.type == kind]
     quantized = [offer for offer in fitting if offer.type not in ("F16", "BF16", "F32")]
     return usual[0] if usual else max(quantized or fitting, key=lambda offer: offer.bytes, default=None)
-
-
-def require_gguf(name: str) -> None:
-    """Refuses a GGUF file before it is fetched where nothing here could run it."""
-    if find_spec("llama_cpp") is None:
-        raise UsageError(f"{name} is a GGUF file, which llama.cpp runs.", "Install it: pip install 'edgeinfer[gguf]'")
 
 
 def missing_files(repo_id: str, commit: str, sizes: Mapping[str, int], cache: Path | None = None) -> dict[str, int]:

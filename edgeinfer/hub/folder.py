@@ -1,7 +1,8 @@
 """The user's folder of models that were converted on this machine: found, listed, locked, removed.
 
-models/Qwen--Qwen3-0.6B/source.json              which checkpoint
+models/Qwen--Qwen3-0.6B/source.json              which checkpoint or GGUF file
 models/Qwen--Qwen3-0.6B/4-bit-c1899de289a0/      a bundle, by bits and revision
+models/_llama-7b-q4_k_m-1f0c7b52/gguf-9e107d9d/  a bundle with the types of a GGUF file
 models/Qwen--Qwen3-0.6B/.work-XXXX/              a running or killed conversion
 models/.locks/Qwen--Qwen3-0.6B.lock              held by the process that converts it
 """
@@ -14,8 +15,9 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
+from edgeinfer.bundle.names import part_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
@@ -23,6 +25,7 @@ from edgeinfer.hub.ids import WEIGHT_PATTERNS
 from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
 from edgeinfer.user_files import user_data
+from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 WORK = ".work-"
 _LOCKS = ".locks"
 _SOURCE = "source.json"
-_BUNDLE = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-bit-([0-9a-z]{{1,12}})")
+_REFUSED = "refused.json"
+_BUNDLE = re.compile(rf"(?:({'|'.join(map(str, CONVERTED_BITS))})-bit|gguf)-([0-9a-z]{{1,12}})")
 _REVISION_LETTERS = 12
 # Files whose change means that a checkpoint's directory holds another model.
 _TELLING = (
@@ -46,26 +50,40 @@ _TELLING = (
 )
 
 
-@dataclass(frozen=True)
-class CheckpointSource:
-    """A checkpoint that is converted: a repository of the hub, or a directory."""
+SourceKind = Literal["hub", "directory", "gguf", "package"]
 
-    name: str  # ORG/NAME, or the directory's path
-    directory: Path | None = None  # None for a repository
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What is converted: a checkpoint, of the hub or in a directory, or a GGUF file, a user's or a package's."""
+
+    name: str  # ORG/NAME, a path, or the catalog's name of a model that a package holds
+    kind: SourceKind = "hub"
 
     @classmethod
-    def of_directory(cls, path: Path) -> CheckpointSource:
-        """The checkpoint in a directory."""
-        resolved = path.resolve()
-        return cls(str(resolved), resolved)
+    def of_path(cls, path: Path) -> ModelSource:
+        """The checkpoint in a directory, or a GGUF file, which may be a link to a name that says less."""
+        return cls(str(path.resolve()), "directory") if path.is_dir() else cls(str(path.absolute()), "gguf")
+
+    @property
+    def path(self) -> Path | None:
+        """Where it is, if it is on this machine whatever happens to the hub's cache."""
+        return Path(self.name) if self.kind in ("directory", "gguf") else None
+
+    @property
+    def shown(self) -> str:
+        """What people call it."""
+        path = self.path
+        return self.name if path is None else stem_of(path.name) or self.name
 
     @property
     def key(self) -> str:
         """The name of its folder."""
-        if self.directory is None:
+        if self.path is None:
+            # A repository's has "--" in it.
             return self.name.replace("/", "--")
         digest = hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()
-        safe = re.sub(r"[^\w.-]", "-", self.directory.name, flags=re.ASCII)[:60]
+        safe = re.sub(r"[^\w.-]", "-", self.shown, flags=re.ASCII)[-60:]
         # No repository's name begins like this.
         return f"_{safe}-{digest[:8]}"
 
@@ -75,31 +93,41 @@ class CheckpointSource:
         return models_folder() / self.key
 
     def revision(self) -> str:
-        """A digest of the sizes and times of a directory's files, which changes when the checkpoint does."""
-        assert self.directory is not None, "a repository's is its commit"
-        files = [self.directory / name for name in _TELLING]
-        files += sorted(path for pattern in WEIGHT_PATTERNS for path in self.directory.glob(pattern))
+        """A digest of the sizes and times of its files, which changes when the model does."""
+        assert self.path is not None, "a repository's is its commit, a package's its digest"
+        if self.kind == "gguf":
+            files = parts_of(self.path)
+        else:
+            files = [self.path / name for name in _TELLING]
+            files += sorted(path for pattern in WEIGHT_PATTERNS for path in self.path.glob(pattern))
         facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def place(self, bits: int, revision: str) -> Path:
-        """The folder of the bundle with these bits."""
-        return self.folder / f"{bits}-bit-{revision[:_REVISION_LETTERS] or 'main'}"
+    def place(self, bits: int | None, revision: str) -> Path:
+        """The folder of the bundle with these bits; None keeps the types of a GGUF file."""
+        form = "gguf" if bits is None else f"{bits}-bit"
+        return self.folder / f"{form}-{revision[:_REVISION_LETTERS] or 'main'}"
 
     def record(self) -> None:
-        """Makes the folder, and notes in it which checkpoint it belongs to."""
+        """Makes the folder, and notes in it what it belongs to."""
         with storage_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        data = {"source": self.name, "hub": self.directory is None}
+        data = {"source": self.name, "kind": self.kind}
         write_file(self.folder / _SOURCE, json.dumps(data, indent=1).encode("utf-8", "backslashreplace"))
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a GGUF model, by its first."""
+    count, stem = part_of(path.name)[1], stem_of(path.name)
+    return [path] if count == 1 else [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 @dataclass(frozen=True)
 class Converted:
     """A bundle that was converted on this machine."""
 
-    source: CheckpointSource
-    bits: int
+    source: ModelSource
+    bits: int | None  # None where it has the types of a GGUF file
     revision: str
     path: Path
 
@@ -107,6 +135,12 @@ class Converted:
     def bytes(self) -> int:
         """The size of its files."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+def bits_of(path: Path) -> int | None:
+    """The bits of a conversion, by its path; None for other paths, and with a GGUF file's own types."""
+    found = _BUNDLE.fullmatch(path.name) if path.parent.parent == models_folder() else None
+    return int(found[1]) if found and found[1] else None
 
 
 def source_of(path: Path) -> str | None:
@@ -127,9 +161,9 @@ def models_folder() -> Path:
     return user_data() / "edgeinfer" / "models"
 
 
-def find_converted(source: CheckpointSource, bits: int | None = None, revision: str | None = None) -> Converted | None:
-    """The latest conversion of a checkpoint, of a directory only of its present files; None where there is none."""
-    if source.directory is not None and revision is None:
+def find_converted(source: ModelSource, bits: int | None = None, revision: str | None = None) -> Converted | None:
+    """The latest conversion of a model, of files here only as they are now; None where there is none."""
+    if source.path is not None and revision is None:
         revision = source.revision()
     found = [
         converted
@@ -141,6 +175,20 @@ def find_converted(source: CheckpointSource, bits: int | None = None, revision: 
     return max(found, key=lambda converted: converted.path.stat().st_mtime, default=None)
 
 
+def refuse(source: ModelSource, reason: str) -> None:
+    """Notes that this version does not read a GGUF file, so that it is not tried at every load."""
+    write_file(source.folder / _REFUSED, json.dumps([VERSION, source.revision(), reason]).encode())
+
+
+def refusal_of(source: ModelSource) -> str | None:
+    """Why this version does not read a GGUF file; None where it was not tried, or not as it is now."""
+    try:
+        version, revision, reason = json.loads((source.folder / _REFUSED).read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return None
+    return str(reason) if (version, revision) == (VERSION, source.revision()) else None
+
+
 def converted_models() -> list[Converted]:
     """All bundles converted on this machine, by the name of their source, and bits."""
     try:
@@ -148,7 +196,7 @@ def converted_models() -> list[Converted]:
     except (OSError, StorageError):
         return []
     found = [converted for folder in folders for converted in _conversions(folder)]
-    return sorted(found, key=lambda converted: (converted.source.name, converted.bits))
+    return sorted(found, key=lambda converted: (converted.source.name, converted.bits or 0))
 
 
 def remove_converted(converted: Converted) -> int:
@@ -165,9 +213,14 @@ def remove_converted(converted: Converted) -> int:
         # First the manifest, so that half of a bundle is never found.
         (converted.path / MANIFEST).unlink()
         shutil.rmtree(converted.path)
+    remove_empty(folder)
+    return freed
+
+
+def remove_empty(folder: Path) -> None:
+    """Removes the folder of a source of which nothing was made."""
     if not _conversions(folder) and not any(folder.glob(f"{WORK}*")):
         shutil.rmtree(folder, ignore_errors=True)
-    return freed
 
 
 def lock_of(key: str) -> FileLock:
@@ -198,11 +251,14 @@ def remove_leftovers() -> None:
 def _conversions(folder: Path) -> list[Converted]:
     try:
         data = json.loads((folder / _SOURCE).read_text("utf-8"))
-        name, from_hub = data["source"], data["hub"]
+        name, kind = data["source"], data["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    if not isinstance(name, str):
+    if not isinstance(name, str) or kind not in get_args(SourceKind):
         return []
-    source = CheckpointSource(name, None if from_hub else Path(name))
     named = ((path, _BUNDLE.fullmatch(path.name)) for path in folder.iterdir())
-    return [Converted(source, int(match[1]), match[2], path) for path, match in named if match and is_bundle(path)]
+    return [
+        Converted(ModelSource(name, kind), int(match[1]) if match[1] else None, match[2], path)
+        for path, match in named
+        if match and is_bundle(path)
+    ]

@@ -38,7 +38,7 @@ class Place:
         path: the bundle's directory or the (first) GGUF file.
         hub_id: ORG/NAME that it came from; None where it came from elsewhere.
         also: further names that mean it, unless they mean others as well.
-        files: removed with it.
+        files: of edgeinfer's, which are removed with it.
         source_bytes: of the checkpoint that it was converted from, where that is still in the hub's cache.
     """
 
@@ -58,27 +58,33 @@ class Place:
 
 def places() -> list[Place]:
     """All models on this machine, Ollama's and LM Studio's included, except the user's own files elsewhere."""
-    found = [Place(BUILTIN, builtin(), "built-in")]
-    cached = cached_models()
+    found, cached, converted = [Place(BUILTIN, builtin(), "built-in")], cached_models(), converted_models()
+    files = [
+        Place(model.name, model.path, "hub", model.repo_id, _names(model), (model,))
+        for model in cached
+        if model.kind != "checkpoint"
+    ]
+    known = {place.path for place in files} | {each.path for each in converted}
+    files += [Place(_file_name(path), path, "folder") for path in _own_files() if path not in known]
+    known |= {place.path for place in files}
+    files += [place for place in _of_other_programs() if place.path not in known]
+    known |= {place.path for place in files}
+    # What was prepared of a GGUF file that is listed belongs to it.
+    prepared = {each.source.path: each for each in converted if each.source.path in known}
     checkpoints = {model.repo_id: model.bytes for model in cached if model.kind == "checkpoint"}
-    converted = converted_models()
-    counts = Counter(_source_name(each).lower() for each in converted)
+    converted = [each for each in converted if each.source.path not in known]
+    counts = Counter(each.source.shown.lower() for each in converted)
     for each in converted:
-        base = _source_name(each)
-        name = base if counts[base.lower()] == 1 else f"{base}:{each.bits}bit"
-        hub_id = each.source.name if each.source.directory is None else None
+        base, bits = each.source.shown, "gguf" if each.bits is None else f"{each.bits}bit"
+        name = base if counts[base.lower()] == 1 else f"{base}:{bits}"
+        hub_id = each.source.name if each.source.kind == "hub" else None
         size = checkpoints.get(each.source.name, 0) if hub_id else 0
         last = base.rpartition("/")[2]
-        also = (base, f"{base}:{each.bits}bit", last, f"{last}:{each.bits}bit")
+        also = (base, f"{base}:{bits}", last, f"{last}:{bits}")
         found.append(Place(name, each.path, "converted", hub_id, also, (each,), size))
-    for model in cached:
-        if model.kind != "checkpoint":
-            names = (stem_of(model.path.name), model.repo_id.rpartition("/")[2])
-            found.append(Place(model.name, model.path, "hub", model.repo_id, names, (model,)))
-    known = {place.path for place in found}
-    found += [Place(_file_name(path), path, "folder") for path in _own_files() if path not in known]
-    known |= {place.path for place in found}
-    found += [place for place in _of_other_programs() if place.path not in known]
+    for place in files:
+        own = prepared.get(place.path)
+        found.append(place if own is None else replace(place, files=(*place.files, own)))
     counts = Counter(place.name.lower() for place in found)
     # Models with equal names are loaded by their paths; the built-in one keeps its name.
     return [
@@ -124,9 +130,8 @@ def shown_name(model: str | Path | None) -> str:
     return display_name(_own_name(path) if path.exists() else source_of(path) or str(model))
 
 
-def _source_name(converted: Converted) -> str:
-    source = converted.source
-    return source.name if source.directory is None else source.directory.name or source.name
+def _names(model: CachedModel) -> tuple[str, str]:
+    return stem_of(model.path.name), model.repo_id.rpartition("/")[2]
 
 
 def _file_name(path: Path) -> str:

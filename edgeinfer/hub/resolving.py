@@ -6,9 +6,11 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
-from edgeinfer.errors import ModelError, UsageError, one_of
+from edgeinfer.bundle.opening import is_gguf
+from edgeinfer.errors import ModelError, UnsupportedArchitectureError, UsageError, one_of
 from edgeinfer.hub.cache import (
     BUILTIN,
     builtin,
@@ -19,14 +21,15 @@ from edgeinfer.hub.cache import (
     is_bundle,
     is_checkpoint,
 )
-from edgeinfer.hub.catalog_models import catalog_model, similar_names
+from edgeinfer.hub.catalog_models import CatalogModel, catalog_model, similar_names
 from edgeinfer.hub.client import Progress
 from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
-from edgeinfer.hub.folder import CheckpointSource, find_converted, source_of
+from edgeinfer.hub.folder import ModelSource, bits_of, find_converted, refusal_of
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
 from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.native.library import is_usable
 
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
@@ -36,38 +39,62 @@ class Found:
     """What a name means."""
 
     path: Path | None  # the bundle or GGUF file on this machine; None where it must be fetched or converted first
-    # What it is fetched or converted from where there is no path: a checkpoint's directory, or a hub name.
-    source: Path | HubName | None = None
+    # What it is fetched or converted from where there is no path: a checkpoint's directory or a GGUF file, a hub name,
+    # or a model of the catalog that a package holds.
+    source: Path | HubName | CatalogModel | None = None
 
 
-def find_model(model: str | Path | None, bits: int | None = None) -> Found:
-    """Looks a name up on this machine, without asking the hub; `bits` are those of a conversion, None takes any."""
+def find_model(model: str | Path | None, bits: int | None = None, *, llamacpp: bool = False) -> Found:
+    """Looks a name up on this machine, without asking the hub.
+
+    Args:
+        bits: of a conversion; None takes any.
+        llamacpp: find a GGUF file itself, for llama.cpp, instead of the bundle that was made of it.
+    """
     if model is None:
         return Found(builtin())
     path = existing(model)
     if path is not None:
-        if path.is_file() or is_bundle(path) or not is_checkpoint(path):
-            return Found(path)
-        converted = find_converted(CheckpointSource.of_directory(path), bits)
-        return Found(None if converted is None else converted.path, path)
+        return _at(path, bits, llamacpp)
     if model == BUILTIN:
         return Found(builtin())
+    entry = catalog_model(model) if isinstance(model, str) else None
+    packed = entry is not None and entry.package is not None and bits is None and not llamacpp and is_usable()
+    if packed:
+        assert entry is not None and entry.package is not None, "it is packed"
+        converted = find_converted(ModelSource(entry.name, "package"), revision=entry.package.sha256)
+        if converted is not None:
+            return Found(converted.path)
     name = hub_name(model)
     path = None if name is None else _cached(name, bits)
     if path is not None:
-        return Found(path)
+        return _at(path, bits, llamacpp)
     # Short names come last, so that they do not hide a hub name that is on this machine.
     if isinstance(model, str) and not set(model) & {"/", "\\"}:
         from edgeinfer.hub.placing import find_place
 
         place = find_place(model, bits)
         if place is not None and (place.converted is None or bits in (None, place.converted.bits)):
-            return Found(place.path)
+            return _at(place.path, bits, llamacpp)
         if place is not None and place.converted is not None and name is None:
             # The same checkpoint in other bits.
             source = place.converted.source
-            return Found(None, source.directory or HubName(source.name))
-    return Found(None, name_of(model))
+            return Found(None, source.path or HubName(source.name))
+    return Found(None, entry if packed else name_of(model))
+
+
+def _at(path: Path, bits: int | None, llamacpp: bool) -> Found:
+    """What a path means."""
+    source = ModelSource.of_path(path)
+    if is_gguf(path):
+        if llamacpp or not is_usable():
+            return Found(path)
+        converted, refusal = find_converted(source), refusal_of(source)
+        return Found(converted.path if converted else path if refusal else None, path)
+    if path.is_file() or is_bundle(path) or not is_checkpoint(path):
+        return Found(path)
+    converted = find_converted(source, bits)
+    return Found(None if converted is None else converted.path, path)
 
 
 def resolve(
@@ -78,11 +105,12 @@ def resolve(
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
+    llamacpp: bool = False,
 ) -> Path:
     """The local path of a bundle or GGUF file: the built-in model, an existing path, or one that is fetched.
 
     What is on this machine is used as it is, so that loading needs no network; `update` brings it up to date. A
-    checkpoint is converted once, into the user's folder of models.
+    checkpoint is converted, and a GGUF file prepared for the native kernel, once, into the user's folder of models.
 
     Args:
         model: None, a path, a catalog name, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
@@ -92,6 +120,7 @@ def resolve(
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: asked several times a second whether to stop.
         choose: asked which type of a repository of GGUF files to take; None takes the one that fits best.
+        llamacpp: leave a GGUF file as it is, for llama.cpp.
 
     Raises:
         ModelError: no such path or name.
@@ -102,13 +131,30 @@ def resolve(
     """
     if bits not in (None, *CONVERTED_BITS):
         raise UsageError(f"{bits} bits are not supported.", f"Choose {one_of(CONVERTED_BITS)}.")
-    found = find_model(model, bits)
-    path = found.path or fetch(_job(found.source, bits, memory, progress), progress, cancelled, choose)
-    if bits is not None and (source_of(path) is None or existing(model or path) == path):
-        what = "a GGUF file" if path.is_file() else "a bundle"
-        message = f"{'The built-in model' if model is None else model} is {what}, whose weights have their bits."
-        raise UsageError(message, "Leave bits out; they are for checkpoints, which are converted.")
+    found = find_model(model, bits, llamacpp=llamacpp)
+    if isinstance(found.source, Path) and found.source.is_file():
+        _require_own_bits(found.source, bits)
+    path = found.path or fetch(_job(found.source, bits, memory, progress, llamacpp), progress, cancelled, choose)
+    if bits_of(path) is None or existing(model or path) == path:
+        _require_own_bits("The built-in model" if model is None else model, bits)
+    if is_gguf(path):
+        _require_llamacpp(path)
     return path
+
+
+def _require_own_bits(model: str | Path, bits: int | None) -> None:
+    """Refuses bits of a model that has its own."""
+    if bits is not None:
+        message = f"{model} is a bundle or a GGUF file, whose weights have their bits."
+        raise UsageError(message, "Leave bits out; they are for checkpoints, which are converted.")
+
+
+def _require_llamacpp(path: Path) -> None:
+    """Refuses a GGUF file that the native kernel does not run where llama.cpp is not installed."""
+    reason = refusal_of(ModelSource.of_path(path)) if is_usable() else "the native kernel does not run on this machine"
+    if reason is not None and find_spec("llama_cpp") is None:
+        hint = "Install it: pip install 'edgeinfer[gguf]'. Or convert the checkpoint that the file was made from."
+        raise UnsupportedArchitectureError(f"{path.name} needs llama.cpp: {reason}.", hint)
 
 
 def update(
@@ -127,12 +173,16 @@ def update(
     """
     if existing(model) is not None or hub_name(model) is None:
         return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
+    entry = catalog_model(model) if isinstance(model, str) else None
+    if entry is not None and entry.package is not None and bits is None and revision is None:
+        return resolve(model, progress=progress, cancelled=cancelled)
     job = _job(name_of(model), bits, None, progress)
     return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled, choose)
 
 
 def local(model: str | Path | None) -> Path | None:
-    """Where a model is on this machine; None where it would have to be fetched or converted first.
+    """Where a model is on this machine, a GGUF file also before it is prepared for the native kernel; None where it
+    would have to be fetched or converted first.
 
     Args:
         model: as `resolve` takes it.
@@ -140,7 +190,9 @@ def local(model: str | Path | None) -> Path | None:
     Raises:
         ModelError: no such path or name.
     """
-    return find_model(model).path
+    found = find_model(model)
+    there = found.source if isinstance(found.source, Path) and found.source.is_file() else None
+    return found.path or there
 
 
 def find(source: str | Path) -> Path:
@@ -202,7 +254,7 @@ def _cached(name: HubName, bits: int | None) -> Path | None:
     """A model of the hub as it is on this machine, converted where it is a checkpoint."""
     if name.tag is not None:
         return cached_gguf(name.repo_id, name.tag)
-    converted = find_converted(CheckpointSource(name.repo_id), name.bits if bits is None else bits)
+    converted = find_converted(ModelSource(name.repo_id), name.bits if bits is None else bits)
     if converted is not None:
         return converted.path
     path = cached_snapshot(name.repo_id)
@@ -213,10 +265,19 @@ def _cached(name: HubName, bits: int | None) -> Path | None:
     return ggufs[0] if len(ggufs) == 1 and name.bits is None else None
 
 
-def _job(source: Path | HubName | None, bits: int | None, memory: int | None, progress: Progress | None) -> FetchJob:
+def _job(
+    source: Path | HubName | CatalogModel | None,
+    bits: int | None,
+    memory: int | None,
+    progress: Progress | None,
+    llamacpp: bool = False,
+) -> FetchJob:
     assert source is not None, "a model without a path has a source"
     bars = progress is None and sys.stderr is not None and sys.stderr.isatty()
+    job = FetchJob(bits=bits, memory=memory, bars=bars, llamacpp=llamacpp or not is_usable())
     if isinstance(source, Path):
-        return FetchJob(directory=str(source), bits=bits, memory=memory, bars=bars)
+        return dataclasses.replace(job, path=str(source))
+    if isinstance(source, CatalogModel):
+        return dataclasses.replace(job, package=source.name)
     name = source.repo_id if source.tag is None else str(source)
-    return FetchJob(name=name, bits=source.bits if bits is None else bits, memory=memory, bars=bars)
+    return dataclasses.replace(job, name=name, bits=source.bits if bits is None else bits)

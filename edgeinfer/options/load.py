@@ -122,6 +122,10 @@ class Cache(CacheOptions, OptionGroup):
         super().__post_init__()
 
 
+# The options that decide which engine runs a GGUF file.
+ENGINE_OPTIONS = ("backend", "native", "device", "gpu_layers", "rpc", "rpc_public")
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
@@ -357,6 +361,11 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
     def wants_graphics(self) -> bool:
         """Whether a graphics processor is asked for: by its name, or for some layers."""
         return self.gpu_layers not in (None, 0) or is_graphics(self.device)
+
+    @property
+    def wants_llamacpp(self) -> bool:
+        """Whether only llama.cpp can run a GGUF file as these options ask."""
+        return self.backend == "llamacpp" or self.native is False or self.wants_graphics or self.rpc is not None
 
     @property
     def rpc_servers(self) -> tuple[str, ...]:

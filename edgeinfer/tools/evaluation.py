@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Unpack
@@ -15,7 +15,8 @@ from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import ModelError, UsageError
-from edgeinfer.hub import resolve
+from edgeinfer.loading import located
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.types import LoadOptionsButContext
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -242,8 +243,8 @@ def evaluate(
         raise UsageError(
             "There is nothing to measure.", "Use a top of at least 1, and tokens and context of at least 2."
         )
-    bundle = _bundle(model)
-    compared = None if reference is None else _bundle(reference)
+    bundle = _bundle(model, options)
+    compared = None if reference is None else _bundle(reference, {})
     if bundle is not None and compared is not None and (difference := vocabulary_difference(bundle, compared)):
         message = f"{bundle.manifest.name} cannot be compared with {compared.manifest.name}: {difference}."
         raise ModelError(message, "Choose a reference with the same tokenizer, such as the model unquantized.")
@@ -267,9 +268,11 @@ def evaluate(
     return Evaluation(logprobs, len(windows), divergence, manifest.weight_bytes, manifest.bits_per_weight)
 
 
-def _bundle(model: str | Path | Predictor | None) -> Bundle | None:
+def _bundle(model: str | Path | Predictor | None, options: Mapping[str, Any]) -> Bundle | None:
     """The bundle to load; None for a loaded model."""
-    return open_bundle(resolve(model)) if model is None or isinstance(model, str | Path) else None
+    if not (model is None or isinstance(model, str | Path)):
+        return None
+    return open_bundle(located(model, LoadConfig.of(**options)))
 
 
 def _loaded(
@@ -343,7 +346,7 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
         UsageError: the model has float32 caches alone, or there is no text.
         ModelError: as `edgeinfer.load`.
     """
-    bundle = open_bundle(resolve(model))
+    bundle = open_bundle(located(model, LoadConfig()))
     if not bundle.manifest.tensors:
         raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", "Export the model natively.")
     ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]

@@ -19,7 +19,8 @@ from edgeinfer.api import load
 from edgeinfer.bundle.additions import MOST_STEERED, SteeringVector, add_steering, require_steering_name
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
-from edgeinfer.hub import resolve
+from edgeinfer.loading import located
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -100,7 +101,7 @@ def tune_steering(
         StorageError: the bundle cannot be written.
     """
     require_steering_name(name)
-    path = resolve(model)
+    path = located(model, LoadConfig.of(**options))
     given: dict[str, Any] = {"speculation": "off", "remember": False, **options}
     with load(path, **given) as loaded:
         ids, begin = loaded.tokenize(text, parse_special=False)[:_MOST], loaded.prefix_ids

@@ -12,7 +12,8 @@ from edgeinfer.api import Model, load
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
 from edgeinfer.errors import Setting, UsageError
-from edgeinfer.hub import resolve
+from edgeinfer.loading import located
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -191,7 +192,7 @@ def tune_method(
         ModelError: as `load`.
         StorageError: the bundle cannot be written.
     """
-    rule, path = find_verification(name), resolve(model)
+    rule, path = find_verification(name), located(model, LoadConfig.of(**options))
     if rule.teach is None:
         raise UsageError(f"{name} has nothing to learn.", "It needs no edgeinfer tune.")
     given: dict[str, Any] = {"remember": False, **options, "speculation": "off"}

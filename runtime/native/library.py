@@ -57,6 +57,15 @@ def native_kernel() -> NativeKernel:
     return load_kernel(LIBRARY, os.environ.get("EDGEINFER_NATIVE_ISA"))
 
 
+def is_usable() -> bool:
+    """Whether this machine can run the kernel."""
+    try:
+        native_kernel()
+    except NativeUnavailableError:
+        return False
+    return True
+
+
 def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
     """Loads and tests a kernel library, and selects the instruction set for sessions that are made from now on.
 

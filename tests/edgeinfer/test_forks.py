@@ -172,4 +172,4 @@ def test_children_end_and_answer(tmp_path: Path, speculation: str) -> None:
 @pytest.mark.slow
 @pytest.mark.gguf
 def test_children_of_a_process_with_a_gguf_file_end_and_answer(tmp_path: Path) -> None:
-    run_script(tmp_path, str(builtin_gguf()))
+    run_script(tmp_path, str(builtin_gguf()), ", backend='llamacpp'")

@@ -40,14 +40,14 @@ def tales() -> Iterator[edgeinfer.Model]:
     drawn at random cannot either.
     """
     path = builtin_gguf("Q8_0")
-    with load_eager(path, context=256, kv="q8_0", draft_model=str(path)) as model:
+    with load_eager(path, backend="llamacpp", context=256, kv="q8_0", draft_model=str(path)) as model:
         yield model
 
 
 @pytest.fixture(scope="module")
 def floats() -> Iterator[edgeinfer.Model]:
     """The model in half precision, as llama.cpp runs it by default."""
-    with load_eager(builtin_gguf(), context=256, draft_model=str(builtin_gguf())) as model:
+    with load_eager(builtin_gguf(), backend="llamacpp", context=256, draft_model=str(builtin_gguf())) as model:
         yield model
 
 
@@ -100,7 +100,7 @@ def test_draft_models_of_either_format_serve_targets_of_either(target: str, draf
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="different vocabulary"):
-        edgeinfer.load(builtin_gguf(), draft_model=str(random_gguf(tmp_path)))
+        edgeinfer.load(builtin_gguf(), backend="llamacpp", draft_model=str(random_gguf(tmp_path)))
 
 
 def test_its_text_is_that_of_the_onnx_bundle(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_its_text_is_that_of_the_onnx_bundle(tmp_path: Path) -> None:
     options: dict[str, Any] = {"context": 128, "speculation": "off", "threads": 1}
     with (
         edgeinfer.load(bundle, **options) as onnx,
-        edgeinfer.load(builtin_gguf("F32"), kv="float32", **options) as gguf,
+        edgeinfer.load(builtin_gguf("F32"), backend="llamacpp", kv="float32", **options) as gguf,
     ):
         for prompt in PROMPTS:
             ids = onnx.tokenize(prompt)
@@ -126,7 +126,7 @@ def test_its_text_is_that_of_the_onnx_bundle(tmp_path: Path) -> None:
 def test_every_cache_and_both_kinds_of_weights_give_the_same_text_drafted_or_not(
     kind: str, kv: str, weights: str
 ) -> None:
-    with load_eager(builtin_gguf(kind), context=128, kv=kv, weights=weights) as model:
+    with load_eager(builtin_gguf(kind), backend="llamacpp", context=128, kv=kv, weights=weights) as model:
         assert (model.plan.configuration.kv, model.plan.configuration.weights) == (kv, weights)
         expected = plain(model, max_tokens=40, ignore_eos=True)
         found = model.generate(PROMPT, speculation="copy,ngram,recycle", max_tokens=40, ignore_eos=True)
@@ -154,14 +154,14 @@ def test_a_conversation_goes_on_from_its_cache(tales: edgeinfer.Model) -> None:
 
 
 def test_sessions_are_saved_and_taken_up_again(tmp_path: Path) -> None:
-    with load_eager(builtin_gguf(), context=256, prefix_cache="4MB") as model:
+    with load_eager(builtin_gguf(), backend="llamacpp", context=256, prefix_cache="4MB") as model:
         chat = model.chat()
         first = chat.send("Tell me a story about Tom.", max_tokens=30)
         chat.save(tmp_path / "talk.session")
         expected = chat.send("What did Tom see?", max_tokens=20).text
         other = model.generate("Once upon a time", max_tokens=20).text
         assert model.generate("Once upon a time", max_tokens=20).text == other
-    with load_eager(builtin_gguf(), context=256) as model:
+    with load_eager(builtin_gguf(), backend="llamacpp", context=256) as model:
         again = model.load_chat(tmp_path / "talk.session")
         result = again.send("What did Tom see?", max_tokens=20)
         assert result.text == expected
@@ -169,7 +169,9 @@ def test_sessions_are_saved_and_taken_up_again(tmp_path: Path) -> None:
 
 
 def test_conversations_put_aside_come_back_from_the_prefix_cache() -> None:
-    with edgeinfer.load(builtin_gguf(), context=256, prefix_cache="8MB", speculation="off") as model:
+    with edgeinfer.load(
+        builtin_gguf(), backend="llamacpp", context=256, prefix_cache="8MB", speculation="off"
+    ) as model:
         long = "One day, Tim and his mom went to the big red barn to see the animals and the farmer. " * 2
         first = model.generate(long, max_tokens=10)
         model.generate("The cat sat on the mat and looked at the bird in the tree until it was dark.", max_tokens=10)
@@ -179,7 +181,7 @@ def test_conversations_put_aside_come_back_from_the_prefix_cache() -> None:
 
 
 def test_cancelling_ends_a_reply() -> None:
-    with load_eager(builtin_gguf(), context=512) as model:
+    with load_eager(builtin_gguf(), backend="llamacpp", context=512) as model:
         stream = model.stream("Once upon a time", ignore_eos=True)
         next(stream)
         stream.cancel()
@@ -206,7 +208,7 @@ def test_replies_are_searched_for_in_texts_that_take_turns(tales: edgeinfer.Mode
 
 def test_models_with_sliding_windows_draft_search_and_come_back(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "windows.gguf", Shape(window=8, head_dim=64))
-    with load_eager(path, context=128) as model:
+    with load_eager(path, backend="llamacpp", context=128) as model:
         ids = [5 + i % 9 for i in range(40)]
         same(model, "copy,ngram", prompt=ids, max_tokens=20, ignore_eos=True)
         model.generate([7, 8, 9], max_tokens=4)  # another conversation
@@ -216,7 +218,7 @@ def test_models_with_sliding_windows_draft_search_and_come_back(tmp_path: Path) 
         assert model.generate(ids, search="beam", beams=1, max_tokens=8, ignore_eos=True).token_ids == expected
         model.generate(ids, max_tokens=8, ignore_eos=True)
         model.save_session(tmp_path / "talk.session")
-    with edgeinfer.load(path, context=128, prefix_cache="1MB") as model:
+    with edgeinfer.load(path, backend="llamacpp", context=128, prefix_cache="1MB") as model:
         assert model.load_session(tmp_path / "talk.session") == [*ids, *expected[:-1]]
         assert model.generate(ids, max_tokens=8, ignore_eos=True).token_ids == expected
 
@@ -224,15 +226,15 @@ def test_models_with_sliding_windows_draft_search_and_come_back(tmp_path: Path) 
 def test_layers_cannot_be_skipped_and_the_error_names_the_way() -> None:
     for who in ("skip", "exit"):
         with pytest.raises(CapabilityError) as raised:
-            edgeinfer.load(builtin_gguf(), context=64, speculation=who)
+            edgeinfer.load(builtin_gguf(), backend="llamacpp", context=64, speculation=who)
         assert "natively exported bundle" in str(raised.value)
 
 
 def test_a_plan_fits_or_says_the_least_that_would_do() -> None:
     with pytest.raises(BudgetError) as raised:
-        edgeinfer.load(builtin_gguf(), memory="40MB")
+        edgeinfer.load(builtin_gguf(), backend="llamacpp", memory="40MB")
     assert raised.value.minimum_bytes is not None and raised.value.terms["kv"] > 0
-    plan = edgeinfer.plan(builtin_gguf(), memory="2GB", context=128)
+    plan = edgeinfer.plan(builtin_gguf(), backend="llamacpp", memory="2GB", context=128)
     assert plan.fits and {"kv", "activations", "weights_packed", "weights_mapped", "tokenizer"} <= set(plan.terms)
 
 
@@ -246,7 +248,9 @@ def test_experts_can_be_fewer_for_a_drafter_of_the_same_file(tmp_path: Path) -> 
 def test_a_copy_without_some_layers_drafts_for_the_whole(tmp_path: Path) -> None:
     pruned = tmp_path / "drafter.gguf"
     quantize_gguf(builtin_gguf(), pruned, "COPY", prune_layers=(2,))
-    with load_eager(builtin_gguf(), context=128, draft_model=str(pruned), speculation="model") as model:
+    with load_eager(
+        builtin_gguf(), backend="llamacpp", context=128, draft_model=str(pruned), speculation="model"
+    ) as model:
         assert same(model, "model", max_tokens=40, ignore_eos=True).acceptance_rate > 0.4
 
 
@@ -256,16 +260,14 @@ def test_choices_are_kept_to(tales: edgeinfer.Model) -> None:
 
 def test_a_gguf_model_is_evaluated_beside_its_bundle() -> None:
     text = "Once upon a time there was a little dog. The little dog had a red ball and played with it all day long."
-    found = edgeinfer.evaluate(builtin_gguf("Q8_0"), [text], reference=BUILTIN)
+    found = edgeinfer.evaluate(builtin_gguf("Q8_0"), [text], backend="llamacpp", reference=BUILTIN)
     assert found.divergence is not None and found.divergence.mean < 0.05
 
 
 def test_a_command_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
     from edgeinfer.apps.cli.main import main
 
-    assert (
-        main(["run", "-m", str(builtin_gguf()), "-p", "Once upon a time", "-n", "5", "-c", "64", "--temperature", "0"])
-        == 0
-    )
+    engine = ["-m", str(builtin_gguf()), "--backend", "llamacpp"]
+    assert main(["run", *engine, "-p", "Once upon a time", "-n", "5", "-c", "64", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip()
-    assert main(["plan", "-m", str(builtin_gguf()), "--memory", "2GB"]) == 0
+    assert main(["plan", *engine, "--memory", "2GB"]) == 0

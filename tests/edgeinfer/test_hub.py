@@ -265,11 +265,11 @@ GGUFS = {
 )
 def test_one_gguf_file_of_a_repository_is_fetched_by_its_type(fake: FakeHub, tag: str, first: str, count: int) -> None:
     fake.repos["org/gguf"] = GGUFS
-    path = hub.resolve(f"org/gguf:{tag}")
+    path = hub.resolve(f"org/gguf:{tag}", llamacpp=True)
     assert path.name == first
     assert len(fetched(path.parent)) == count
     calls = len(fake.calls)
-    assert hub.resolve(f"org/gguf:{tag}") == path
+    assert hub.resolve(f"org/gguf:{tag}", llamacpp=True) == path
     assert len(fake.calls) == calls, "what is cached is not fetched again"
 
 

@@ -17,7 +17,7 @@ from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes, gguf_memory
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import Repository, best_offer, offers_in
-from edgeinfer.hub.folder import CheckpointSource, find_converted
+from edgeinfer.hub.folder import ModelSource, find_converted
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.installed import list_models, remove_model
@@ -63,10 +63,10 @@ class Machine:
             self.file("org/bundle", "bundle", 17),
         ]
         self.converted = [
-            *(self.conversion(CheckpointSource("org/chat"), bits) for bits in (4, 8)),
-            self.conversion(CheckpointSource("org/one"), 4),
-            *(self.conversion(CheckpointSource.of_directory(folder / "Small-1B"), bits) for bits in (4, 8)),
-            self.conversion(CheckpointSource.of_directory(folder / "qc15"), 4),
+            *(self.conversion(ModelSource("org/chat"), bits) for bits in (4, 8)),
+            self.conversion(ModelSource("org/one"), 4),
+            *(self.conversion(ModelSource(str(folder / "Small-1B"), "directory"), bits) for bits in (4, 8)),
+            self.conversion(ModelSource(str(folder / "qc15"), "directory"), 4),
         ]
 
     def file(self, name: str, kind: Any, size: int) -> hub.CachedModel:
@@ -74,7 +74,7 @@ class Machine:
         path.write_bytes(bytes(size))
         return hub.CachedModel(name, name.partition(":")[0], kind, path, (path,))
 
-    def conversion(self, source: CheckpointSource, bits: int) -> hub.Converted:
+    def conversion(self, source: ModelSource, bits: int) -> hub.Converted:
         path = source.place(bits, "main")
         source.record()
         path.mkdir()
@@ -216,7 +216,7 @@ def test_a_file_that_says_nothing_is_called_by_its_metadata_or_its_folder() -> N
 
 def test_conversions_of_all_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    source = CheckpointSource("org/model")
+    source = ModelSource("org/model")
     source.record()
     for bits in CONVERTED_BITS:
         source.place(bits, "abc").mkdir()
@@ -228,7 +228,7 @@ def test_conversions_of_all_bits_are_found(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_short_name_in_other_bits_means_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    source, jobs = CheckpointSource("org/model"), list[FetchJob]()
+    source, jobs = ModelSource("org/model"), list[FetchJob]()
     source.record()
     source.place(4, "abc").mkdir()
     (source.place(4, "abc") / "edgeinfer.json").touch()
@@ -260,7 +260,7 @@ def test_the_catalogs_data() -> None:
         assert model.sizes.parameters == pytest.approx(model.parameters, rel=0.005), model.name
         assert model.sizes.kv_bytes() < model.memory < 300_000_000 + 2 * model.parameters
         assert model.disk < model.memory and model.context >= 1024
-        assert not model.is_gguf or 4 < 8 * model.file_bytes / model.parameters < 8
+        assert not model.is_gguf or 4 < 8 * model.disk / model.parameters < 8
 
 
 def test_memory_is_what_the_formula_says() -> None:

@@ -241,7 +241,7 @@ def test_a_gguf_vocabulary_is_followed_as_well() -> None:
 
     if not (BUILTIN / "edgeinfer.json").is_file():
         pytest.skip("the built-in model has not been made")
-    with load_eager(builtin_gguf(), context=256) as model:
+    with load_eager(builtin_gguf(), backend="llamacpp", context=256) as model:
         for form in ("schema", "regex", "grammar"):
             found = [
                 model.generate(PROMPT, max_tokens=120, speculation=who, **SAMPLED, **FORMS[form])

@@ -299,7 +299,7 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(tmp_path: Path, monkeyp
     path = quantized(
         write_gguf(tmp_path / "model.gguf", Shape(head_dim=64, ffn=512, vocab=2048), tokenizer="gpt2"), Q4_0
     )
-    usual = edgeinfer.plan(path, threads=1).configuration.weights
+    usual = edgeinfer.plan(path, backend="llamacpp", threads=1).configuration.weights
     other = {"mapped": "packed", "packed": "mapped"}[usual]
     made: list[str] = []
 
@@ -312,11 +312,11 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(devices, "Stopwatch", Fast)
     monkeypatch.setattr(devices, "FULL", Effort((7, 8), 600.0))
-    found = tools.tune_device(path, threads=1, prefill_chunk=64)
+    found = tools.tune_device(path, backend="llamacpp", threads=1, prefill_chunk=64)
     assert found.settings.weights == other and "load" in found.parts and LOADED in made
-    plan = edgeinfer.plan(path, threads=1)
+    plan = edgeinfer.plan(path, backend="llamacpp", threads=1)
     assert plan.configuration.weights == other and "weights" in plan.tuned
-    asked = edgeinfer.plan(path, threads=1, weights="mapped" if usual == "mapped" else "packed")
+    asked = edgeinfer.plan(path, backend="llamacpp", threads=1, weights="mapped" if usual == "mapped" else "packed")
     assert asked.configuration.weights == usual and "weights" not in asked.tuned
 
 

@@ -112,8 +112,8 @@ def test_a_gguf_model_is_tuned_without_its_layers(capsys: Capture, tmp_path: Pat
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     model = random_gguf(tmp_path, kind="Q8_0", hidden_size=64, max_position_embeddings=512)
-    found = json.loads(run(capsys, "tune", "-m", model, "--json"))
+    found = json.loads(run(capsys, "tune", "-m", model, "--backend", "llamacpp", "--json"))
     assert set(found) == {"device"}
     assert "prefill_chunk" in {each["name"] for each in found["device"]["attempts"]}
     assert "affinity" not in {each["name"] for each in found["device"]["attempts"]}
-    assert "cannot skip layers" in run(capsys, "tune", "-m", model)
+    assert "cannot skip layers" in run(capsys, "tune", "-m", model, "--backend", "llamacpp")

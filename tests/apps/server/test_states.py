@@ -324,7 +324,7 @@ def test_a_load_that_ends_in_any_way_leaves_no_state_of_loading(
 @pytest.mark.gguf
 def test_a_gguf_file_that_was_away_answers() -> None:
     """In a process of its own, as `edgeinfer serve` runs it, and with keep_alive."""
-    with served_process("-m", str(builtin_gguf()), "--idle-unload", "0.5") as server:
+    with served_process("-m", str(builtin_gguf()), "--backend", "llamacpp", "--idle-unload", "0.5") as server:
         for _ in range(2):
             wait_until(lambda: bool(server.get("/props").json()["is_sleeping"]), "the model's leave")
             for path, body in ASKED.items():

@@ -60,7 +60,7 @@ def install(patch: pytest.MonkeyPatch, *devices: tuple[str, int, int]) -> None:
 def test_a_build_for_the_cpu_refuses_and_tells_how_to_build_another() -> None:
     assert graphics.graphics_processors() == ()
     for option in (["--gpu-layers", "auto"], ["--gpu-layers", "2"], ["--device", "vulkan"], ["--device", "CUDA0"]):
-        result = run("run", "-m", str(builtin_gguf()), "-p", PROMPT, *option)
+        result = run("run", "-m", str(builtin_gguf()), "--backend", "llamacpp", "-p", PROMPT, *option)
         assert result.returncode == DeviceError.exit_code and b"CMAKE_ARGS" in result.stderr
 
 
@@ -121,7 +121,7 @@ def test_texts_are_the_same_with_layers_on_a_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LlamaModel, "_load", watched)
     replies = []
     for options in ({}, {"gpu_layers": 2}, {"device": "vulkan", "kv": "q8_0"}, {"kv": "q8_0"}):
-        with edgeinfer.load(builtin_gguf(), context=128, **options) as model:
+        with edgeinfer.load(builtin_gguf(), backend="llamacpp", context=128, **options) as model:
             replies.append(model.generate(PROMPT, max_tokens=24).token_ids)
             device = model.info.device
         assert device == ("Vulkan0" if len(options) and options.keys() != {"kv"} else "cpu")

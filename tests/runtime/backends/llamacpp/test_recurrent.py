@@ -172,7 +172,7 @@ def test_the_plan_counts_the_states(name: str, make_family: Make, bundles: Calla
 
 @pytest.mark.parametrize("name", BACK)
 def test_replies_are_the_same_with_speculation(name: str, bundles: Callable[[str], Bundle]) -> None:
-    with edgeinfer.load(bundles(name).path, context=100, kv="float32", speculation="off") as model:
+    with edgeinfer.load(bundles(name).path, backend="llamacpp", context=100, kv="float32", speculation="off") as model:
         plain = model.generate(PROMPT, max_tokens=30, temperature=0).token_ids
     with load_eager(bundles(name).path, context=100, kv="float32", speculation="recycle") as model:
         replies = [model.generate(PROMPT, max_tokens=30, temperature=0) for _ in range(3)]
@@ -182,15 +182,15 @@ def test_replies_are_the_same_with_speculation(name: str, bundles: Callable[[str
 
 def test_what_cannot_be_taken_back_is_decoded_plainly(bundles: Callable[[str], Bundle]) -> None:
     path = bundles("GraniteMoeHybrid").path
-    with edgeinfer.load(path, context=100) as model:
+    with edgeinfer.load(path, backend="llamacpp", context=100) as model:
         assert model.plan.draft_max == 0
         assert len(model.generate(PROMPT, max_tokens=5, temperature=0).token_ids) == 5
     with pytest.raises(UsageError, match="cannot be taken back"):
-        edgeinfer.load(path, context=100, speculation="copy")
+        edgeinfer.load(path, backend="llamacpp", context=100, speculation="copy")
 
 
 def test_a_conversation_goes_on_from_its_states(bundles: Callable[[str], Bundle], tmp_path: Path) -> None:
-    with edgeinfer.load(bundles("Mamba2").path, context=100, kv="float32") as model:
+    with edgeinfer.load(bundles("Mamba2").path, backend="llamacpp", context=100, kv="float32") as model:
         first = model.generate(PROMPT, max_tokens=8, temperature=0)
         longer = model.generate(PROMPT + first.text, max_tokens=4, temperature=0)
     assert longer.timings.cached_prompt_tokens > 0
@@ -203,12 +203,12 @@ def test_conversations_are_saved_and_kept_with_their_states(
     path = bundles(name).path
     options: dict[str, Any] = {"context": 128, "kv": "float32", "speculation": "off"}
     file, other = tmp_path / "talk.session", "A cat sat on the mat, and looked out of the window."
-    with edgeinfer.load(path, **options) as model:
+    with edgeinfer.load(path, backend="llamacpp", **options) as model:
         ids = model.tokenize(PROMPT)
         ids += model.generate(ids, max_tokens=20).token_ids
         model.save_session(file)
         expected = model.generate(ids, max_tokens=20).token_ids
-    with edgeinfer.load(path, **options, prefix_cache="4MB") as model:
+    with edgeinfer.load(path, backend="llamacpp", **options, prefix_cache="4MB") as model:
         assert model.load_session(file) == ids[:-1]
         again = model.generate(ids, max_tokens=20)
         assert (again.token_ids, again.timings.cached_prompt_tokens) == (expected, len(ids) - 1)
@@ -222,7 +222,7 @@ def test_conversations_are_saved_and_kept_with_their_states(
 
 
 def test_searches_that_copy_rows_are_refused(bundles: Callable[[str], Bundle]) -> None:
-    with edgeinfer.load(bundles("Lfm2").path, context=64) as model:
+    with edgeinfer.load(bundles("Lfm2").path, backend="llamacpp", context=64) as model:
         with pytest.raises(CapabilityError, match="cannot copy what"):
             model.generate(PROMPT, max_tokens=4, search="beam")
         assert len(model.generate(PROMPT, max_tokens=4, temperature=0).token_ids) == 4

@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 VERSION = bytes([7, 0, 0, 0])
 RUN = """
 import json, sys, edgeinfer
-options = {} if sys.argv[2] == "-" else {"rpc": sys.argv[2]}
+options = {"backend": "llamacpp"} if sys.argv[2] == "-" else {"rpc": sys.argv[2]}
 with edgeinfer.load(sys.argv[1], threads=1, speculation="off", context=64, **options) as model:
     reply = model.generate([1, 5, 9, 12], max_tokens=8, ignore_eos=True)
     plan = model.plan

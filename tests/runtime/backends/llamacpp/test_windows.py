@@ -109,12 +109,12 @@ def test_conversations_are_saved_and_kept(name: str, bundles: Callable[[str], Bu
     path = bundles(name).path
     options: dict[str, Any] = {"context": 128, "kv": "float32", "speculation": "off"}
     file, other = tmp_path / "talk.session", "A cat sat on the mat, and looked out of the window."
-    with edgeinfer.load(path, **options) as model:
+    with edgeinfer.load(path, backend="llamacpp", **options) as model:
         ids = model.tokenize(PROMPT)
         ids += model.generate(ids, max_tokens=20, temperature=0).token_ids
         model.save_session(file)
         expected = model.generate(ids, max_tokens=20, temperature=0).token_ids
-    with edgeinfer.load(path, **options, prefix_cache="4MB") as model:
+    with edgeinfer.load(path, backend="llamacpp", **options, prefix_cache="4MB") as model:
         assert model.load_session(file) == ids[:-1]
         again = model.generate(ids, max_tokens=20, temperature=0)
         assert (again.token_ids, again.timings.cached_prompt_tokens) == (expected, len(ids) - 1)
