@@ -43,23 +43,17 @@ class Step:
 
 
 @dataclass
-class DecodingStatistics:
-    """Counts what every strategy may count."""
+class SearchStatistics:
+    """Counts what a search took; fields as in `results.SearchUse`."""
 
     passes: int = 0
     rows: int = 0
-
-
-@dataclass
-class SearchStatistics(DecodingStatistics):
-    """Counts what a search took; `trials` as in `SearchUse`."""
-
     branches: int = 0
     trials: int = 0
 
 
 @dataclass
-class ReducedStatistics(DecodingStatistics):
+class ReducedStatistics:
     """What reduced compute made of a reply's tokens after the first."""
 
     tokens: int = 0
@@ -80,7 +74,7 @@ class RoundTimes:
 
 
 @dataclass
-class SpeculationStatistics(DecodingStatistics):
+class SpeculationStatistics:
     """Counts what the rounds of one generation came to; fields as in `results.SpeculationUse`."""
 
     rounds: int = 0

@@ -66,10 +66,6 @@ STATIC_ONLY = Traits(False, False, False, False, False, False)
 CPU = Device("cpu", CPU_PROVIDER, {}, Traits(True, True, True, True, True, True), CPU_MEMORY)
 
 
-def _always(device: Device) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class DeviceEntry:
     """One name's entry in the registry."""
@@ -78,7 +74,9 @@ class DeviceEntry:
     package: str  # the pip package that brings the provider
     plugin: bool  # whether the package is installed together with onnxruntime; else in place of it
     tried: str  # where it was run, for people: the table says so
-    hardware: Callable[[Device], bool] = _always  # whether the provider, which is installed, sees hardware for a device
+    hardware: Callable[[Device], bool] = lambda device: (
+        True
+    )  # whether the provider, which is installed, sees hardware for a device
     automatic: bool = True  # whether "auto" may take it
 
     @property

@@ -66,15 +66,12 @@ class TokenJudge:
         while children := draft.children(at):
             token = target.token(at)
             same = [child for child in children if draft.guesses[child].token == token]
-            right = same or [child for child in children if self._allows(child, target)]
+            right = same or [c for c in children if self.finds_right(target.state(c)) and target.may_follow(c)]
             if not right:
                 return Verdict(tuple(accepted), token, bonus=False)
             at = right[0]
             accepted.append(at)
         return Verdict(tuple(accepted), target.token(at), bonus=True)
-
-    def _allows(self, node: int, target: TargetView) -> bool:
-        return self.finds_right(target.state(node)) and target.may_follow(node)
 
 
 def normed_states(states: Floats) -> Floats:  # (S, D) -> (S, D)

@@ -6,6 +6,7 @@ reply's own text, so that the next turn rests on the same bits as without.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -166,17 +167,8 @@ class SearchStrategy(DecodingStrategy):
 
     def search_use(self) -> SearchUse:
         """What was done so far."""
-        statistics = self._statistics
-        return SearchUse(
-            search=self._config.search,
-            lossless=self.lossless,
-            passes=statistics.passes,
-            rows=statistics.rows,
-            branches=statistics.branches,
-            trials=statistics.trials,
-            chosen=self._chosen,
-            texts=self._texts,
-        )
+        counts = dataclasses.asdict(self._statistics)
+        return SearchUse(self._config.search, self.lossless, **counts, chosen=self._chosen, texts=self._texts)
 
     def _forward(self, token: int) -> Floats:  # (V,)
         return self._passes.feed(token)

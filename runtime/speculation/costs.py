@@ -253,7 +253,8 @@ class DeviceCosts:
             release_code()
         if self._check and self.exact is None:
             self.exact = check_exact(self._backend)
-            self._profile.save_arrays(_EXACT, _check_state(self.exact))
+            kept_check = dataclasses.asdict(self.exact)
+            self._profile.save_arrays(_EXACT, {name: np.array([value]) for name, value in kept_check.items()})
         if self._passes is None:
             self.plain_ms = self._plain_steps()
             can = self._backend.capabilities
@@ -433,10 +434,6 @@ def _followed(believed: float, times: Sequence[float]) -> float:
         return believed
     share = len(times) / (len(times) + _BELIEVED)
     return believed + share * (median(times) - believed)
-
-
-def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:
-    return {name: np.array([value]) for name, value in dataclasses.asdict(check).items()}
 
 
 def _check_from(state: dict[str, NDArray[Any]] | None) -> ExactCheck | None:

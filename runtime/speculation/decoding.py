@@ -234,7 +234,12 @@ class SpeculativeDecoding(DecodingStrategy):
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
         committed = (*accepted, verdict.token)
         logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
-        round = self._round_of(draft, verdict, committed, passed, logits)
+        # Where a recheck ran another pass, it has overwritten the states that the output shows.
+        hidden = passed.hidden if logits is passed.logits else None
+        branches = self._controller.width > 1
+        round = Round(
+            draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
+        )
         for token, entry in zip(committed, logprobs, strict=True):
             self._sampler.accept_with(token, entry)
         self._root = verdict.token
@@ -322,16 +327,6 @@ class SpeculativeDecoding(DecodingStrategy):
             self.statistics.rechecked += 1
             return Verdict(verdict.accepted[:place], token, False), LogitRows(logits)
         return verdict, passed.logits
-
-    def _round_of(
-        self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: Evaluated, logits: LogitRows
-    ) -> Round:
-        # Another pass has overwritten the states that the output shows.
-        hidden = passed.hidden if logits is passed.logits else None
-        branches = self._controller.width > 1
-        return Round(
-            draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
-        )
 
     def _catch_up(self) -> None:
         """Tell drafters of the plain steps since the last round."""

@@ -258,18 +258,15 @@ class LlamaContext:
         self.batch.pad(size, padding, outputs)
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
-        self._choose_threads()
+        if self._spare_threads is not None and (threads := self._spare_threads.count()) != self._threads:
+            self._lib.llama_set_n_threads(self.pointer, threads, threads)
+            self._threads = threads
         answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
         if answer == 0:
             self._lib.llama_synchronize(self.pointer)
         if padding:
             self.cut(self.options.spare, 0)
         return answer
-
-    def _choose_threads(self) -> None:
-        if self._spare_threads is not None and (threads := self._spare_threads.count()) != self._threads:
-            self._lib.llama_set_n_threads(self.pointer, threads, threads)
-            self._threads = threads
 
     def logits(self, rows: int) -> Floats:  # (R, V)
         """The logits of the rows that the last pass was asked for, a view that the next one overwrites."""

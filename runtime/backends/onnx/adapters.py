@@ -183,8 +183,8 @@ class _Rewriter:
     def graph(self, body: bytes, *, whole: bool = False) -> bytes:
         """The graph, or a branch of it, with further nodes and inputs."""
         parts = list[bytes]()
-        if whole:
-            parts.append(self._head_rows())
+        if whole and _HEAD in self._adapters.sites:
+            parts.append(write_node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], [graph.HEAD_ADAPTERS]))
         for field in fields(body):
             parts += self._nodes(field.body or b"") if field.number == _NODE else [field.whole]
         if whole:
@@ -228,12 +228,6 @@ class _Rewriter:
         attributes = [write_attribute(name, value) for name, value in numbers.items()]
         attributes += [node.attributes[name] for name in ("norm_epsilon", "part") if name in node.attributes]
         return write_node("Adapter", inputs, [result], attributes, graph.NATIVE_DOMAIN)
-
-    def _head_rows(self) -> bytes:
-        """The adapters of the rows that go through the head."""
-        if _HEAD not in self._adapters.sites:
-            return b""
-        return write_node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], [graph.HEAD_ADAPTERS])
 
     def _branch(self, attribute: bytes) -> bytes:
         parts = [

@@ -129,17 +129,14 @@ class OrtSession:
         # which took 57 microseconds.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
         if threads > 1:
-            self._rest()
+            # The threads of a new session spin for some 40 ms, on cores that loading wants, unless a run ends. One that
+            # asks for no output ends at once, with an error.
+            with contextlib.suppress(Exception):
+                self._session.run_with_iobinding(self._session.io_binding(), self._run_options)
 
     def renew(self) -> None:
         """Keeps the session, whose end waits for its threads (in `pthread_cond_destroy`)."""
         keep_for_good(self._session)
-
-    def _rest(self) -> None:
-        # The threads of a new session spin for some 40 ms, on cores that loading wants, unless a run ends. One that
-        # asks for no output ends at once, with an error.
-        with contextlib.suppress(Exception):
-            self._session.run_with_iobinding(self._session.io_binding(), self._run_options)
 
     def binding(self) -> Binding:
         """A new, empty binding of inputs and outputs, which are read and written where they lie."""

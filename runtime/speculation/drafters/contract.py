@@ -44,14 +44,6 @@ def _nothing(probabilities: Probabilities, drafted: Sequence[int], taken: Sequen
     return None
 
 
-def _all_there() -> int:
-    return 0
-
-
-def _middle(depth: int, draw: int) -> float:
-    return 0.5
-
-
 @dataclass(frozen=True)
 class DraftContext:
     """What a round starts from."""
@@ -65,10 +57,10 @@ class DraftContext:
     further: Further = _nothing  # draws siblings of a token that `draw` drew from a distribution
     # By how many tokens the text is longer than the target's cache with the root would be, because the text has
     # outgrown the context; 0 as long as it has not. It changes between rounds only.
-    lost: Callable[[], int] = _all_there
+    lost: Callable[[], int] = lambda: 0
     # A number in [0, 1) of a depth (0 for what follows the root), independent for each draw and of all tokens drawn,
     # for deciding where to draw.
-    chance: Callable[[int, int], float] = _middle
+    chance: Callable[[int, int], float] = lambda depth, draw: 0.5
 
     @property
     def root_row(self) -> int:
