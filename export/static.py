@@ -38,14 +38,8 @@ _OPSET = 21
 
 
 class _StaticOperators:
-    """Adds nodes to a graph whose hidden states are (1, S, D).
-
-    With three dimensions, as ONNX Runtime makes a float-only Gemm of a two-dimensional MatMul and sum, and would
-    dequantize the matrix in every pass.
-
-    Args:
-        rows: S.
-    """
+    """Adds nodes to a graph whose hidden states are (1, rows, D): of two dimensions ONNX Runtime makes a float-only
+    Gemm of MatMul and sum, and would dequantize the matrix in every pass."""
 
     def __init__(self, graph: GraphBuilder, spec: DecoderSpec, tensors: Mapping[str, TensorEntry], rows: int) -> None:
         self._graph, self._spec, self._tensors, self._rows = graph, spec, tensors, rows

@@ -71,14 +71,8 @@ def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
 def allocate_exactly(
     choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
 ) -> tuple[Allocation, int]:
-    """`allocate` for things that take more than their sum when laid out, by the padding between them.
-
-    Args:
-        measure: bytes of the chosen options, by index, when laid out.
-
-    Returns:
-        The allocation and its measured bytes, at most `budget`.
-    """
+    """`allocate` for things that take more than their sum when laid out, by the padding between them. `measure` gives
+    the bytes of the chosen options, by index; the result's bytes are at most `budget`."""
     least = sum(choice.least for choice in choices)
     allowed, best = budget, None
     tried = set()

@@ -41,11 +41,8 @@ class Visitor(Protocol):
     """Sees the matrices of a model during a run, and may replace them."""
 
     def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        """Called before a layer where `CalibrationOptions.preview` is set; the reader may change weights after it.
-
-        Args:
-            statistics: of each of its matrices' inputs in a float layer, except of experts that no token reached.
-        """
+        """Called before a layer where `CalibrationOptions.preview` is set, with statistics of its matrices' inputs in a
+        float layer; the reader may change weights after it."""
 
     def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
         """The quantized model's rows of the embedding."""
@@ -115,11 +112,7 @@ def calibrate(
     visitor: Visitor,
     options: CalibrationOptions | None = None,
 ) -> Calibration:
-    """Runs a model over texts.
-
-    Args:
-        texts: token ids of each; texts do not see each other, and all begin at position 0.
-    """
+    """Runs a model over texts of token ids, which do not see each other and all begin at position 0."""
     options = options or CalibrationOptions()
     texts = [np.asarray(text, np.int64) for text in texts]
     _check(spec, texts)

@@ -75,13 +75,8 @@ def is_protected(name: str) -> bool:
 def make_scheme(
     shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool, vectors: bool = False
 ) -> QuantScheme | None:
-    """The scheme of a matrix (N, K) for bits and a largest block; None at 32 bits.
-
-    Large 8-bit matrices never have zero points.
-
-    Args:
-        vectors: 2 bits are codes of vectors where K is a multiple of the block.
-    """
+    """The scheme of a matrix (N, K) for bits and a largest block; None at 32 bits. Large 8-bit matrices never have zero
+    points; with `vectors` 2 bits are codes of vectors where K is a multiple of the block."""
     if bits == FLOAT_BITS:
         return None
     block = effective_block(shape[1], block_size)

@@ -70,12 +70,8 @@ def probe_tokens(spec: DecoderSpec, parameters: int) -> int:
 def probe_decoder(
     spec: DecoderSpec, tensors: Tensors, texts: Sequence[Ints], look: Look, progress: Progress | None = None
 ) -> dict[str, Probe]:
-    """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`).
-
-    Args:
-        texts: token ids; texts do not see each other.
-        look: called for every matrix once.
-    """
+    """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`); calls `look` for each
+    once."""
     walk = _ProbeWalk(spec, tensors, [len(text) for text in texts], look)
     tokens = np.concatenate(list(texts))
     embedding = tensors("embed")

@@ -94,13 +94,9 @@ class _Curvature:
 
 
 class Refiner:
-    """Refines codes of any rows under one Hessian.
+    """Refines codes of any rows under one Hessian (K', K'), positive definite, zero outside the diagonal in padding.
 
-    Args:
-        hessian: (K', K'), positive definite; zero outside the diagonal in padding.
-        grid: allowed values of a block.
-        sweeps: at most.
-        tolerance: relative gain below which sweeps end, once none is smoothed.
+    It sweeps until the relative gain is below `tolerance`, once no block is smoothed.
     """
 
     def __init__(self, hessian: Floats, grid: Grid, sweeps: int, tolerance: float) -> None:

@@ -39,12 +39,7 @@ def measure_costs(
     candidates: Mapping[str, Sequence[QuantScheme | None]],
     progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
-    """Predicts the cost of each candidate of each matrix, from one run of all probes through the model.
-
-    Args:
-        texts: token ids; texts do not see each other.
-        candidates: schemes by canonical name, of every matrix that may be quantized.
-    """
+    """Predicts the cost of each candidate of each matrix, from one run of all probes through the model."""
     shared = Counter(map(expert_group, candidates))
     ratios: dict[str, list[float]] = {}
 

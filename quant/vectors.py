@@ -40,11 +40,7 @@ _SIGNED = (_SIGNS[:, None] * _BOOK).reshape(-1, VECTOR)  # (16 * 16, 4), by the 
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None, *, hessian: bool) -> Solver:
-    """The quantizer of matrices of K columns, a multiple of the block.
-
-    Args:
-        hessian: errors are fed forward, for which the statistics must have a Hessian.
-    """
+    """The quantizer of matrices of K columns, a multiple of the block; with `hessian` errors are fed forward."""
     plain = _Nearest(grid.size, k, statistics)
     if hessian and statistics is not None and statistics.hessian is not None:
         return Solver(_ROWS, _FedForward(plain, statistics, statistics.hessian).solve)

@@ -79,10 +79,7 @@ def file_name(path: Path, named: str = "") -> str:
 
 
 def display_name(name: str) -> str:
-    """A model's name as people say it: Qwen2.5 Coder 0.5B Instruct, of qwen2.5-coder-0.5b-instruct-q4_k_m.
-
-    Names that users made up stay as they are.
-    """
+    """A model's name as people say it: Qwen2.5 Coder 0.5B Instruct, of qwen2.5-coder-0.5b-instruct-q4_k_m."""
     last = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
     parts = [part for part in re.split(r"[-_:\s]+", _without_format(stem_of(last))) if part]
     if len(parts) < 2 or not any(_SIZE.fullmatch(part) or _family(part) for part in parts):

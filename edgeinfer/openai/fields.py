@@ -92,11 +92,8 @@ _ALIKE, _LACKING = 0.85, 2
 
 
 class Fields:
-    """The fields of a JSON object. A field that is null counts as left out.
-
-    Args:
-        where: prefix of its fields' names in messages, such as "tools[0]."; empty for a whole request.
-    """
+    """The fields of a JSON object, named in messages behind the prefix `where`; a field that is null counts as left
+    out."""
 
     def __init__(self, body: Any, where: str = "", ignored: list[str] | None = None) -> None:
         self._where = where

@@ -35,16 +35,11 @@ _STREAMS = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of a family's checkpoint tensors; packed ones list one name for each part of the checkpoint's.
+    """Names of a family's checkpoint tensors; packed ones list one name for each part of the checkpoint's, in the order
+    of their rows. A norm's bias is named after its weight.
 
-    Attributes:
-        qkv, gate_up: modules in the order of their rows.
-        gate: of the heads' results; see DecoderSpec.output_gate.
-        q_a, q_a_norm, q_b: of latent attention: a projection to a small vector, its norm, and the projection back.
-        mixer: of a recurrence, instead of attention or next to it.
-        streams: prefix of the matrices by which streams are entered and left.
-
-    A norm's bias is named after its weight.
+    `gate` is that of DecoderSpec.output_gate, `q_a`, `q_a_norm` and `q_b` are those of latent attention, `mixer` is a
+    recurrence's, and `streams` the prefix of the matrices by which streams are entered and left.
     """
 
     embed: str = "model.embed_tokens.weight"

@@ -45,11 +45,7 @@ def _inner_size(config: HFConfig) -> int:
 
 
 def _hybrid(config: HFConfig, tied: bool, width: int = 3, **parts: Any) -> DecoderSpec:
-    """Most layers have a convolution over the last tokens, the others attention with normed queries and keys.
-
-    Args:
-        width: of the convolutions, where config.json does not say.
-    """
+    """Most layers have a convolution over the last tokens, the others attention with normed queries and keys."""
     mixers = _mixers(config)
     if "rope" not in parts:
         rope = config.rope(config.head_dim())

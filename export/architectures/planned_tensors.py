@@ -141,11 +141,8 @@ def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
 
 
 class PlannedTensors:
-    """All planned tensors by canonical name; see `quant.calibration.ModelReader`.
-
-    Args:
-        borrowed: tensors of another checkpoint.
-    """
+    """All planned tensors by canonical name, some `borrowed` from another checkpoint; see
+    `quant.calibration.ModelReader`."""
 
     def __init__(
         self, checkpoint: Checkpoint, plans: Iterable[TensorPlan], borrowed: Mapping[str, PlannedRows] | None = None

@@ -57,13 +57,7 @@ class BlockInput(NamedTuple):
 
 
 class DecoderGraph:
-    """The graph of a decoder while it is built, part by part; `edgeinfer.export.graph.draft_module` overrides parts.
-
-    Args:
-        tensors: the tensor table by canonical name; complete for the spec.
-        operators, attention: of the layout.
-        taps: as `Manifest.taps`.
-    """
+    """The graph of a decoder while it is built, part by part; `edgeinfer.export.graph.draft_module` overrides parts."""
 
     def __init__(
         self,

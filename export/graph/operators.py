@@ -93,11 +93,8 @@ class Operators:
         gated: bool | None = None,
         cut: float = 0.0,
     ) -> str:
-        """The first half of an MLP, normed before where a norm is named: act(gate) * up of the value, or act(up).
-
-        Args:
-            gated: None is as the decoder's own MLPs.
-        """
+        """The first half of an MLP, normed before where a norm is named: act(gate) * up of the value, or act(up); by
+        default gated as the decoder's own MLPs are."""
         gated = self._spec.gated if gated is None else gated
         name = f"{prefix}.gate_up" if gated else f"{prefix}.up"
         product = self.linear(graph, value, name, f"{name}.result", norm=norm, part=part)
@@ -166,12 +163,8 @@ _XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
 
 
 def add_activation(graph: GraphBuilder, name: str, value: str, result: str, constants: str = "") -> str:
-    """Adds an activation function; returns `result`.
-
-    Args:
-        name: of edgeinfer.bundle.spec.Activation except swiglu_oai, which needs both factors; or "sigmoid".
-        constants: of xielu, alpha_p and alpha_n (2,).
-    """
+    """Adds an activation, or "sigmoid", and returns `result`; swiglu_oai needs both factors, xielu alpha_p and alpha_n
+    (2,)."""
     if name == "xielu":
         return _xielu(graph, value, result, constants)
     return _FUNCTIONS[name](graph, value, result)

@@ -102,12 +102,9 @@ class HFConfig:
         return self.integer("head_dim", hidden // heads)
 
     def rope(self, head_dim: int, layers: str = "", *, partial: float = 1.0) -> RopeSpec:
-        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
-
-        Args:
-            layers: type of layers with a rotation of its own, such as "full_attention".
-            partial: default share of rotated channels of a head.
-        """
+        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4), of all
+        layers or of a type with its own, such as "full_attention"; `partial` is the default share of rotated
+        channels."""
         given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
         if isinstance(given, dict) and layers and isinstance(given.get(layers), dict):
             given = given[layers]
@@ -198,11 +195,7 @@ class HFConfig:
         return RopeSpec("default", self.number("rope_local_base_freq", theta), head_dim)
 
     def slides(self, pattern: int = 0) -> list[bool]:
-        """Which layers have a sliding window, by `layer_types`, or all but each `sliding_window_pattern`th.
-
-        Args:
-            pattern: default; 0 for no sliding layer.
-        """
+        """Which layers have a sliding window, by `layer_types`, or all but each `pattern`th; 0 is none."""
         layers, kinds = self.integer("num_hidden_layers"), self._values.get("layer_types")
         if kinds is None:
             given = self._values.get("sliding_window_pattern")
@@ -286,11 +279,7 @@ _OLDER = {"layers_block_type": "hybrid_override_pattern", "rope_parameters": "ro
 
 
 def completed(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The values of a config.json, with the defaults of its kind for missing fields; null stays null.
-
-    Args:
-        kind: `model_type`, of multimodal models that of the language model.
-    """
+    """The values of a config.json, with the defaults of its `model_type` for missing fields; null stays null."""
     known = _known_defaults()
     kind = known["kinds"].get(kind, kind)
     family = known["families"].get(kind, {"aliases": {}, "defaults": {}})

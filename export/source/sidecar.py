@@ -37,11 +37,7 @@ class Sidecar:
     files: dict[str, bytes] = field(default_factory=dict)
 
     def write(self, folder: Path, *, table: bool = True) -> None:
-        """Writes all files into a folder.
-
-        Args:
-            table: also write the tokenizer's memory-mapped table, where it can have one.
-        """
+        """Writes all files into a folder, with the tokenizer's memory-mapped `table` where it can have one."""
         made = encode_table(self.files[_TOKENIZER]) if table else None
         for name, data in (self.files | ({} if made is None else {TABLE: made})).items():
             (folder / name).write_bytes(data)

@@ -83,12 +83,8 @@ class DistillOptions:
 
 
 class DistillTask(ABC):
-    """A model over a frozen target. Implements `trainer.Task`.
-
-    Args:
-        sources: replies of the target and other text, which take turns.
-        settings: what the result depends on, besides windows and data.
-    """
+    """A model over a frozen target, which learns from the target's replies and other text in turns. Implements
+    `trainer.Task`."""
 
     name: str
     module: torch.nn.Module
@@ -170,11 +166,8 @@ def distill(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> Distilled[T]:
-    """Trains a drafter in a working folder, or resumes the training that was interrupted there.
-
-    Args:
-        replier: draws the target's replies; None draws them in torch.
-    """
+    """Trains a drafter in a working folder, or resumes there; torch draws the target's replies where no `replier`
+    does."""
     started = time.monotonic()
     material = open_text(text, work, options.length, options.threads)
     drawer: Replier = replier or TorchReplier(target)

@@ -346,11 +346,8 @@ def train_drafter(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> DrafterTraining:
-    """Trains a drafter in a working folder, or resumes the training that was interrupted there.
-
-    Args:
-        replier: draws the target's replies; None draws them in torch.
-    """
+    """Trains a drafter in a working folder, or resumes there; torch draws the target's replies where no `replier`
+    does."""
     started = time.monotonic()
     material = open_text(text, work, options.length, options.threads)
     drawer: Replier = replier or TorchReplier(target)

@@ -116,11 +116,8 @@ class EagleTask(ChainTask):
 
 
 class EagleHead(ChainModule):
-    """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints.
-
-    Args:
-        head: initial LM head, over the tokens that can be drafted. (Vd, D)
-    """
+    """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints; `head` is the
+    initial LM head (Vd, D)."""
 
     def __init__(self, shape: HeadShape, head: Tensor) -> None:
         super().__init__()
@@ -140,11 +137,8 @@ class _Attention(ModuleAttention):
         super().__init__(shape, 2 * shape.width)
 
     def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, 2 D) -> (B, S, D)
-        """Each row attends to the text up to itself and, of each drafted step, to the row of its own chain.
-
-        Args:
-            past: keys and values of earlier steps, the text's first; this step's are appended. (B, H, S, Dh) each
-        """
+        """Each row attends to the text up to itself and, of each drafted step, to its own chain's row. `past` has keys
+        and values of earlier steps, the text's first, (B, H, S, Dh) each; this step's are appended."""
         places = torch.arange(x.shape[1], device=x.device) + len(past)
         queries = self._queries(x, places)
         past.append((self._keys(x, places), self._values(x)))

@@ -133,10 +133,7 @@ def _final_norm(target: Target, width: int) -> Tensor:  # (D,)
 class HydraModule(ChainModule):
     """A prefix layer over the target's states, and a head for each place of a draft (Ankner et al. 2024).
 
-    Before training every head gives the prefix layer's result.
-
-    Args:
-        head: initial LM head, over the tokens that can be drafted. (Vd, D)
+    Before training every head gives the prefix layer's result; `head` is the initial LM head (Vd, D).
     """
 
     def __init__(self, shape: HydraShape, head: Tensor) -> None:

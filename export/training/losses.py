@@ -35,13 +35,8 @@ _ROWS = 16
 def in_pieces(
     loss: Callable[..., torch.Tensor], vocabulary: int, *rows: torch.Tensor, most: int = _MOST_LOGITS
 ) -> torch.Tensor:
-    """The mean over rows of a loss, computed for some rows at a time, and again for its gradient.
-
-    Args:
-        vocabulary: columns of the logits.
-        rows: arguments of the loss. (N, ...) each
-        most: logits in memory at a time.
-    """
+    """The mean over rows (N, ...) of a loss, computed for rows of `most` logits at a time, and again for its
+    gradient."""
     count = len(rows[0])
     size = max(1, most // vocabulary)
     if size >= count:

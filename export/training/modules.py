@@ -82,12 +82,7 @@ def rotated(x: Tensor, places: Tensor) -> Tensor:  # (B, H, S, h), (B, S) or (S,
 
 
 class ModuleAttention(torch.nn.Module):
-    """The projections of Llama's attention, or of Qwen3's with normed queries and keys; subclasses attend.
-
-    Args:
-        entering: E, values of a row that enter.
-        eps: of the norms of queries and keys; None for none.
-    """
+    """The projections of Llama's attention, or of Qwen3's with queries and keys normed by `eps`; subclasses attend."""
 
     def __init__(self, shape: ModuleShape, entering: int, eps: float | None = None) -> None:
         super().__init__()
@@ -156,11 +151,8 @@ def draw_matrices(module: torch.nn.Module) -> None:
 
 
 def mapped_tokens(tokens: Tensor, vocabulary: int) -> dict[str, Tensor]:
-    """The tensors d2t and t2d of a checkpoint: offset of each drafted token's id, and which tokens are drafted.
-
-    Args:
-        tokens: the drafted tokens' ids in the target, ascending. (Vd,)
-    """
+    """The tensors d2t and t2d of a checkpoint: offset of each drafted token's id, and which tokens are drafted, of
+    their ascending ids in the target (Vd,)."""
     own = tokens.cpu()
     known = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, own, True)
     return {"d2t": own - torch.arange(len(own)), "t2d": known}
@@ -235,12 +227,7 @@ class ChainModule(torch.nn.Module):
 
 
 class ChainTask(ModuleTask):
-    """A module that drafts token by token among the most frequent tokens.
-
-    Args:
-        places: tokens of a draft to learn from.
-        drafted: number of tokens that can be drafted.
-    """
+    """A module that drafts token by token, up to `places`, among the `drafted` most frequent tokens."""
 
     module: ChainModule
 

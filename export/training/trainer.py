@@ -109,12 +109,7 @@ def find_device(name: str) -> torch.device:
 
 
 class Trainer:
-    """Trains one task with AdamW.
-
-    Args:
-        folder: for the state; None saves none.
-        clock: says when a checkpoint is due.
-    """
+    """Trains one task with AdamW; keeps its state in `folder`, if any, when `clock` says that a checkpoint is due."""
 
     def __init__(
         self, task: Task, options: TrainOptions, folder: Path | None = None, clock: Callable[[], float] = time.monotonic

@@ -282,11 +282,7 @@ def check_edit(
     rows: int,
     left: int | None,
 ) -> int:
-    """Number of rows that an edit of `rows` rows left in a layer.
-
-    Args:
-        left: rows left in the layers before; None in the first.
-    """
+    """Number of rows that an edit of `rows` rows left in a layer, as in the layers before."""
     keys, values = edited
     found = keys.shape[1] if left is None else left
     fit = keys.shape == (kept.heads, found, kept.key_size) and values.shape == (kept.heads, found, kept.value_size)

@@ -215,11 +215,7 @@ def require(able: bool, backend: Backend, what: str, hint: str) -> None:
 
 
 def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = None) -> None:
-    """Refuses a pass that the backend's contract excludes.
-
-    Args:
-        cache: the cache that the pass appends to; None is the backend's own.
-    """
+    """Refuses a pass that the backend's contract excludes; `cache`, by default the backend's own, is appended to."""
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
     planes, experts = batch.planes, batch.experts
     size, can = len(tokens), backend.capabilities

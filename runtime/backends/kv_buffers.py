@@ -30,10 +30,8 @@ _FIRST_ROWS = 256
 class KVBuffers(TrimmedCache):
     """Implements `KVCache`: float32 keys and values of every layer, (1, heads, rows, width), for GroupQueryAttention.
 
-    Args:
-        spare: rows beyond the capacity, for the padding of passes.
-        zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
-        fixed: the memory of all rows is taken at once and stays where it is.
+    `spare` rows beyond the capacity hold the padding of passes. `zeros` makes arrays elsewhere than in the memory of
+    the process, all rows at once; where `fixed`, that memory is taken at once too and stays where it is.
     """
 
     def __init__(
@@ -157,11 +155,8 @@ def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)
 
 
 def visible_rows(start: int, size: int, tree: Ints | None, window: int = 0) -> NDArray[np.bool_]:  # (S, T)
-    """Mask of the T cached and new rows that each of the S new ones sees: all before it without a tree.
-
-    Args:
-        window: places of its text up to its own that a row sees at most; 0 is all.
-    """
+    """Mask of the T cached and new rows that each of the S new ones sees: all before it without a tree, `window` places
+    up to its own at most; 0 is all."""
     seen = np.ones((size, start + size), np.bool_)
     seen[:, start:] = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
     if window:

@@ -31,13 +31,10 @@ _FEW = 16
 
 
 class Engine:
-    """Keeps one conversation in a backend's cache and makes its replies.
+    """Keeps one conversation in a backend's cache, which belongs to it alone, and makes its replies.
 
-    Args:
-        backend: evaluates passes; its cache belongs to this engine alone.
-        chunk: prompt tokens per pass.
-        context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
-        prefixes: keeps other conversations, to go back to them cheaply; engines of one model may share it.
+    Without a `context_shift` a text ends where it outgrows the cache. `prefixes` keep other conversations, to go back
+    to them cheaply; engines of one model may share them.
     """
 
     def __init__(

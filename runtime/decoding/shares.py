@@ -41,10 +41,8 @@ class DraftAdvice:
 class PromptShare:
     """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
 
-    Args:
-        most: rows of prompts in any pass.
-        inter_token_latency: milliseconds that a step with such a pass may take; None is twice those of one without
-            prompts, and infinity as long as it takes. One row of a prompt comes with a pass in any case.
+    A step with such a pass may take `inter_token_latency` milliseconds; None is twice those of one without prompts. One
+    row of a prompt comes with a pass in any case.
     """
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
@@ -95,10 +93,7 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
     tokens per millisecond are most, rows end (goodput, Liu et al. 2024, "Optimizing Speculative Decoding for Serving
     Large Language Models Using Goodput"). What drafts cost to make is spent by then.
 
-    Args:
-        gains: expected tokens that each row adds, by drafts; each begins with its root. A draft that must be whole, or
-            is none, has its root alone.
-        pass_ms: milliseconds of a pass of so many rows.
+    `gains` are the expected tokens of each row, by drafts; a draft that must be whole, or is none, has its root alone.
     """
     rows = [1] * len(gains)
     chosen = list(rows)

@@ -129,12 +129,7 @@ PLACEMENTS: dict[str, Callable[[Sequence[int]], list[int]]] = {"parallel": _para
 
 
 class JoinedContexts:
-    """A prefix and contexts as a cache holds them before a prompt.
-
-    Args:
-        prefix: the rows behind which every context was evaluated.
-        use: how they are placed, and the temperature of their scores.
-    """
+    """A prefix and contexts as a cache holds them before a prompt; every context was evaluated behind the prefix."""
 
     def __init__(
         self, spec: DecoderSpec, prefix: ContextRows, contexts: Sequence[ContextRows], use: ContextUse

@@ -46,11 +46,7 @@ class _Span:
 
 
 class PrefixCache:
-    """Stores rows by the tokens they and all rows before them belong to.
-
-    Args:
-        cap: bytes of rows and token ids kept at most; 0 keeps nothing.
-    """
+    """Stores up to `cap` bytes of rows by the tokens they and all rows before them belong to; 0 keeps nothing."""
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
@@ -99,11 +95,8 @@ class PrefixCache:
         wanted: Sequence[int] = (),
         adapter: str | None = None,
     ) -> None:
-        """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit.
-
-        Args:
-            wanted: tokens whose rows are about to be taken, and are therefore not dropped for those offered.
-        """
+        """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit without dropping
+        the `wanted` tokens' rows, which are about to be taken."""
         if self.cap == 0:
             return
         ids = np.array(tokens, _ID)

@@ -312,11 +312,7 @@ def is_session(path: Path) -> bool:
 
 @contextmanager
 def open_session(path: Path, known: Stamp | None = None) -> Iterator[SessionFile]:
-    """Opens and checks a session file.
-
-    Args:
-        known: the file's stamp when its digest was last checked; the check is skipped while it is the same.
-    """
+    """Opens and checks a session file, whose digest was checked before if its stamp is still the one `known`."""
     with _reading(path) as file:
         yield SessionFile(path, file, known)
 

@@ -43,11 +43,7 @@ _MOST = 128
 
 
 class LayerSkipDecoding(ReducedDecoding):
-    """A reply whose tokens skip the blocks that a policy chose after its prompt.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-    """
+    """A reply whose tokens skip the blocks that a policy chose after its prompt."""
 
     def __init__(self, given: StrategyArguments, policy: SkipPolicy, costs: BlockCosts) -> None:
         hint = "Use a natively exported bundle, or the full model."
@@ -135,15 +131,11 @@ class LayerSkipDecoding(ReducedDecoding):
 
 
 class PromptStates:
-    """Implements `contract.EvaluatedPrompt`.
+    """Implements `contract.EvaluatedPrompt` for a backend that can skip layers and resume from hidden states.
 
     Layer by layer or at once, a pass gives the same rows and logits, to the bit. So the passes that evaluate a prompt
     run layer by layer over its last tokens, which costs no further pass. Where the cache held some of these tokens
     already, they are read once more.
-
-    Args:
-        backend: whose cache holds the prompt and nothing else when `states` is asked; must skip layers and resume from
-            hidden states.
     """
 
     def __init__(self, backend: Backend, prompt: Sequence[int], chunk: int) -> None:

@@ -116,12 +116,8 @@ class Stay:
 
 
 class EntropyPolicy:
-    """Lets the large model write where predictions are unsure.
-
-    Args:
-        share: of tokens wanted from the large model.
-        threshold: in bits; None takes what gives the share.
-    """
+    """Lets the large model write a `share` of tokens where predictions are unsure; without a threshold in bits, by the
+    one that gives that share."""
 
     def __init__(self, entropies: Entropies, share: float, threshold: float | None, stay: int) -> None:
         self._entropies = entropies

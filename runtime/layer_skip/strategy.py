@@ -91,12 +91,8 @@ class SwitchPolicy(Protocol):
 def feed(
     run: Callable[[Ints, Ints, Ints], Floats], tokens: Sequence[int], start: int, wanted: Sequence[int], chunk: int
 ) -> Iterator[tuple[int, Floats]]:
-    """Feed tokens from row `start` on, chunk by chunk, and yield the logits (V,) after those of these indices.
-
-    Args:
-        run: a pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V).
-        wanted: indices into the tokens, ascending.
-    """
+    """Feed tokens from row `start` on, chunk by chunk, and yield the logits (V,) after those of these ascending
+    indices."""
     for at in range(0, len(tokens), chunk):
         size = min(chunk, len(tokens) - at)
         rows = [index - at for index in wanted if at <= index < at + size]
@@ -134,11 +130,7 @@ def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
 
 
 class DivergenceLimit:
-    """A limit on the mean divergence of a reply's tokens.
-
-    Args:
-        nats: the limit; None only counts.
-    """
+    """A limit in nats on the mean divergence of a reply's tokens; None only counts."""
 
     def __init__(self, nats: float | None) -> None:
         self.nats = nats

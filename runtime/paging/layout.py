@@ -288,13 +288,8 @@ class PageRows:
 
 
 class _Part(ABC):
-    """The keys or the values of a group of layers in all pages.
-
-    Args:
-        size: channels of a head.
-        shape: shape of a head's numbers in a page.
-        memory: the bytes of every head. (pages, L, H, bytes)
-    """
+    """The keys or the values of a group of layers in all pages, whose heads have `size` channels in numbers of this
+    shape; `memory` has the bytes of every head, (pages, L, H, bytes)."""
 
     def __init__(self, codec: RowCodec, size: int, shape: tuple[int, ...], memory: NDArray[Any]) -> None:
         self._codec = codec

@@ -72,11 +72,8 @@ def profile_folder(
     drafter: Bundle | None = None,
     variant: str = "",
 ) -> Path:
-    """Where the profile of a bundle as it runs here belongs, with the draft model if any; the folder need not exist.
-
-    Args:
-        variant: way of running it in which passes cost or round differently from the usual one.
-    """
+    """Where the profile of a bundle belongs as it runs here, in a way (`variant`) in which passes cost or round
+    differently from the usual one; the folder need not exist."""
     files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
     key = json.dumps([files, layout, kernel, threads, exact, variant, VERSION], sort_keys=True)
     return _all_profiles() / hashlib.sha256(key.encode()).hexdigest()
@@ -126,11 +123,8 @@ def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
 
 
 class DeviceProfile:
-    """A folder of measured costs and learned arrays. One that is damaged or unusable counts as empty and never raises.
-
-    Args:
-        folder: made when something is first saved; None keeps nothing.
-    """
+    """A folder of measured costs and learned arrays, made at the first save; None keeps nothing. One that is damaged or
+    unusable counts as empty and never raises."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder

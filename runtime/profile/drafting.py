@@ -31,11 +31,7 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 
 class SeenTexts:
-    """Remembers prompts and replies by fingerprints of them.
-
-    Args:
-        kept: what `fingerprints` was in an earlier session.
-    """
+    """Remembers prompts and replies by fingerprints of them, which may be `kept` from an earlier session."""
 
     def __init__(self, kept: NDArray[np.uint64] | None = None) -> None:
         self._seen = np.zeros(0, np.uint64) if kept is None else kept[-MOST_SEEN:].copy()

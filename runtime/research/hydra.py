@@ -24,9 +24,6 @@ class HydraDrafter(StateDrafter):
     Head i reads the state that predicted the root, the root's embedding and those of i drafted tokens, by one block
     with a projected residual, P z + SiLU(W z + b), before the model's output rows. Like those, the embeddings are those
     of the most frequent tokens only; any other token enters as zeros.
-
-    Args:
-        heads: of kind "hydra".
     """
 
     name = "hydra"

@@ -226,13 +226,8 @@ def _said(model: Writer, ids: Sequence[int], ends: set[int]) -> str:
 
 
 def _taught(states: Floats, wrong: Flags, origin: NDArray[np.int64]) -> tuple[Doubles, float, JudgeGain]:
-    """The score of a token that may stay, as weights (D,) and bias, and how well it does, each question by others.
-
-    Args:
-        states: of tokens, normed. (N, D)
-        wrong: those that matter. (N,)
-        origin: number of their question. (N,)
-    """
+    """The score of a token that may stay, as weights (D,) and bias, and how well it does, each question by others:
+    normed states (N, D), which tokens are wrong (N,), and the question of each (N,)."""
     inputs = states.astype(np.float64)
     means, scales = inputs.mean(axis=0), inputs.std(axis=0) + 1e-6
     inputs = (inputs - means) / scales

@@ -60,15 +60,8 @@ class ImportancePolicy:
 
 @dataclass(frozen=True)
 class RoutersPolicy:
-    """FiRST (Jain et al. 2025): a trained router per layer tells from the prompt whether its reply needs the layer.
-
-    Attributes:
-        weight, bias: of each layer's router, which takes the mean over the prompt of the states entering the layer.
-            (L, D), (L,)
-
-    Raises:
-        BundleError: their shapes do not belong together, or they hold other than finite numbers.
-    """
+    """FiRST (Jain et al. 2025): a trained router per layer, weight (L, D) and bias (L,), tells from the mean over the
+    prompt of the states that enter the layer whether the reply needs it."""
 
     reads_states: ClassVar[bool] = True
 

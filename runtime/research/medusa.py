@@ -24,12 +24,6 @@ class MedusaDrafter(StateDrafter):
 
     What they give goes through the target's own final norm and head, in a pass that runs no layer; or through the
     output rows of the tokens that may be guessed, where those are in the bundle.
-
-    Args:
-        heads: of kind "medusa".
-
-    Raises:
-        CapabilityError: the target gives no states, or cannot skip its layers.
     """
 
     name = "medusa"

@@ -24,12 +24,7 @@ _FIRST_ROWS = 64
 
 
 class SortedDrafter(ModelDrafter):
-    """Drafts with a small model that goes as deep as a token needs.
-
-    Args:
-        backend: must skip layers and resume from hidden states.
-        depths: layers after which it can guess, ascending, fewer than all.
-    """
+    """Drafts with a small model that goes as deep as a token needs, of ascending `depths` below its own."""
 
     name = "sorted"
 

@@ -46,12 +46,8 @@ class StepEnds:
 
 
 def advantage(logits: Floats, token: int, probabilities: Probabilities) -> float:  # (V,), (V,)
-    """By how many nats a model expects a token of its own to be likelier than this one.
-
-    Args:
-        logits: with the biases and penalties of the reply, and -inf for what may not follow.
-        token: that may be in its place.
-    """
+    """By how many nats a model, whose logits are -inf for what may not follow, expects a token of its own to be
+    likelier than this one."""
     powers = logits.astype(np.float64) - float(logits.max())
     own = np.flatnonzero(probabilities)
     return float(probabilities[own] @ powers[own]) - float(powers[token])

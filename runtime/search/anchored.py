@@ -84,12 +84,8 @@ def fuse(own: Distribution, anchor: Distribution, budget: float) -> Fused:  # (V
 
 
 class DivergenceBudget:
-    """Tells what each token may spend: what it adds to the budget, and what earlier ones left.
-
-    Args:
-        each: nats that every token adds.
-        debt: nats that are owed before the first.
-    """
+    """Tells what each token may spend: the nats that it adds to the budget, less those owed before the first, and what
+    earlier ones left."""
 
     def __init__(self, each: float, debt: float = 0.0) -> None:
         self._each, self._debt = each, debt

@@ -108,11 +108,7 @@ class ParallelSamples(SearchStrategy):
         return super().search_use()
 
     def _give(self, branches: Branches, most: int) -> Sequence[int]:
-        """What is certain of reply 0, of which its caller ends: its last token waits for the other replies.
-
-        Args:
-            most: tokens that reply 0 may have; as many as others only where others are done.
-        """
+        """What is certain of reply 0, of which its caller ends: its last token waits for the other replies."""
         reply, others = self._replies[0], self._replies[1:]
         while True:
             fresh, ended = reply.text.tokens[self._given :], reply.text.ended or len(reply.text.tokens) >= most

@@ -75,11 +75,7 @@ class SearchParts:
 
 
 class Passes:
-    """Runs passes over one text at a time, and counts them.
-
-    Attributes:
-        parts, statistics: the same.
-    """
+    """Runs passes over one text at a time, and counts them."""
 
     def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
         self.parts, self.statistics = parts, statistics

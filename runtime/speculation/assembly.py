@@ -88,13 +88,7 @@ def make_speculator(
     model: Backend | None = None,
     bundle: Bundle | None = None,
 ) -> Speculator:
-    """The speculation of a model; measures what is not known of this device yet.
-
-    Args:
-        target: the model's backend, whose cache is empty.
-        drafter, model: the draft model, and what runs it; None where there is none.
-        bundle: the target's, which may have heads that draft.
-    """
+    """The speculation of a model, whose cache is empty; measures what is not known of this device yet."""
     cached_experts = None
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
         cached_experts = target.expert_cache.bias

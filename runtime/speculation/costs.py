@@ -120,9 +120,6 @@ def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0
 
     The first chain is not counted: it evaluates the context. If the drafter works on the target's cache, its rows are
     left there.
-
-    Args:
-        budget_s: seconds, beyond which no further chain is started.
     """
     deadline = time.perf_counter() + budget_s
     # Different tokens, so that no chain finds what the one before it left in a cache.
@@ -206,12 +203,8 @@ class SessionCosts:
 
 
 class DeviceCosts:
-    """Costs of one target and its drafters.
-
-    Args:
-        profile: where costs are kept.
-        check: prove that rows do not depend on how a chain is cut into passes.
-    """
+    """Costs of one target and its drafters; `check` proves that rows do not depend on how a chain is cut into
+    passes."""
 
     def __init__(
         self, backend: Backend, profile: DeviceProfile, check: bool, most: int, stand_in: Callable[[str], Drafter]

@@ -107,10 +107,7 @@ class RoundView:
 class SpeculativeDecoding(DecodingStrategy):
     """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts.
 
-    Args:
-        noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
-        on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
-        statistics: that rounds are added to; None begins some.
+    A row's logits may differ by `noise` between passes of different sizes; 0 where rows are bit-identical.
     """
 
     def __init__(

@@ -94,11 +94,8 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     """Compare passes over one text that is cut in different ways; leaves the cache empty.
 
     Takes seven passes where nothing differs, and one over a tree where side branches are to be as exact. A backend that
-    promises nothing is only asked by how much rows differ, and is never taken to have none: on short texts its rows may
-    agree by accident.
-
-    Args:
-        budget_s: seconds for measuring the noise where rows differ, in which at least one row is compared.
+    promises nothing is only asked by how much rows differ, in `budget_s` seconds and one row at least, and is never
+    taken to have none: on short texts its rows may agree by accident.
     """
     size = min(_TEXT, backend.cache.capacity)
     past = min(_PROMPT, backend.cache.capacity - size)

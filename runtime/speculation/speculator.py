@@ -42,13 +42,7 @@ _ACCEPTANCE = "acceptance"
 
 
 class Speculator:
-    """Makes the decoding strategies of generations.
-
-    Args:
-        most: tokens in a draft at most; 0 never drafts.
-        profile: where what is learnt is kept.
-        check: prove that rows do not depend on how a chain is cut into passes, as the exact mode promises.
-    """
+    """Makes the decoding strategies of generations; drafts up to `most` tokens, 0 never."""
 
     def __init__(
         self,
@@ -145,12 +139,10 @@ class Speculator:
         drafting: SequenceDrafting,
         before: DecodingStrategy | None = None,
     ) -> DecodingStrategy:
-        """Make the strategy of a generation whose passes others share, or of the rest of one that had its own.
+        """Make the strategy of a generation whose passes others share, or of the rest of one that had its own
+        (`before`).
 
         Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it decodes plainly.
-
-        Args:
-            before: decoded the reply until now; None where it begins.
         """
         verification, names = find_verification(config.verification), self._names(config.speculation)
         drafters = drafting.of_sequence([self._drafter(name) for name in names]) if self._limit else []
@@ -275,11 +267,7 @@ class Speculator:
         return width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:
-        """Tell what drafting did in a reply.
-
-        Args:
-            per_token_ms: mean milliseconds of the reply's tokens after the first.
-        """
+        """Tell what drafting did in a reply, whose tokens after the first took `per_token_ms` each."""
         plain = self.plain_ms
         if not isinstance(strategy, SpeculativeDecoding):
             mode = config.speculation if self._allowed else "off"

@@ -30,11 +30,7 @@ _MOST_FILE_BYTES = 256
 
 
 class DiskMeter:
-    """Measures the disk of a weights file by the first passes that read it.
-
-    Args:
-        keeps: writes what it finds, else looks at nothing.
-    """
+    """Measures the disk of a weights file by the first passes that read it, where it `keeps` what it finds."""
 
     def __init__(self, path: Path, *, keeps: bool) -> None:
         self._path = path

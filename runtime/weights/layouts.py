@@ -63,10 +63,8 @@ class RunnableGraph:
 def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) -> Layout:
     """The layout that will run: the stored one where it can.
 
-    Args:
-        native: None uses the native kernel where it works and the bundle stores its layout, or has the cache that is
-            wanted in it alone; False never; True always.
-        kv: type of cache that is wanted; None is any.
+    With `native` None the native kernel is used where it works and the bundle stores its layout, or has the wanted
+    cache in it alone.
     """
     stored = bundle.manifest.layout
     if stored == STATIC:

@@ -63,11 +63,7 @@ class WeightPart:
 
 
 class WeightPages:
-    """The weights file of a running model that is read in place.
-
-    Args:
-        path: the file, which must already be mapped.
-    """
+    """The weights file of a running model that is read in place; it must already be mapped."""
 
     def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:
         self._runs = {each.name: tuple((blob.offset, blob.nbytes) for blob in each.blobs) for each in tensors}

@@ -74,11 +74,7 @@ class TreePaths:
 
 
 class LlamaCache(TrimmedCache):
-    """Implements `KVCache` over the cells of a context.
-
-    Args:
-        window: tokens that layers with a sliding window see; 0 where there are none.
-    """
+    """Implements `KVCache` over the cells of a context, whose layers may have a sliding `window` of tokens, else 0."""
 
     copyable = True
 

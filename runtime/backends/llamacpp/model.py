@@ -26,13 +26,8 @@ _Progress = Callable[[str, int, int], None]
 
 
 class LlamaModel:
-    """A model file in memory, with its vocabulary, until `close`.
-
-    Args:
-        weights: "packed" into copies in the order the kernels like best, "mapped" from the file, or "experts": those of
-            mixtures mapped, the rest packed.
-        expert_count: experts of a token in place of the number that the file says; None is the file's.
-    """
+    """A model file in memory, with its vocabulary, until `close`: "packed" into copies in the order the kernels like
+    best, "mapped" from the file, or with the "experts" of mixtures mapped and the rest packed."""
 
     def __init__(
         self,

@@ -42,10 +42,6 @@ class ExactWords:
 
     Its tables of Unicode are of another version than the tokenizers library's, and its patterns leave out a few things.
     Texts with such characters, which are rare, are cut by the library; words that hold some are merged here.
-
-    Args:
-        steps: steps of llama.cpp's pre-tokenizer.
-        whole_words: words of the vocabulary are taken whole.
     """
 
     def __init__(self, gguf: GgufFile, vocabulary: GgufVocabulary, steps: Sequence[str], whole_words: bool) -> None:
@@ -65,11 +61,7 @@ class ExactWords:
         return any(map(self._is_odd, set(text)))
 
     def ids(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            plain: makes those of a word without such characters.
-        """
+        """Token ids of a text; `plain` makes those of a word without such characters."""
         words = (text[start:end] for _, (start, end) in self._splitter.pre_tokenize_str(text))
         return [id_ for word in words for id_ in (self._merged(word) if self.needed(word) else None) or plain(word)]
 

@@ -40,11 +40,7 @@ _MOST_PASSES = 64
 
 
 class GraphBackend(ABC):
-    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are.
-
-    Args:
-        places: rows of the rotary tables, for a context of `capacity` tokens.
-    """
+    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are."""
 
     name = "onnx"
     cache: ObservedCache

@@ -194,11 +194,8 @@ def _native_weights(tensors: Sequence[TensorEntry], window: tuple[int, int], thr
 
 
 def _activations(manifest: Manifest, chunk: int, context: int) -> int:
-    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits.
-
-    Args:
-        context: context tokens of a graph whose attention takes a bias; 0 where it reads pages.
-    """
+    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias (`context` is
+    0 where attention reads pages), logits."""
     geometry, decoder = manifest.geometry, manifest.decoder
     hidden = geometry.hidden_size
     if decoder is None:

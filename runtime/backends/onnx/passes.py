@@ -41,10 +41,7 @@ def _copy_padding(bias: Floats, real: int) -> None:  # (S, T)
 class Buffers:
     """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes.
 
-    Args:
-        top_k: experts of a token; 0 in models without.
-        tapped: width of what is tapped of each token, or read by a draft module of its target; 0 in other models.
-        logits: columns of the logits; 0 are as many as the vocabulary has tokens.
+    `top_k` and `tapped`, the width of what is read of the target, are 0 in models without.
     """
 
     def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int, tapped: int = 0, logits: int = 0) -> None:
@@ -131,12 +128,8 @@ class ExpertInputs:
 
 
 class AttentionBias:
-    """The attention bias, bound to every pass, as its shape changes with each.
-
-    Args:
-        window: tokens of the sliding window; 0 without one.
-        copies_padding: rows of padding are the last real row again, so that they choose its experts.
-    """
+    """The attention bias, bound to every pass, as its shape changes with each; with `copies_padding` rows of padding
+    are the last real row again, so that they choose its experts."""
 
     def __init__(self, cache: KVBuffers, window: int, copies_padding: bool) -> None:
         self._cache = cache

@@ -63,15 +63,9 @@ def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
 class OrtSession:
     """A session set up for small memory, whose runs can be ended from another thread.
 
-    The arena is off because it never returns the activations of the largest pass; memory patterns are off because
-    they plan for fixed shapes.
-
-    Args:
-        path: the model file, or what would be in it.
-        folder: where the weights of a model that is not a file lie.
-        device: runs what its provider can; the CPU runs the rest.
-        affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
-            them; empty leaves the threads to the system.
+    The arena is off because it never returns the activations of the largest pass; memory patterns are off because they
+    plan for fixed shapes. `folder` has the weights of a model that is no file, `affinity` is onnxruntime's of all
+    threads but the first.
     """
 
     def __init__(

@@ -222,13 +222,10 @@ class _Part:
 
 
 class StreamedBackend(WindowedBackend):
-    """Implements `contract.Backend` around a backend that reads its weights in place.
+    """Implements `contract.Backend` around a backend that reads its weights in place, can skip layers and resume from
+    hidden states; closes it too.
 
-    Args:
-        inner: a backend that can skip layers and resume from hidden states; closed with this one.
-        window_layers: layers whose weights are in memory together; all of them stay there.
-        kept_layers: layers that stay in memory, with head and embedding.
-        room: bytes of the weights that the system's cache can keep; None where it keeps all.
+    `kept_layers`, head and embedding stay in memory. The system's cache can keep `room` bytes of weights; None is all.
     """
 
     def __init__(
@@ -318,14 +315,11 @@ _WINDOW_SHARE = 0.25
 
 
 class CachedExpertsBackend(WindowedBackend):
-    """Implements `contract.Backend` with only some of a model's experts in memory; others are read when chosen.
+    """Implements `contract.Backend` with only `limit` bytes of a model's experts in memory; others are read when
+    chosen, or when `guess` predicts them for the next window.
 
     What belongs to no expert stays in memory. A pass that could fetch more than there is room for is cut into windows
     of layers, and room is made before each of them, so that never more than the limit is in memory.
-
-    Args:
-        limit: bytes of experts that may be in memory at once.
-        guess: predicts the experts of the next window's layers, so that they are read while these begin.
     """
 
     def __init__(

@@ -241,11 +241,8 @@ class _Pass:
 
 
 class ReferenceBackend:
-    """Implements `contract.Backend` for every bundle with a decoder description.
-
-    Args:
-        kv: type of the cache, one of edgeinfer.bundle.geometry; it needs no graph of its own here.
-    """
+    """Implements `contract.Backend` for every bundle with a decoder description, with a cache of any type of
+    `geometry`."""
 
     name = "reference"
     kernel = "numpy"

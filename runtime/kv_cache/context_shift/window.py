@@ -24,12 +24,7 @@ _FREED = 0.125
 
 
 class WindowPolicy:
-    """Implements `ContextShiftPolicy`.
-
-    Args:
-        sinks: first tokens that stay.
-        freed: share of the context that each context shift frees.
-    """
+    """Implements `ContextShiftPolicy`: the first `sinks` tokens stay, and each shift frees a share of the context."""
 
     name = "window"
 

@@ -43,12 +43,8 @@ class _Interrupted:
 class TargetStates:
     """Follows the rows of the target's cache by its passes; `observe` is called after each.
 
-    A module's row for a token reads the state before it, so a row can be read once the token behind it is known. Rows
+    A module's row for a token reads the state before it, so a row can be `read` once the token behind it is known. Rows
     that no pass showed, as those of a prefix that was kept elsewhere, are left out.
-
-    Args:
-        read: is called with rows that wait no longer.
-        trim: is called with how many of the rows that were read are still of the text.
     """
 
     def __init__(

@@ -50,13 +50,8 @@ _PRIORS = tuple(1 / (1 + math.exp(_CAUTION - sum(terms))) for terms in product(_
 
 
 class NgramDrafter(Drafter):
-    """Guesses what most often followed the latest tokens.
-
-    Args:
-        vocabulary: V; token ids lie in [0, V).
-        bits: the tables have 2**bits slots of 24 bytes.
-        shared: whose tables it shares, instead of having its own.
-    """
+    """Guesses what most often followed the latest tokens, by tables of 2**bits slots of 24 bytes, its own or shared
+    ones."""
 
     name = "ngram"
     priors: Sequence[float] = _PRIORS

@@ -89,12 +89,7 @@ class _Rows:
 
 
 class RecycleDrafter(Drafter):
-    """Guesses what came out best when a token was fed before.
-
-    Args:
-        vocabulary: V; token ids lie in [0, V).
-        shared: whose matrix it shares, instead of having its own.
-    """
+    """Guesses what came out best when a token was fed before; may share another's matrix."""
 
     name = "recycle"
     priors: Sequence[float] = _PRIORS

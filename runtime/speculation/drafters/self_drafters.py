@@ -64,14 +64,6 @@ class EarlyExitDrafter(SelfDrafter):
 
     LayerSkip's self-speculation (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those
     that a whole pass would compute, so verification runs the remaining layers only.
-
-    Args:
-        target: must skip layers and resume from hidden states.
-        exit_layer: E, layers that draft; in [1, L).
-
-    Raises:
-        CapabilityError: the target can do neither.
-        UsageError: there is no such exit.
     """
 
     name = "exit"
@@ -134,17 +126,9 @@ def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
 
 
 class SkipDrafter(SelfDrafter):
-    """Drafts with the target less some of its attention and MLP blocks.
+    """Drafts with the target less some of its attention and MLP blocks, by default `every_second`.
 
     Draft & Verify (Zhang et al. 2024) and SWIFT (Xia et al. 2025).
-
-    Args:
-        target: must skip layers.
-        layer_mask: blocks that run, as `Backend.forward` takes it; None takes `every_second`. (2 L,)
-
-    Raises:
-        CapabilityError: the target cannot skip layers.
-        UsageError: the mask does not fit the model, or skips nothing.
     """
 
     name = "skip"
@@ -173,12 +157,6 @@ class BitsDrafter(SelfDrafter):
     """Drafts with the high 4-bit plane of the target's 8-bit weights.
 
     The bit axis of ELMoE-3D's self-speculation: half of the weights' bytes are read, and no second copy is kept.
-
-    Args:
-        target: must be able to read one plane.
-
-    Raises:
-        CapabilityError: it is not.
     """
 
     name = "bits"
@@ -202,16 +180,8 @@ def fewer_experts(target: Backend) -> int:
 class ExpertsDrafter(SelfDrafter):
     """Drafts with fewer of the target's experts for each token.
 
-    The expert axis of ELMoE-3D's self-speculation: same weights, same routers, but each token uses `count` experts
-    instead of the model's own number, and, with a bias, only those that the bias allows.
-
-    Args:
-        target: must be able to use fewer experts.
-        count: of experts for each token; None takes `fewer_experts`.
-
-    Raises:
-        CapabilityError: the target cannot use fewer.
-        UsageError: it cannot use so many or so few.
+    The expert axis of ELMoE-3D's self-speculation: same weights, same routers, but each token uses `count` experts (by
+    default `fewer_experts`) and, with a bias, only those that the bias allows.
     """
 
     name = "experts"
@@ -239,12 +209,6 @@ class BitsAndExpertsDrafter(ExpertsDrafter):
 
     ELMoE-3D's self-speculation on both axes: of a layer's experts, half of the bytes of half of those that a token uses
     are read.
-
-    Args:
-        target: must be able to read one plane, and to use fewer experts.
-
-    Raises:
-        CapabilityError, UsageError: as `BitsDrafter` and `ExpertsDrafter`.
     """
 
     name = "bits-experts"
@@ -258,14 +222,7 @@ class BitsAndExpertsDrafter(ExpertsDrafter):
 
 
 class CachedExpertsDrafter(ExpertsDrafter):
-    """Drafts with experts that are in memory, so that drafting fetches none.
-
-    Args:
-        bias: tells which are, as `ExpertChoice` takes it; asked before every pass.
-
-    Raises:
-        CapabilityError, UsageError: as `ExpertsDrafter`.
-    """
+    """Drafts with the experts in memory, which `bias` tells before every pass, so that drafting fetches none."""
 
     name = "resident"
 
