@@ -86,8 +86,6 @@ def shard(folder: Path, name: str) -> None:
 CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     "no-weights": (lambda f: weights(f).unlink(), "has neither model.safetensors nor"),
     "truncated-weights": (lambda f: weights(f).write_bytes(weights(f).read_bytes()[:-100]), "is truncated"),
-    "truncated-header": (lambda f: weights(f).write_bytes(weights(f).read_bytes()[:100]), "is truncated"),
-    "empty-weights": (lambda f: weights(f).write_bytes(b""), "is truncated"),
     "garbage-weights": (lambda f: weights(f).write_bytes(b"\x10" + bytes(7) + b"not json at all."), "not valid JSON"),
     "tensor-missing": (
         lambda f: edit_header(weights(f), lambda h: rename_tensor(h, "model.norm.weight", "model.rotary_emb.inv_freq")),
@@ -107,9 +105,6 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
         lambda f: weights(f).write_bytes(weights(f).read_bytes()[:-4] + struct.pack("<f", float("nan"))),
         "not finite",
     ),
-    "pickles-only": (lambda f: weights(f).rename(f / "pytorch_model.bin"), "pickles are never loaded"),
-    "shard-missing": (lambda f: shard(f, "model-1-of-1.safetensors"), "model-1-of-1.safetensors is missing"),
-    "shard-outside": (lambda f: shard(f, "../model.safetensors"), "outside its folder"),
     "shard-of-a-long-name": (lambda f: shard(f, "x" * 300), "is missing"),
     "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config-not-json": (lambda f: (f / "config.json").write_bytes(b"\xff{"), "is not valid JSON"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import ContextLengthError, EdgeInferError, PromptError, StorageError, UsageError
+from edgeinfer.errors import ContextLengthError, EdgeInferError, PromptError, UsageError
 from tests.tables import each_row
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
@@ -71,18 +71,6 @@ def test_resetting_keeps_the_system_message(model: edgeinfer.Model) -> None:
     assert chat.send("Hello", **OPTIONS).token_ids == reply.token_ids
 
 
-def test_a_cancelled_reply_stays_as_far_as_it_came(model: edgeinfer.Model) -> None:
-    chat = model.chat()
-    stream = chat.stream("Hello", max_tokens=200, ignore_eos=True)
-    for _ in range(6):
-        next(stream)
-    stream.cancel()
-    list(stream)
-    assert stream.result.finish_reason == "cancelled"
-    assert chat.messages[1:] == [{"role": "assistant", "content": stream.result.text}]
-    assert stream.result.text
-
-
 def test_a_reply_left_early_stays_as_far_as_it_came(model: edgeinfer.Model) -> None:
     chat = model.chat()
     stream = chat.stream("Hello", max_tokens=200, ignore_eos=True)
@@ -110,15 +98,6 @@ def test_a_refused_message_leaves_the_conversation_unchanged(model: edgeinfer.Mo
         chat.send("Hello", heat=3)  # type: ignore[call-arg]
     assert chat.messages == before
     assert chat.send("Hello", **OPTIONS).token_ids
-
-
-def test_saved_and_opened(model: edgeinfer.Model, tmp_path: Path) -> None:
-    chat = model.chat(system="Sei höflich 👍")
-    chat.send("Grüß Gott", temperature=1.0, seed=4, max_tokens=30, ignore_eos=True)
-    chat.save(tmp_path / "talk.session")
-    opened = model.load_chat(tmp_path / "talk.session")
-    assert opened.messages == chat.messages
-    assert opened.send("And now?", **OPTIONS).token_ids == chat.send("And now?", **OPTIONS).token_ids
 
 
 def test_a_chat_without_a_system_message_is_saved_too(model: edgeinfer.Model, tmp_path: Path) -> None:
@@ -162,27 +141,6 @@ def test_what_is_no_saved_chat(model: edgeinfer.Model, tmp_path: Path, content: 
 def test_a_missing_file(model: edgeinfer.Model, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing-here"):
         model.load_chat(tmp_path / "nothing-here")
-
-
-def test_a_path_that_cannot_be_written(model: edgeinfer.Model, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError):
-        model.chat().save(tmp_path / "file" / "talk")
-
-
-def test_saving_replaces_whole_files(model: edgeinfer.Model, tmp_path: Path) -> None:
-    path = tmp_path / "talk"
-    path.write_text("old" * 10_000)
-    model.chat(system="new").save(path)
-    assert json.loads(path.read_text("utf-8"))["system"] == "new"
-    assert [p.name for p in tmp_path.iterdir()] == ["talk"]
-
-
-def test_two_chats_share_a_model(model: edgeinfer.Model) -> None:
-    one, two = model.chat("You are one."), model.chat("You are two.")
-    replies = [(one.send(text, **OPTIONS).token_ids, two.send(text, **OPTIONS).token_ids) for text in ("Hi", "Go on")]
-    alone = model.chat("You are one.")
-    assert [alone.send(text, **OPTIONS).token_ids for text in ("Hi", "Go on")] == [one for one, _ in replies]
 
 
 def test_a_template_error_is_ours(model: edgeinfer.Model) -> None:

@@ -157,13 +157,6 @@ def test_a_failure_leaves_what_was_there(
     assert contents(tmp_path) == before
 
 
-def test_a_bundle_can_be_replaced_by_its_conversion(bundle: Bundle, make: Make) -> None:
-    with pytest.raises(StorageError, match="already exists"):
-        convert_bundle(bundle, PORTABLE, bundle.path)
-    convert_bundle(bundle, PORTABLE, bundle.path, replace_existing=True)
-    assert contents(bundle.path) == contents(make("tied-8", PORTABLE).path)
-
-
 def test_nothing_to_convert(bundle: Bundle, make: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="already has the native layout"):
         convert_bundle(bundle, NATIVE, tmp_path / "out")
@@ -279,12 +272,3 @@ def test_the_command_refuses_in_one_line(
     stdout, stderr = capsys.readouterr()
     assert stdout == "" and says in stderr and stderr.startswith("error: ") and stderr.count("\n") == 1
     assert contents(tmp_path) == before
-
-
-def test_inspect_and_plan_name_the_layout(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(bundle.path)]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
-    assert rows["layout"].strip() == "native"
-    assert "half the bits" in rows["capabilities"]
-    assert main(["inspect", str(bundle.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layout"] == "native"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +92,6 @@ def test_end_of_text(model: edgeinfer.Model) -> None:
     assert (ignored.token_ids, ignored.finish_reason) == ((1,) * 6, "length")
 
 
-def test_max_tokens_and_usage(model: edgeinfer.Model) -> None:
-    result = model.generate(PROMPT, max_tokens=5, ignore_eos=True)
-    prompt = len(model.tokenize(PROMPT))
-    assert len(result.token_ids) == 5
-    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (prompt, 5)
-    assert result.usage.total_tokens == prompt + 5
-
-
-def test_a_full_context_ends_with_length(model: edgeinfer.Model) -> None:
-    prompt = [5 + i % 300 for i in range(model.context - 4)]
-    result = model.generate(prompt, ignore_eos=True)
-    assert (len(result.token_ids), result.finish_reason) == (5, "length")
-
-
 def test_the_result_comes_at_the_end(model: edgeinfer.Model) -> None:
     stream = model.stream(PROMPT, max_tokens=4, ignore_eos=True)
     next(stream)
@@ -129,12 +114,6 @@ def test_timings_of_a_single_token(model: edgeinfer.Model) -> None:
     timings = model.generate(PROMPT, max_tokens=1).timings
     assert timings.ttft_ms > 0
     assert (timings.per_token_ms, timings.per_token_p95_ms, timings.tokens_per_second) == (0, 0, 0)
-
-
-def test_what_a_prompt_shares_is_cached(model: edgeinfer.Model) -> None:
-    ids = model.tokenize(PROMPT)
-    assert model.generate([*ids, 7, 8], max_tokens=1).timings.cached_prompt_tokens == 0
-    assert model.generate([*ids, 9, 9], max_tokens=1).timings.cached_prompt_tokens == len(ids)
 
 
 @each_row("after", [1, 5])
@@ -162,24 +141,6 @@ def test_cancelling_a_finished_reply_leaves_the_next_alone(model: edgeinfer.Mode
     stream.cancel()
     assert stream.result.finish_reason == "length"
     assert len(model.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
-
-
-def test_cancelling_from_another_thread(model: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = model.stream(PROMPT, max_tokens=400, ignore_eos=True, speculation="off")
-    backend, passes = model._parts.engine.backend, count(1)
-    forward = backend.forward
-
-    def cancelled_within(*arguments: Any) -> Any:
-        if next(passes) == 9:
-            in_thread(stream.cancel)
-        return forward(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "forward", cancelled_within)
-        list(stream)
-    assert stream.result.finish_reason == "cancelled"
-    # The first pass took the prompt in; the one that was cancelled may have come to its end.
-    assert len(stream.result.token_ids) in (8, 9)
 
 
 def test_a_stream_left_early_makes_room_for_the_next(model: edgeinfer.Model) -> None:

@@ -103,12 +103,6 @@ def fetched(path: Path) -> set[str]:
     return {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
 
 
-def test_pull_of_a_bundle_fetches_exactly_what_the_manifest_lists(fake: FakeHub) -> None:
-    path = hub.pull("org/bundle")
-    assert fetched(path) == {"edgeinfer.json", "model.onnx", "weights.bin", "tokenizer.json", "odd[1].json"}
-    assert hub.is_bundle(path)
-
-
 def test_pull_of_a_checkpoint_fetches_safetensors_and_configuration_only(fake: FakeHub) -> None:
     path = hub.pull("org/checkpoint")
     assert fetched(path) == {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json"}
@@ -158,11 +152,6 @@ def test_progress_is_silent_or_passed_on(fake: FakeHub, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""
 
 
-def test_resolve_takes_paths_as_they_are(tmp_path: Path) -> None:
-    assert hub.resolve(tmp_path) == tmp_path
-    assert hub.resolve(str(tmp_path)) == tmp_path
-
-
 def test_resolve_without_a_model_is_the_builtin_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.hub.cache.__file__", str(tmp_path / "hub" / "cache.py"))
     with pytest.raises(BundleError, match="without its built-in model"):
@@ -172,29 +161,12 @@ def test_resolve_without_a_model_is_the_builtin_bundle(tmp_path: Path, monkeypat
     assert hub.resolve(None) == tmp_path / "builtin" / "tales"
 
 
-def test_resolve_fetches_once_and_needs_no_network_afterwards(fake: FakeHub) -> None:
-    path = hub.resolve("org/bundle")
-    fake.fails = errors.OfflineModeIsEnabled("offline")
-    assert hub.resolve("org/bundle") == path
-
-
-def test_resolve_completes_an_interrupted_download(fake: FakeHub) -> None:
-    path = hub.resolve("org/bundle")
-    (path / "weights.bin").unlink()
-    assert (hub.resolve("org/bundle") / "weights.bin").is_file()
-
-
 def test_find_checkpoint(fake: FakeHub, tmp_path: Path) -> None:
     path = hub.find_checkpoint("org/checkpoint")
     assert (path / "config.json").is_file()
     fake.fails = errors.OfflineModeIsEnabled("offline")
     assert hub.find_checkpoint("org/checkpoint") == path
     assert hub.find_checkpoint(tmp_path) == tmp_path
-
-
-def test_find_checkpoint_refuses_a_bundle(fake: FakeHub) -> None:
-    with pytest.raises(ModelError, match="already a bundle"):
-        hub.find_checkpoint("org/bundle")
 
 
 @pytest.mark.parametrize("model", ["nope", "./org/name", "a/b/c", "../x", "org/", "/org", "", "org/na me", "-x/y"])
@@ -239,14 +211,6 @@ def test_failures_say_what_to_do(fake: FakeHub, failure: Exception, kind: type[E
         hub.pull("org/bundle")
     assert hint in caught.value.hint
     assert "\n" not in str(caught.value)
-
-
-def test_really_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The library in its offline mode ends in the same message."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
-        hub.pull("org/bundle", cache_dir=tmp_path)
 
 
 GGUFS = {
@@ -397,17 +361,6 @@ def test_interrupted_pull_is_completed(server: Hub, tmp_path: Path) -> None:
     ((code, _, err),) = edgeinfer(server.server_port, tmp_path, "inspect org/bundle --verify")
     assert code == 0, err
     assert server.served == ["weights.bin"]
-
-
-@pytest.mark.slow
-def test_checkpoint_is_pulled_without_code(server: Hub, tmp_path: Path) -> None:
-    ((code, out, err),) = edgeinfer(server.server_port, tmp_path, "pull org/checkpoint --json --no-convert")
-    assert code == 0, err
-    assert json.loads(out)["kind"] == "checkpoint"
-    assert sorted(server.served) == ["config.json", "model.safetensors"]
-    ((code, _, err),) = edgeinfer(server.server_port, tmp_path, "inspect org/checkpoint", online=False)
-    assert code == 3
-    assert "names no model class" in err
 
 
 def test_refusals(server: Hub, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from edgeinfer import hub
 from edgeinfer.bundle.names import display_name, file_name, quantization_of
 from edgeinfer.errors import BudgetError, HubError, ModelError, UsageError
 from edgeinfer.export.architectures import ARCHITECTURES
-from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes, gguf_memory
+from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import Repository, best_offer, offers_in
 from edgeinfer.hub.folder import CheckpointSource, find_converted
@@ -22,7 +22,6 @@ from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.installed import list_models, remove_model
 from edgeinfer.options.load import CONVERTED_BITS
-from tests.recorded import check_recorded
 
 # Names of files, folders and repositories, and how people say them.
 SHOWN = {
@@ -270,30 +269,6 @@ def test_memory_is_what_the_formula_says() -> None:
     config = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes = DecoderSizes.of(config | {"vocab_size": 10, "num_local_experts": 4})
     assert (sizes.num_key_value_heads, sizes.head_dim, sizes.parameters) == (2, 4, 3808)
-
-
-def test_memory_is_what_it_was() -> None:
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": 50,
-    }
-    mixture = {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "head_dim": 24}
-    found = {}
-    for name, more in (
-        ("plain", {}),
-        ("tied", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
-        ("mixture", mixture),
-    ):
-        sizes = DecoderSizes.of(config | more)
-        memory = [sizes.memory(bits) for bits in (2, 4, 8, 32)]
-        found[name] = [sizes, sizes.parameters, memory, gguf_memory(10**6, sizes), sizes.kv_bytes(100)]
-    check_recorded(
-        "estimates",
-        found | {"file": gguf_memory(10**9), "catalog": {m.name: [m.memory, m.download] for m in edgeinfer.catalog()}},
-    )
 
 
 def test_families_that_are_converted_are_those_that_have_builders() -> None:

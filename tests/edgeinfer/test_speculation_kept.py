@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import sys
@@ -32,13 +31,6 @@ def costs() -> Iterator[None]:
 
 
 # The profile.
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def learn(bundle: Path, **options: Any) -> edgeinfer.Result:
@@ -222,14 +214,6 @@ def test_a_cache_that_cannot_be_written(
         patch.setattr(device_profile, "write_file", full)
         assert learn(small_bundle).text == expected
     assert contents(folder) == before
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_cache(small_bundle: Path, cache: Path) -> None:
-    expected = learn(small_bundle, remember=False).text
-    cache.mkdir(mode=0o500)
-    assert learn(small_bundle).text == expected
-    assert not list(cache.iterdir())
 
 
 def test_no_home_for_a_profile(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

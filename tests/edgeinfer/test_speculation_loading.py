@@ -16,7 +16,6 @@ from tests.cache import made
 from tests.cli import contents
 from tests.factories import make_checkpoint, make_tokenizer
 from tests.speculation import PROMPT, load_eager, needs_builtin, random_bundle, same
-from tests.tables import each_row
 
 
 def test_a_choice_that_the_model_has_no_logits_for(tmp_path: Path) -> None:
@@ -78,14 +77,6 @@ def test_a_draft_model_with_a_smaller_context(small_bundle: Path, short_drafter:
                 assert length != 3 or drafted > 0
                 # The root and what is drafted have to fit its cache.
                 assert drafted <= max(0, 32 - length)
-
-
-@pytest.mark.slow
-@needs_builtin
-def test_the_drafter_inside_is_loaded_for_whoever_runs_one() -> None:
-    for who in ("model",):
-        with load_eager(context=128, speculation=who, remember=False) as model:
-            assert same(model, who, max_tokens=20, ignore_eos=True).per_drafter[who].drafted > 0
 
 
 def refused(error: type[EdgeInferError], code: int, says: str, **options: Any) -> None:
@@ -155,22 +146,3 @@ def test_what_a_drafter_needs_and_does_not_get(small_bundle: Path) -> None:
             with pytest.raises(EdgeInferError, match=says):
                 model.generate(PROMPT, speculation=who)
         assert "bits" not in same(model, "auto", max_tokens=10).per_drafter
-
-
-LOADING: list[dict[str, Any]] = [
-    {"speculation": "psychic"},
-    {"speculation": ""},
-    {"speculation": "copy,"},
-    {"speculation": "auto,copy"},
-    {"draft_max": 0},
-    {"draft_max": -1},
-    {"draft_max": 64},
-    {"draft_max": 1000},
-]
-
-
-@each_row("option", LOADING)
-def test_options_out_of_range(small_bundle: Path, option: dict[str, Any]) -> None:
-    refused(UsageError, 2, "Unknown drafter|draft_max", model=small_bundle, **option)
-    with pytest.raises(UsageError):
-        edgeinfer.plan(small_bundle, **option)

@@ -18,7 +18,6 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.system.memory import process_memory
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, known_costs, needs_builtin
 from tests.timers import Timers
@@ -276,14 +275,6 @@ def test_a_bundle_that_is_gone_is_told_and_may_come_back(
     assert fresh.generate(PROMPT, **OPTIONS).token_ids == first.token_ids
 
 
-def test_memory_does_not_grow_by_unloading(fresh: edgeinfer.Model) -> None:
-    before = process_memory().anonymous
-    for _ in range(5):
-        fresh.generate(PROMPT, **OPTIONS)
-        fresh.unload()
-    assert process_memory().anonymous - before < 20_000_000
-
-
 @pytest.fixture
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     """The timers of models, none of which goes off by itself."""
@@ -383,12 +374,6 @@ def test_requests_and_unloading_may_meet_at_any_time(small_bundle: Path) -> None
             if turn % 3 == 2:
                 wait_until(lambda: not is_loaded(model), "unloading")
             assert model.generate(PROMPT, **OPTIONS).token_ids == expected
-
-
-def test_a_model_that_is_not_asked_for_unloads_only_if_told(small_bundle: Path, timers: Timers) -> None:
-    with edgeinfer.load(small_bundle, threads=1) as model:
-        model.generate("Hello", max_tokens=2)
-        assert timers == []
 
 
 def test_a_model_stays_until_the_last_who_holds_it_leaves(left: edgeinfer.Model, timers: Timers) -> None:
