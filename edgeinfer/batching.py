@@ -193,8 +193,6 @@ def _coming(other: Slot, wanted: Ints) -> int:  # (n,)
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """How one of several replies ended."""
-
     place: int  # index of the reply
     made: T | None = None  # its result
     error: Exception | None = None  # the error that ended it; None where there is a result

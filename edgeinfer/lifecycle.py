@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a loaded model is made of."""
-
     engine: Engine
     tokenizer: TokenizerLike
     loaded: ModelInfo  # which model it is, without the state of verification that `info` adds

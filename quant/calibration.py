@@ -53,8 +53,6 @@ class Visitor(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How a model is run."""
-
     # "float" runs the model itself; "quantized" with the visitor's replacements in earlier layers, so that each layer
     # is quantized for its future inputs; "paired" runs both, which relates these inputs to the original ones
     # (`InputStatistics.cross`).
@@ -88,8 +86,6 @@ def default_streams(weights: int) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Results of a run over texts."""
-
     tokens: int  # number of tokens
     head: InputStatistics  # statistics of the LM head's inputs
     # Use of each layer's experts, ascending by layer; empty without a mixture of experts.

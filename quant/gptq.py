@@ -32,8 +32,6 @@ _TINY = np.float32(1e-30)
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """Options of GPTQ."""
-
     # Added to each diagonal element of H, as a share of it, for what a calibration text of finite length does not show.
     # Relative to each element, so that a few inputs of huge energy do not drown the rest.
     damping: float = 0.03

@@ -111,7 +111,6 @@ class _FedForward:
         self._shift = None if statistics.cross is None else padded_square(statistics.cross - hessian, size)
 
     def solve(self, weight: Floats) -> Codes:  # (n, K)
-        """Codes and scales of rows."""
         rows = np.ascontiguousarray(weight, np.float32)
         if self._shift is not None:
             rows = rows + divide_by(self._upper, self._order.reshape(-1), rows @ self._shift)

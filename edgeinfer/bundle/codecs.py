@@ -42,8 +42,6 @@ Rows = Callable[[int, int], QuantizedMatrix]
 
 
 class Codec(Protocol):
-    """Reads and writes one layout."""
-
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
         """Rows start..stop-1 of a tensor in the weights file `path`."""
 

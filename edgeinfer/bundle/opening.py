@@ -50,7 +50,12 @@ def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
         text = source.read_text("utf-8")
     manifest = Manifest.from_json(text)
     for name, entry in manifest.files.items():
-        _check_file(_inside(root, name, roots), name, entry)
+        target = _inside(root, name, roots)
+        if not target.is_file():
+            raise BundleError(f"{target} is missing.", _AGAIN)
+        size = target.stat().st_size
+        if size != entry.bytes:
+            raise BundleError(f"{name} has {size} bytes, the manifest says {entry.bytes}.", _AGAIN)
     check_tensors(manifest)
     check_graphs(manifest)
     bundle = Bundle(root, manifest, header=_gguf_header(root, manifest))
@@ -88,14 +93,6 @@ def _inside(root: Path, name: str, roots: tuple[Path, ...]) -> Path:
     if not simple or not any(target.resolve().is_relative_to(allowed) for allowed in roots):
         raise BundleError(f"The bundle names {name!r}, which leaves its directory.", "Do not use this bundle.")
     return target
-
-
-def _check_file(target: Path, name: str, entry: FileEntry) -> None:
-    if not target.is_file():
-        raise BundleError(f"{target} is missing.", _AGAIN)
-    size = target.stat().st_size
-    if size != entry.bytes:
-        raise BundleError(f"{name} has {size} bytes, the manifest says {entry.bytes}.", _AGAIN)
 
 
 def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:

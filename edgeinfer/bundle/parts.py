@@ -27,8 +27,6 @@ class HeadsSpec:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one layer's attention."""
-
     heads: int
     kv_heads: int
     size: int  # channels of one
@@ -38,7 +36,6 @@ class LayerHeads:
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads."""
         return self.heads * self.size
 
     @property

@@ -90,8 +90,6 @@ class Module:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of one module."""
-
     module: str  # its name, as the adapter has it
     # `a`, `b`: where its factors lie, (rank, inputs) and (outputs, rank).
     a: StoredArray

@@ -14,8 +14,6 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a message."""
-
     number: int  # as the message's definition gives it
     whole: bytes  # all bytes of the field
     body: bytes | None  # what a field with a length holds; None for numbers

@@ -40,8 +40,6 @@ _GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class FetchJob:
-    """A model to fetch and convert."""
-
     name: str = ""  # of the hub, ORG/NAME[:TYPE]; "" for a directory
     directory: str = ""  # of a checkpoint on this machine; "" for the hub
     revision: str | None = None  # branch, tag or commit; None is the main branch
@@ -141,7 +139,6 @@ def _heard(
 
 
 def _error(data: dict[str, Any]) -> EdgeInferError:
-    """The error that the process reported."""
     kind = getattr(edgeinfer.errors, str(data["kind"]), InternalError)
     if kind is BudgetError:
         return BudgetError(data["message"], data["hint"], minimum_bytes=int(data["minimum_bytes"]))

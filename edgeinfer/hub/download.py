@@ -49,8 +49,6 @@ _USUAL = (
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub."""
-
     repo_id: str
     commit: str  # of its revision
     sizes: dict[str, int]  # bytes of its files by name, 0 where the hub does not tell

@@ -55,13 +55,11 @@ class CheckpointSource:
 
     @classmethod
     def of_directory(cls, path: Path) -> CheckpointSource:
-        """The checkpoint in a directory."""
         resolved = path.resolve()
         return cls(str(resolved), resolved)
 
     @property
     def key(self) -> str:
-        """The name of its folder."""
         if self.directory is None:
             return self.name.replace("/", "--")
         digest = hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()
@@ -83,7 +81,6 @@ class CheckpointSource:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def place(self, bits: int, revision: str) -> Path:
-        """The folder of the bundle with these bits."""
         return self.folder / f"{bits}-bit-{revision[:_REVISION_LETTERS] or 'main'}"
 
     def record(self) -> None:

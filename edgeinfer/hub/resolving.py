@@ -33,8 +33,6 @@ _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
 @dataclass(frozen=True)
 class Found:
-    """What a name means."""
-
     path: Path | None  # the bundle or GGUF file on this machine; None where it must be fetched or converted first
     # What it is fetched or converted from where there is no path: a checkpoint's directory, or a hub name.
     source: Path | HubName | None = None

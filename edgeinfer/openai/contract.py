@@ -204,16 +204,8 @@ class ChatModel(Protocol[StreamT_co]):
 
     def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
 
-    def tokenize_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        prefill: str = "",
-        parse_special: bool = False,
-        fitting: bool = False,
-    ) -> list[int]: ...
+    @property
+    def tokenize_chat(self) -> Callable[..., list[int]]: ...
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
 

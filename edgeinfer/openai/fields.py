@@ -306,12 +306,11 @@ def _guided(fields: Fields) -> dict[str, Any]:
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
     """The length of the reply by the first of these fields that is given; -1 is no limit, as in llama.cpp's server."""
     given = {name: value for name in names if (value := fields.any(name)) is not None}
-    found = [_checked_limit(fields, name, value) for name, value in given.items()]
-    return next(iter(found), {})
-
-
-def _checked_limit(fields: Fields, name: str, value: Any) -> dict[str, Any]:
-    return {} if value == -1 and not isinstance(value, bool) else fields.checked(name, "max_tokens", as_whole(value))
+    for name, value in given.items():
+        if value == -1 and not isinstance(value, bool):
+            return {}
+        return fields.checked(name, "max_tokens", as_whole(value))
+    return {}
 
 
 def form(fields: Fields, name: str) -> dict[str, Any]:

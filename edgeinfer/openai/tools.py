@@ -43,8 +43,6 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True)
 class ToolFunction:
-    """A function that may be called."""
-
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON Schema of its arguments, of type object

@@ -86,8 +86,6 @@ def answer_batch(
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of requests."""
-
     number: int  # of the line, from 1
     # `offset`, `size`: its place in the file, in bytes.
     offset: int
@@ -107,7 +105,6 @@ class BatchInput:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Checks a file."""
         digest = hashlib.sha256()
         try:
             text = _converted(path)
@@ -174,8 +171,6 @@ def _line(data: bytes | None, line: BatchLine) -> BatchLine:
 
 @dataclass(frozen=True)
 class ReplyLine:
-    """The answer to a line of requests."""
-
     number: int  # of that line
     reply: Mapping[str, Any]  # the object of the output's line
     failed: bool  # whether it is an error

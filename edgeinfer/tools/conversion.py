@@ -272,7 +272,6 @@ class _Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Removes it if it is there."""
         folder, tries = self._folder, 0
         # Another thread may just have put a file into it; it cannot add many more.
         while folder is not None and folder.exists() and tries < _MOST_TRIES:

@@ -90,8 +90,6 @@ _TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of checkpoints."""
-
     classes: tuple[str, ...]  # transformers' model classes
     model_types: tuple[str, ...]  # transformers' family names, used where config.json names no class
     # Turns a config into a spec; the flag says whether embedding and head are tied.
@@ -321,7 +319,6 @@ def reader(make: Callable[..., DecoderSpec] = common_spec, /, **parts: Any) -> C
 
 
 def flag(name: str, default: bool = False) -> Callable[[HFConfig], bool]:
-    """Returns a reader of one flag."""
     return lambda config: config.flag(name, default)
 
 

@@ -54,8 +54,6 @@ def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_c
 
 @dataclass(frozen=True)
 class Entering:
-    """Input of an MLP or a mixture."""
-
     value: str
     norm: str  # before it; empty for none
     residual: str

@@ -292,8 +292,6 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Arguments of an operator of experts."""
-
     experts: Experts
     count: int  # most experts of a token
     value: str  # normed input

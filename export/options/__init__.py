@@ -304,8 +304,6 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True)
 class FileType:
-    """A type of files."""
-
     name: str  # as llama.cpp's own tool writes it
     number: int  # llama.cpp's number of it
     base: str  # type of most tensors

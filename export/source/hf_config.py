@@ -36,8 +36,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class HFConfig:
-    """A parsed config.json."""
-
     def __init__(self, values: dict[str, Any]) -> None:
         listed = values.get("layers_block_type")
         if isinstance(listed, list) and values.get("num_hidden_layers") is None:

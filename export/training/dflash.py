@@ -50,8 +50,6 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class DflashOptions(KindOptions["DflashTask"]):
-    """How a drafter is trained."""
-
     kind = "dflash"
 
     layers: int = 1  # of the drafter
@@ -83,8 +81,6 @@ class DflashOptions(KindOptions["DflashTask"]):
 
 @dataclass(frozen=True)
 class BlockShape(ModuleShape):
-    """Sizes of a drafter."""
-
     layers: int
     target_layers: int
     taps: tuple[int, ...]  # layers of the target after which it reads states

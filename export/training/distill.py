@@ -125,8 +125,6 @@ T = TypeVar("T", bound=DistillTask)
 
 @dataclass(frozen=True)
 class KindOptions(DistillOptions, ABC, Generic[T]):
-    """Options of one kind of drafter."""
-
     kind: ClassVar[str]
 
     @abstractmethod
@@ -136,8 +134,6 @@ class KindOptions(DistillOptions, ABC, Generic[T]):
 
 @dataclass(frozen=True)
 class Distilled(Generic[T]):
-    """A trained drafter."""
-
     task: T
     # `before`, `after`: figures on validation text.
     before: dict[str, float]

@@ -141,12 +141,6 @@ def expected_tokens(acceptance: float, drafted: int) -> float:
     return sum(acceptance**i for i in range(drafted + 1))
 
 
-def acceptance_guess(size: StudentSize, vocabulary: int, target_weights: int) -> float:
-    """The acceptance rate that a drafter of this size may reach after training."""
-    halvings = max(0.0, math.log2(target_weights / size.weights(vocabulary)) + 1 - math.log2(size.layers + 1))
-    return max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
-
-
 def choose_size(costs: TargetCosts, vocabulary: int) -> SizeChoice:
     """The size with the highest predicted speed-up; of equals the smallest."""
     sizes = [StudentSize.of(width, layers) for width in _WIDTHS for layers in _LAYERS]
@@ -155,7 +149,9 @@ def choose_size(costs: TargetCosts, vocabulary: int) -> SizeChoice:
 
 
 def _judge(size: StudentSize, costs: TargetCosts, vocabulary: int) -> SizeChoice:
-    acceptance = acceptance_guess(size, vocabulary, costs.target_weights)
+    # The acceptance rate that a drafter of this size may reach after training.
+    halvings = max(0.0, math.log2(costs.target_weights / size.weights(vocabulary)) + 1 - math.log2(size.layers + 1))
+    acceptance = max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
     draft_ms = costs.draft_ms(size, vocabulary)
 
     def speedup(drafted: int) -> float:
@@ -309,8 +305,6 @@ class _StudentTask:
 
 @dataclass(frozen=True)
 class DrafterTraining:
-    """A trained drafter."""
-
     checkpoint: Path
     size: StudentSize
     # `untrained`, `read`, `distilled`: acceptance before training, after reading text, and at the end, on replies of

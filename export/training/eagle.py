@@ -42,8 +42,6 @@ _USUAL_LAYERS = 8
 
 @dataclass(frozen=True)
 class EagleOptions(KindOptions["EagleTask"]):
-    """How a head is trained."""
-
     kind = "eagle"
 
     depth: int = 5  # steps of drafting that a window is unrolled over
@@ -72,8 +70,6 @@ def _default_taps(layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class HeadShape(ModuleShape):
-    """Sizes of a head."""
-
     drafted: int  # Vd, tokens that it can draft
     taps: tuple[int, ...]  # layers of the target before which it reads states
 

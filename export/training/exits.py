@@ -38,8 +38,6 @@ DepthFigures = dict[int, float]
 
 @dataclass(frozen=True)
 class ExitsOptions:
-    """How exits are tuned."""
-
     steps: int = 300
     rows: int = 8
     length: int = 256
@@ -75,8 +73,6 @@ class ExitsOptions:
 
 @dataclass(frozen=True)
 class ExitsTraining:
-    """A model whose exits were tuned."""
-
     checkpoint: Path
     # `before`, `after`: by layers run, how often an exit finds the whole model's likeliest token, which is the
     # acceptance of greedy self-speculation.

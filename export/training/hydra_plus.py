@@ -41,8 +41,6 @@ _USUAL_EPS = 1e-5
 
 @dataclass(frozen=True)
 class HydraPlusOptions(KindOptions["HydraPlusTask"]):
-    """How a module is trained."""
-
     kind = "hydra-plus"
 
     count: int = 4  # heads, and tokens of a draft; 4 in the paper

@@ -50,8 +50,6 @@ def no_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The model to learn from."""
-
     model: Any  # in transformers, float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits
     tokenizer: Tokenizer
     template: str | None  # of conversations; None where it has none

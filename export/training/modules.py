@@ -35,8 +35,6 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """Sizes of all modules."""
-
     width: int  # D, hidden size of the target and of the module
     inner: int  # of the MLPs
     heads: int

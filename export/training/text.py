@@ -111,7 +111,6 @@ class TextSource:
                 raise UsageError(f"{file} is not a text file.", _HINT)
 
     def digest(self) -> str:
-        """A digest of the files' contents."""
         digest = hashlib.sha256()
         for file in self.files:
             with _reading(file), file.open("rb") as stream:

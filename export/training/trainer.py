@@ -37,8 +37,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a task is trained."""
-
     steps: int  # of the optimizer; the learning rate rises over `warmup` of them and falls along half a cosine
     learning_rate: float = 2e-3  # at its highest
     weight_decay: float = 0.1  # of matrices; vectors have none
@@ -88,8 +86,6 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training."""
-
     losses: tuple[float, ...]  # of every step
     resumed_at: int  # step at which it was resumed; 0 where it was not interrupted
     seconds: float  # since it was last started

@@ -123,7 +123,6 @@ class SequenceTask:
 
     @property
     def waits(self) -> bool:
-        """Whether the task waits for rows."""
         return not all(request.over for request in self.requests)
 
     def outputs(self) -> list[ForwardOutput]:

@@ -72,18 +72,14 @@ class PromptShare:
             self._plain_ms[rows] = known + _WEIGHT * (ms - known)
         elif prompt_rows >= self.rows and (wanted_ms := self._wanted(rows)) is not None:
             change = min(max(wanted_ms / ms, _SLOWER), _FASTER)
-            self.rows = min(max(_stepped(self.rows, change), 1), self._most)
+            least = self.rows + 1 if change > 1 else 1
+            self.rows = min(max(int(self.rows * change), least), self._most)
 
     def _wanted(self, rows: int) -> float | None:
         """Milliseconds that a step with prompts may take; None before anything was measured."""
         if self._wanted_ms is not None or not self._plain_ms:
             return self._wanted_ms
         return _USUAL_GAP * self._plain_ms[min(self._plain_ms, key=lambda known: (abs(known - rows), known))]
-
-
-def _stepped(rows: int, change: float) -> int:
-    """Scale a number of rows, by at least one if it grows."""
-    return max(int(rows * change), rows + 1) if change > 1 else int(rows * change)
 
 
 def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float], most: int) -> list[int]:

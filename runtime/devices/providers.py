@@ -43,8 +43,6 @@ class Traits:
 
 @dataclass(frozen=True)
 class Device:
-    """Where a model runs."""
-
     name: str  # as users write it: "cpu", "cuda", "openvino:NPU"
     provider: str  # onnxruntime's name: "CPUExecutionProvider"
     options: Mapping[str, str]
@@ -68,8 +66,6 @@ CPU = Device("cpu", CPU_PROVIDER, {}, Traits(True, True, True, True, True, True)
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """One name's entry in the registry."""
-
     devices: tuple[Device, ...]  # the devices it stands for, the first by the bare name
     package: str  # the pip package that brings the provider
     plugin: bool  # whether the package is installed together with onnxruntime; else in place of it

@@ -109,7 +109,6 @@ class RowsInMemory:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], rows: CacheSnapshot, edits: int = 0) -> RowsInMemory:
-        """A copy of these rows."""
         return cls(tokens, CopiedRows(rows.length, rows.keys, rows.values, rows.kv, rows.scales), edits)
 
     def pieces(self) -> Iterator[CacheSnapshot]:
@@ -158,14 +157,11 @@ class JoinedContexts:
             if start > self._prefix:
                 turn(cache, self._spec, first, self._prefix, start)
         if self.use.temperature != 1:
-            self._temper(cache)
+            # Scores are products with keys, so these are divided in their place.
+            factor = np.float32(1 / self.use.temperature)
+            for layer in range(self._spec.num_layers):
+                cache.write_keys(layer, self._prefix, cache.read_keys(layer, self._prefix, cache.length) * factor)
         cache.shift = len(self.tokens) - self._behind
-
-    def _temper(self, cache: PagedCache) -> None:
-        """Scores are products with keys, so these are divided in their place."""
-        factor = np.float32(1 / self.use.temperature)
-        for layer in range(self._spec.num_layers):
-            cache.write_keys(layer, self._prefix, cache.read_keys(layer, self._prefix, cache.length) * factor)
 
 
 def turn(cache: PagedCache, spec: DecoderSpec, first: int, old: int, new: int) -> None:

@@ -124,7 +124,6 @@ class LayerSkipDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far."""
         if self._mask is None:
             return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
@@ -288,14 +287,9 @@ def skipping(strategies: ReducedComputeStrategies, given: StrategyArguments, pol
     return LayerSkipDecoding(given.timed(costs), policy, costs)
 
 
-def kept_levels(strategies: ReducedComputeStrategies) -> SkipLevels | None:
-    """The sets of blocks that tuning found; None where it did not run."""
-    layers = strategies.engine.backend.geometry.num_layers
-    return strategies.kept(SKIP_LEVELS, lambda state: SkipLevels.from_state(state, layers), None)
-
-
 def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> LayerSkipDecoding:
-    levels = kept_levels(strategies)
+    layers = strategies.engine.backend.geometry.num_layers
+    levels = strategies.kept(SKIP_LEVELS, lambda state: SkipLevels.from_state(state, layers), None)
     if levels is None:
         message = "This model has no calibrated sets of blocks to skip."
         raise UsageError(message, "Run edgeinfer tune --skip on it once.")

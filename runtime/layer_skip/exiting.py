@@ -119,7 +119,6 @@ class EarlyExitDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far."""
         return self._predicted(self._first, self._costs)
 
 

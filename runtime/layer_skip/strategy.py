@@ -158,7 +158,6 @@ class DivergenceLimit:
 
     @property
     def mean(self) -> float | None:
-        """The mean divergence of the samples."""
         return self._sum / self.sampled if self.sampled else None
 
     @property
@@ -256,7 +255,6 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return accepted
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """Make one further token."""
         started = time.perf_counter()
         logits = self._logits(lost)
         accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
@@ -315,7 +313,6 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
     def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far."""
         statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
         plain, sampled = self._plain_ms, self._limit.mean
         return ComputeUse(

@@ -67,13 +67,11 @@ class LayerGroup:
 
     @cached_property
     def key_bytes(self) -> int:
-        """Bytes of a head's keys in a page."""
         shape, scales = self.key_shape, PAGE * _scale_bytes(self.keys, self.kept.key_size)
         return _aligned(int(np.prod(shape)) * _item_bytes(self.keys) + scales)
 
     @cached_property
     def value_bytes(self) -> int:
-        """Bytes of a head's values in a page."""
         shape, scales = self.value_shape, PAGE * _scale_bytes(self.values, self.kept.value_size)
         return _aligned(int(np.prod(shape)) * _item_bytes(self.values) + scales)
 

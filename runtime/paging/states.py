@@ -77,8 +77,6 @@ class StateLayout:
 
 
 class StatePool(BlockPool):
-    """The slots of a model."""
-
     def __init__(self, geometry: Geometry) -> None:
         self.layout = StateLayout(geometry.states)
         self.array = self.layout.array

@@ -36,8 +36,6 @@ GrammarMode = Literal["none", "plain", "sliced"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run a model."""
-
     context: int  # tokens of prompt plus reply the cache may hold
     prefill_chunk: int  # prompt tokens per pass
     kv: str  # how the cache stores numbers, one of KV_TYPES

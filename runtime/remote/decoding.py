@@ -388,7 +388,6 @@ class RemoteDeciding:
             self._server = _new_server(config.remote_api, access)
 
     def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
-        """The strategy of one reply."""
         server, options = self._answering(), _sent(config)
         server.check(options)
         given = (engine.backend, sampler, server, options | {"seed": sampler.seed}, self._channel)

@@ -194,7 +194,6 @@ class RetriedReply:
         return True
 
     def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
-        """See `contract.RemoteReply.verify`."""
         reply, tried, pause = list(reply), 1, _FIRST_PAUSE_S
         # A round that waited for a thread is of no use once the reply was left.
         while not self._closed.is_set():

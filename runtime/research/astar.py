@@ -48,7 +48,6 @@ class AStar(SearchStrategy):
         self._options = METHOD.values(self._config.method_options)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The reply, or its beginning."""
         most, first_logits = self._share(self._config.samples, room), logits.copy()
         self._reply_rows = self._backend.cache.length
         branches = Branches(self._passes)

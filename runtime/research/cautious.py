@@ -49,12 +49,10 @@ class Cautious(SearchStrategy):
         self._length = 0  # tokens of the text
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The first piece of the reply."""
         self._length = len(prompt)
         return self._piece(logits, room)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
-        """Its next piece."""
         return self._piece(self._passes.feed(self._root), room)
 
     def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)

@@ -71,7 +71,6 @@ class OutputRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.nbytes for array in (self._tokens, self._all)) + self._rows.nbytes
 
 
@@ -123,5 +122,4 @@ class StateDrafter(LogitDrafter):
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         return super().nbytes() + self._norm.nbytes + self._state.nbytes

@@ -51,7 +51,6 @@ class HydraDrafter(StateDrafter):
         return self._output.logits(both[:size] + silu(both[size:] + self._biases[head]))
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         arrays = sum(array.nbytes for array in (*self._biases, self._embeddings, self._input))
         return super().nbytes() + arrays + sum(weight.nbytes for weight in self._weights) + self._output.nbytes
 

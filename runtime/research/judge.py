@@ -51,7 +51,6 @@ class TokenJudge:
 
     @classmethod
     def of(cls, heads: Heads) -> TokenJudge:
-        """The judge of a bundle's heads."""
         return cls(heads.arrays["weight"].astype(np.float32), float(heads.arrays["bias"][0]))
 
     def finds_right(self, state: Floats) -> bool:  # (D,)

@@ -23,7 +23,6 @@ class UnifiedPolicy:
     reads_states: ClassVar[bool] = False
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skip these layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
 
@@ -53,7 +52,6 @@ class ImportancePolicy:
     reads_states: ClassVar[bool] = True
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skip the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
 

@@ -46,17 +46,14 @@ class MedusaDrafter(StateDrafter):
         self._places = 0  # of them that are known
 
     def repeat(self) -> None:
-        """See `Drafter.repeat`."""
         self._known.clear()
         self._places = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Waits for the first state of the new text."""
         super().begin(tokens)
         self._places = 0
 
     def observe(self, round: Round) -> None:
-        """Keep the state that predicted the new root."""
         super().observe(round)
         self._places = 0
 
@@ -95,7 +92,6 @@ class MedusaDrafter(StateDrafter):
         self._target.cache.trim(start)
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         matrices = sum(weight.nbytes for weight in self._weights) + (0 if self._rows is None else self._rows.nbytes)
         arrays = self._bias.nbytes + self._states.nbytes + self._logits_of.nbytes
         return super().nbytes() + matrices + arrays

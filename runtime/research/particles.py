@@ -41,8 +41,6 @@ def systematic(weights: NDArray[np.float64], start: float) -> list[int]:  # (N,)
 
 @dataclass(eq=False)
 class _Particle:
-    """A reply that is drawn."""
-
     text: ReplyText
     branch: Branch | None = None  # that it is drawn in, until it is over
     log_weight: float = 0.0  # since the last resampling
@@ -71,7 +69,6 @@ class Particles(SearchStrategy):
         self.log_evidence = 0.0  # logarithm of the unbiased estimate of the target's sum over all replies
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         count = self._config.samples
         most, first_logits = self._share(count, room), logits.copy()
         self._reply_rows = self._backend.cache.length

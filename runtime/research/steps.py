@@ -39,7 +39,6 @@ class StepEnds:
         self._tokenizer, self._known = tokenizer, dict.fromkeys(stop_ids, True)
 
     def __call__(self, token: int) -> bool:
-        """Whether it does."""
         if token not in self._known:
             self._known[token] = not _SENTENCE_ENDS.isdisjoint(self._tokenizer.decode([token]))
         return self._known[token]

@@ -99,7 +99,6 @@ class GrammarConstraint:
             self._check()
 
     def places(self) -> ConstraintPlaces:
-        """Texts by the tokens that lead there."""
         return TextPlaces(self)
 
     def _may_follow(self, token: int) -> bool:

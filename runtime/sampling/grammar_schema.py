@@ -50,11 +50,6 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def names_larger(text: str) -> bool:
-    """Whether a schema speaks of integers that `bound_integers` would leave out."""
-    return _LARGER.search(text) is not None
-
-
 def mend_numbers(schema: dict[str, Any]) -> None:
     """Writes numbers as the engine reads them, bounds not wider than they are."""
     for keyword in _COUNTS:
@@ -166,7 +161,8 @@ def mended(schema: Mapping[str, Any], left_out: set[str] | None = None) -> dict[
     if left_out is not None and not _names_known_draft(root):
         left_out.add("$schema")
         del root["$schema"]
-    return _Document(root, bounds_integers=not names_larger(text), left_out=left_out).mended()
+    bounded = _LARGER.search(text) is None  # `bound_integers` would leave larger ones out
+    return _Document(root, bounds_integers=bounded, left_out=left_out).mended()
 
 
 def _names_known_draft(root: dict[str, Any]) -> bool:

@@ -76,7 +76,6 @@ class ThinkingBudget:
         del self._places[len(self._places) - count :]
 
     def places(self) -> ConstraintPlaces:
-        """Texts by the tokens that lead there."""
         return TextPlaces(self)
 
     def _after(self, place: _Place, token: int) -> _Place:

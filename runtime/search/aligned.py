@@ -59,8 +59,6 @@ class Beginning:
 
 @dataclass(eq=False)
 class _Draw:
-    """A reply that is drawn."""
-
     text: ReplyText
     path: list[Beginning]  # its beginnings, the empty one first
     stream: int
@@ -87,7 +85,6 @@ class Aligned(SearchStrategy):
         self._tree = Beginning()
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         count, rounds = self._config.samples, self._config.rounds
         most, first_logits = self._share(count, room), logits.copy()
         self._reply_rows = self._backend.cache.length

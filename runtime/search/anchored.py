@@ -123,7 +123,6 @@ class Anchored(SearchStrategy):
         self._budget = DivergenceBudget(self._config.anchor_budget)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after the prompt."""
         own = logits.copy()
         self._text = list(prompt)
         self._anchor.begin(self._text)
@@ -133,7 +132,6 @@ class Anchored(SearchStrategy):
         return self._draw(own)
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """The token after that."""
         return self._draw(self._passes.feed(self._root))
 
     def search_use(self) -> SearchUse:

@@ -53,7 +53,6 @@ class Beam(SearchStrategy):
         self._places: ConstraintPlaces | None = None
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
         self._reply_rows = self._backend.cache.length

@@ -18,8 +18,6 @@ from edgeinfer.runtime.search.strategy import Passes
 
 @dataclass(eq=False)
 class Branch:
-    """A continuation."""
-
     cache: ForkableCache  # holds its rows
     apart: bool = False  # it has nothing of the trunk
     tokens: list[int] = field(default_factory=list)  # behind the trunk
@@ -67,7 +65,6 @@ class Branches:
         return self._add(Branch(branch.cache.fork(), branch.apart, list(branch.tokens)))
 
     def drop(self, branch: Branch) -> None:
-        """Drop a branch."""
         self._live.remove(branch)
 
     def end(self) -> None:

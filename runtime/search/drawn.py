@@ -20,8 +20,6 @@ _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 @dataclass
 class Drawn:
-    """A reply that is drawn."""
-
     sampler: Sampler
     text: ReplyText
     most: int  # tokens it may have
@@ -131,7 +129,6 @@ class DrawnSearch(SearchStrategy):
     """
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         count, parts = self._config.samples, self._parts
         limit, first_logits = self._share(count, room), logits.copy()
         # The reply's own sampler follows only the one that is chosen.

@@ -79,7 +79,6 @@ class Extract(SearchStrategy):
         self._best = -math.inf  # of their scores
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         longest = min(self._share(1, room) - 1, _LONGEST)
         texts = beginnings(self._config.passage or "", self._parts.tokenizer, self._encoder, longest)
         texts = [tokens for tokens in texts if max(tokens) < self._vocabulary]

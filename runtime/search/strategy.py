@@ -162,7 +162,6 @@ class SearchStrategy(DecodingStrategy):
             self._reply_rows = None
 
     def search_use(self) -> SearchUse:
-        """What was done so far."""
         counts = dataclasses.asdict(self._statistics)
         return SearchUse(self._config.search, self.lossless, **counts, chosen=self._chosen, texts=self._texts)
 

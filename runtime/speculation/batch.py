@@ -35,7 +35,6 @@ class BatchCosts:
         return self._plain_ms / (self._others + 1) + more
 
     def guess_ms(self, drafter: str) -> float:
-        """One guess."""
         return self._costs.guess_ms(drafter)
 
     def read_ms(self, drafter: str) -> float:

@@ -61,11 +61,9 @@ class RoundView:
         self._chain = draft.is_chain
 
     def token(self, node: int) -> int:
-        """The keyed choice after a node."""
         return self._sampler.sample(self._logits.row(node + 1), self.position(node), self.path(node))
 
     def probabilities(self, node: int) -> Probabilities:
-        """The distribution after a node."""
         return self._sampler.probabilities(self._logits.row(node + 1), self.path(node))
 
     def uniform(self, depth: int, draw: int) -> float:
@@ -383,7 +381,6 @@ class SpeculativeDecoding(DecodingStrategy):
             self._drafters.clear()
 
     def finish(self) -> None:
-        """The reply is over: statistics are complete afterwards."""
         self._count_plain_steps()
         self.texts = self._context.tokens[: self._begin], self._context.tokens[self._begin :]
         # It leads back here: what the reply was asked with would wait for a collection of cycles.

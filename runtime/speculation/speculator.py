@@ -81,7 +81,6 @@ class Speculator:
 
     @property
     def parts(self) -> DrafterParts:
-        """What drafters are made of now."""
         return self._parts
 
     @property
@@ -178,7 +177,6 @@ class Speculator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what drafters hold."""
         own = sum(drafter.nbytes() for drafter in self._drafters.values())
         return own + sum(drafting.nbytes() for drafting in self._drafting)
 

@@ -63,7 +63,6 @@ class StochasticController(DraftController):
         return False
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
-        """What to verify next; see `DraftController.draft`."""
         self._begin(context, depth)
         most, order = min(rows, self._most), count()
         guesses: list[Guess] = []
@@ -106,7 +105,6 @@ class StochasticController(DraftController):
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
 
     def observe(self, round: Round) -> None:
-        """Learn from what became of the last draft."""
         super().observe(round)
         ranks = {(asked.drafter, asked.rank) for every in self._asked.values() for asked in every}
         for name, estimates in self._siblings.items():

@@ -30,7 +30,13 @@ _PERFORMANCE = Path("/sys/devices/cpu_core/cpus")
 
 def machine_memory() -> int:
     """Bytes of memory built in, or allowed by a control group."""
-    return min([_built_in(), *(limit for path in _limit_files() if (limit := _limit(path)))])
+    if sys.platform == "linux":
+        built_in = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        import psutil
+
+        built_in = int(psutil.virtual_memory().total)
+    return min([built_in, *(limit for path in _limit_files() if (limit := _limit(path)))])
 
 
 def free_memory(mapped: int = 0) -> int:
@@ -81,14 +87,6 @@ def processor_name() -> str:
                 if field.strip() in ("model name", "Hardware"):
                     return name.strip()
     return platform.processor() or platform.machine()
-
-
-def _built_in() -> int:
-    if sys.platform == "linux":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import psutil
-
-    return int(psutil.virtual_memory().total)
 
 
 def _available() -> int:

@@ -313,7 +313,9 @@ class MappedFile:
         if self._libc is None:
             return []
         if self._whole is None:
-            return _unchanged_spans(self._path)
+            # A page that was written to would exist nowhere else.
+            wanted = str(self._path.resolve())
+            return [m for m in _mappings() if m.path == wanted and m.unchanged]
         page = mmap.PAGESIZE
         wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in self._ranges]
         return [
@@ -413,12 +415,6 @@ def _placed(
 ) -> _Mapping:
     begin, name = int(start, 16), os.fsdecode(path) if path.startswith(b"/") else ""
     return _Mapping(begin, int(end, 16) - begin, int(offset, 16), permissions.decode(), name, anonymous == b"0")
-
-
-def _unchanged_spans(path: Path) -> list[_Mapping]:
-    """The mappings of the file that hold no page written to, which would exist nowhere else."""
-    wanted = str(path.resolve())
-    return [m for m in _mappings() if m.path == wanted and m.unchanged]
 
 
 @cache

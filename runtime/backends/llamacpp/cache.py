@@ -67,11 +67,6 @@ class TreePaths:
                 depths[row] = depth
         return depths
 
-    def sequence_of(self, rows: Sequence[int]) -> int | None:
-        """The sequence whose path begins with these rows; None where they are no path."""
-        wanted = tuple(rows)
-        return next((s for s, path in enumerate(self.paths) if path[: len(wanted)] == wanted), None)
-
 
 class LlamaCache(TrimmedCache):
     """Implements `KVCache` over the cells of a context, whose layers may have a sliding `window` of tokens, else 0."""
@@ -137,7 +132,8 @@ class LlamaCache(TrimmedCache):
                 raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
             self.trim(start + len(rows))
             return
-        sequence = tree.sequence_of(rows)
+        wanted = tuple(rows)
+        sequence = next((s for s, path in enumerate(tree.paths) if path[: len(wanted)] == wanted), None)
         if sequence is None or start != tree.start:
             raise BackendError(f"Rows {list(rows)} of a draft tree are no path from token {tree.start} on.")
         stop = start + len(rows)

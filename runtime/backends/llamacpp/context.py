@@ -32,8 +32,6 @@ _STAT = Path("/proc/stat")
 
 
 class ProcessorTimes(NamedTuple):
-    """Seconds."""
-
     wall: float
     busy: float  # working time of all processors that this process may use, for any program
     own: float  # working time for this process
@@ -194,8 +192,6 @@ _TYPES = {FLOAT32: 0, FLOAT16: 1, "q8_0": 8, "q4_0": 2}
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """Settings of a context."""
-
     cells: int  # tokens the cache may hold, those of pending draft trees included
     kv: str
     threads: int  # threads of a pass; the most of them with `adaptive_threads`

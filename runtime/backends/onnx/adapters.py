@@ -37,8 +37,6 @@ _EXPERTS = ".experts."  # in the names of their modules
 
 @dataclass(frozen=True, eq=False)
 class PackedAdapters:
-    """All adapters of a model."""
-
     digests: Mapping[str, str]  # digest of each adapter by its name in requests, in the order that rows number them
     sites: tuple[str, ...]  # tensors of the bundle that any of them changes
     weights: NDArray[np.float32]  # all factors, A as (rank, K) and B times its scale as (rank, outputs). (W,)
@@ -147,8 +145,6 @@ def adapted_graph(model: bytes, manifest: Manifest, adapters: PackedAdapters) ->
 
 @dataclass(frozen=True)
 class _Node:
-    """The relevant fields of a node."""
-
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]

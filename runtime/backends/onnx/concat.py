@@ -62,7 +62,6 @@ class ConcatCache(TrimmedCache):
         return self.arrays
 
     def replace(self, arrays: list[Floats]) -> None:
-        """Makes these arrays the cache."""
         self.arrays, self.length = arrays, arrays[0].shape[2]
 
     def trim(self, length: int) -> None:

@@ -61,7 +61,9 @@ class OnnxMemory:
     def weights(self, configuration: Configuration) -> Footprint:
         manifest = self.bundle.manifest
         if self.floats:
-            return _multiplied_out(manifest)
+            # Every weight in float32, which the tied head is a second time, and what making the largest of them takes.
+            sizes = [_FLOAT_BYTES * math.prod(t.shape) for t in manifest.tensors]
+            return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
         key = configuration.window_layers, configuration.kept_layers, configuration.expert_bytes
         if (weights := self._known.get(key)) is None:
             weights = self._known[key] = _weights(manifest, self.layout, configuration, self.threads)
@@ -153,12 +155,6 @@ class OnnxMemory:
             Footprint({"tokenizer": mapped_tokenizer_bytes(table, used=used)}, mapped) for used in (False, True)
         )
         return unused, used
-
-
-def _multiplied_out(manifest: Manifest) -> Footprint:
-    """Every weight in float32, which the tied head is a second time, and what making the largest of them takes."""
-    sizes = [_FLOAT_BYTES * math.prod(t.shape) for t in manifest.tensors]
-    return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
 
 
 def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, threads: int) -> Footprint:

@@ -167,17 +167,12 @@ def bind_cache(binding: Binding, cache: KVBuffers) -> None:
     for layer, arrays in enumerate(zip(cache.keys, cache.values, strict=True)):
         names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
         for past, present, array in names:
-            before, after = _both(array)
+            if isinstance(array, DeviceArray):  # a device may not write to the cache that it reads
+                before, after = array.value, array.written
+            else:
+                before = after = ort.OrtValue.ortvalue_from_numpy(array)
             binding.bind_ortvalue_input(past, before)
             binding.bind_ortvalue_output(present, after)
-
-
-def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue]:
-    """The cache that a pass reads, and the one that it writes: the same, but on devices that cannot."""
-    if isinstance(array, DeviceArray):
-        return array.value, array.written
-    value = ort.OrtValue.ortvalue_from_numpy(array)
-    return value, value
 
 
 # Columns of the number of first slots, and of a row's own where it names that.

@@ -199,8 +199,6 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers that run together."""
-
     layers: NDArray[np.bool_]
     weights: WeightPart  # its streamed weights
     dropped: bool = False  # weights are dropped as soon as an operator has read them, not only when all have run

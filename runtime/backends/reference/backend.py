@@ -150,8 +150,6 @@ class ReferenceEnds:
 
 @dataclass(frozen=True)
 class ReferenceMixture:
-    """The mixture of a layer."""
-
     spec: DecoderSpec
     layer: int
     moe: MoESpec
@@ -516,9 +514,8 @@ class ReferenceBackend:
         """Does nothing: a numpy pass runs to its end, which is still within one step."""
 
     def nbytes(self) -> dict[str, int]:
-        weights = sum(w.nbytes for w in self._whole.values())
         return {
-            "weights": weights,
+            "weights": sum(w.nbytes for w in self._whole.values()),
             "kv": self.cache.nbytes,
             "buffers": sum(cos.nbytes + sin.nbytes for cos, sin in self._tables),
         }
@@ -544,8 +541,6 @@ class ReferenceFactory(BackendFactory):
         return memory_of(choice.bundle, choice.layout, floats=True)
 
     def make(self, order: BackendOrder) -> Backend:
-        from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-
         bundle, plan = order.bundle, order.configuration
         backend = ReferenceBackend(bundle, plan.context, kv=plan.kv)
         return counting_experts(bundle, backend, backend.cache)

@@ -34,8 +34,6 @@ class Run:
 
 @dataclass(frozen=True)
 class GraphSet:
-    """The graphs that passes may use."""
-
     narrow: tuple[StaticGraph, ...]  # the narrowest first; at least one
     prompts: StaticGraph | None  # the graph for prompts; None where they go through the others
 

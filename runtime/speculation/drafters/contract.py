@@ -70,8 +70,6 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One proposed token."""
-
     token: int  # its id
     sign: int  # the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart
     # What it was drawn from, for verification by ratio; None is deterministic.
@@ -133,8 +131,6 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification decided."""
-
     accepted: tuple[int, ...]  # nodes on the accepted path, from the root down
     token: int  # chosen after the last of them: the recovered token where a proposal was rejected, else the bonus
     bonus: bool  # whether the path ended at a node (or root) that had no child to reject

@@ -31,7 +31,6 @@ class DflashDrafter(ModuleDrafter):
         self._logits_of: Floats | None = None  # behind the root, by place: a view of the module's last pass. (n, V)
 
     def repeat(self) -> None:
-        """See `Drafter.repeat`."""
         self._known.clear()
         self._logits_of = None
 

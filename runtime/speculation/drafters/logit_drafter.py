@@ -208,7 +208,6 @@ class LogitDrafter(Drafter):
         self._known.clear()
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         return self._powers.nbytes
 
     def restore(self, state: State) -> None:

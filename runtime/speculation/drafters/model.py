@@ -73,7 +73,6 @@ class ModelDrafter(LogitDrafter):
         return self._padded
 
     def nbytes(self) -> int:
-        """Bytes that its backend allocated, and its own."""
         return sum(self._backend.nbytes().values()) + super().nbytes() + self._padded.nbytes
 
 

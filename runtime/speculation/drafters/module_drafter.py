@@ -253,7 +253,6 @@ class ModuleDrafter(LogitDrafter):
         return self._all
 
     def nbytes(self) -> int:
-        """Bytes that its module's backend allocated, and its own."""
         return sum(self._module.nbytes().values()) + super().nbytes() + self._states.nbytes + self._all.nbytes
 
     def close(self) -> None:
@@ -286,7 +285,6 @@ class StepDrafter(ModuleDrafter):
         self._begin_at(output.hidden[-1])
 
     def nbytes(self) -> int:
-        """Bytes that its module's backend allocated, and its own."""
         return super().nbytes() + self._first.nbytes
 
 

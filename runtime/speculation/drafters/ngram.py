@@ -123,7 +123,6 @@ class NgramDrafter(Drafter):
         return list(found.values())
 
     def observe(self, round: Round) -> None:
-        """Learn the committed tokens."""
         for token in round.committed:
             self._learn(token)
             if self._length < _REMEMBERED:

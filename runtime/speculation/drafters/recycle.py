@@ -72,7 +72,6 @@ class _Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
         return self.of.nbytes + self.best.nbytes + self.came.nbytes + self.token.nbytes
 
     def take(self, token: int) -> int:

@@ -106,7 +106,6 @@ class EarlyExitDrafter(SelfDrafter):
         return Resumption(self._hidden[: 1 + len(drafted)], ~self._first)
 
     def nbytes(self) -> int:
-        """Bytes that it holds, hidden states included."""
         return super().nbytes() + self._hidden.nbytes
 
 

@@ -55,7 +55,6 @@ class SuffixIndex:
         return shared
 
     def append(self, token: int) -> None:
-        """One more token."""
         tokens, latest, end = self.tokens, self._latest, len(self.tokens)
         for length, key in zip(_LENGTHS, _keys(tokens[-_LONGEST:]), strict=False):
             self._before[length].append(latest.get(key, NONE))
@@ -126,7 +125,6 @@ class SuffixIndex:
         return NONE if known == _SEVERAL or (twice and not known & 1) else known >> 1
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         arrays = (self.tokens, self._latest, self._after, self._after_before, *self._before.values())
         numbers = len(self.tokens) + len(self._latest) + len(self._after)
         return sum(map(sys.getsizeof, arrays)) + _NUMBER_BYTES * numbers
