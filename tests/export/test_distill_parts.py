@@ -50,8 +50,6 @@ from tests.tools.dialogues import clean, dialogue, main, names_in
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}[say]{% endif %}"
-
-
 STORY = (
     "Lily had a red ball. One day Lily and Tom ran to the park. The ball went up and Lily laughed, and Tom said so. "
     * 3
