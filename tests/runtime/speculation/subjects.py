@@ -38,6 +38,7 @@ from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING, random_heads
+from tests.runtime.models import bundle_of
 from tests.runtime.speculation.prices import FLAT, Prices
 
 # A text that repeats itself, so that tables have something to say.
@@ -156,7 +157,7 @@ class Subject:
 def bundles(export: str, layout: Layout) -> tuple[Bundle, Bundle]:
     """A target with heads, and a smaller drafter with the same tokenizer."""
     target = made(_make_target, export, layout, Path(inspect.getfile(random_heads)))
-    return open_bundle(target / "target"), open_bundle(made(_make_drafter) / "drafter")
+    return open_bundle(target / "target"), bundle_of("qwen2", ExportConfig(32), **(SIZES | {"num_hidden_layers": 2}))
 
 
 def _make_target(folder: Path, export: str, layout: Layout, source_of_heads: Path) -> None:
@@ -165,8 +166,3 @@ def _make_target(folder: Path, export: str, layout: Layout, source_of_heads: Pat
     target = open_bundle(export_checkpoint(folder / "checkpoint", folder / "target", config))
     for kind in DRAFTING:
         target = add_heads(target.path, random_heads(target, kind))
-
-
-def _make_drafter(folder: Path) -> None:
-    make_checkpoint(folder / "checkpoint", "qwen2", **(SIZES | {"num_hidden_layers": 2}))
-    export_checkpoint(folder / "checkpoint", folder / "drafter", ExportConfig(32))

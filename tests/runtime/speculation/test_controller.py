@@ -12,7 +12,6 @@ from edgeinfer.runtime.speculation.batch import BatchController
 from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
-from tests.recorded import check_recorded
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
 from tests.runtime.speculation.prophets import Coin, Follower, Prophet, decode, learning, text_of
 
@@ -108,18 +107,6 @@ def test_wide_drafts_are_as_fast_as_chains_where_no_second_guess_is_right() -> N
             decode([Prophet("model", text, 0.8)], text, prices, width=width, kind=kind).ms for width in (1, 2, 3)
         )
         assert max(wide) <= 1.02 * chain, (kind, passes is FLAT, guess_ms)
-
-
-def test_the_same_costs_and_texts_give_the_same_decisions() -> None:
-    text = text_of(150)
-    found = {}
-    for passes, right, width, rests in ((STAIRS, 0.6, 1, False), (LINEAR, 0.9, 2, True), (FLAT, 0.3, 3, False)):
-        drafters = [Prophet("copy", text, right), Prophet("model", text, 0.8, seed=1)]
-        prices = Prices(passes, {"copy": 0.01, "model": 1.5}, 0.2)
-        run = decode(drafters, text, prices, most=7, width=width, rests=rests)
-        drafts = [" ".join(map(str, [*draft.parents, *draft.sources])) for draft in run.drafts]
-        found[f"{right} {width}"] = {"ms": run.ms, "sizes": run.sizes, "drafts": drafts}
-    check_recorded("governed", found)
 
 
 @settings(max_examples=25, deadline=None)

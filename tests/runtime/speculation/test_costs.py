@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any, cast
 
@@ -17,9 +16,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.hub import resolve
+from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
@@ -27,6 +24,7 @@ from edgeinfer.runtime.profile.costs import pace as pace_of
 from edgeinfer.runtime.speculation import costs as module
 from edgeinfer.runtime.speculation.costs import measure_guesses, measure_passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess
+from tests.tables import each_row
 
 CURVES = st.builds(
     lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),
@@ -45,36 +43,31 @@ def test_a_larger_pass_never_costs_less(curve: PassCosts) -> None:
     assert ms[0] > 0
 
 
-@settings(deadline=None)
-@given(CURVES)
-def test_what_was_measured_in_order_is_given_back(curve: PassCosts) -> None:
-    ordered = PassCosts(tuple((rows, float(rows)) for rows, _ in curve.points), curve.step)
-    assert [ordered.ms(rows) for rows, _ in ordered.points] == [float(rows) for rows, _ in ordered.points]
+POINTS = ((1, 1.0), (8, 2.0), (12, 4.0), (16, 4.4))
 
 
-def test_between_sizes_the_cost_is_on_a_line_and_on_the_padded_size() -> None:
-    points = ((1, 1.0), (8, 2.0), (12, 4.0), (16, 4.4))
-    assert [PassCosts(points).ms(rows) for rows in (9, 10, 11)] == [2.5, 3.0, 3.5]
-    assert [PassCosts(points, step=2).ms(rows) for rows in (9, 10, 11)] == [3.0, 3.0, 4.0]
-    assert PassCosts(points, step=4).ms(9) == 4.0
-
-
-def test_beyond_the_largest_size_rows_cost_what_the_last_half_says() -> None:
-    # 24 and 32 rows on one step of a staircase do not make 40 rows free.
-    curve = PassCosts(((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)))
-    assert (curve.largest, curve.ms(33), curve.ms(64)) == (32, 33.0, 64.0)
-    assert replace(curve, step=2).ms(33) == 34.0
-
-
-def test_a_few_rows_do_not_make_many_look_free() -> None:
-    assert PassCosts(((1, 10.0),)).ms(5) == 50.0
-    assert PassCosts(((1, 10.0), (2, 10.0))).ms(6) == 30.0
-    assert PassCosts(((2, 20.0),)).ms(6) == 60.0
-
-
-def test_a_disturbed_measurement_spoils_no_other() -> None:
-    curve = PassCosts(((1, 50.0), (2, 10.0), (4, 12.0), (8, 90.0), (16, 40.0)))
-    assert [curve.ms(rows) for rows in (1, 2, 4, 8, 16)] == [10.0, 10.0, 12.0, 40.0, 40.0]
+@each_row(
+    ("points", "step", "expected"),
+    [
+        # On a line between two sizes, and of the padded size.
+        (POINTS, 1, {9: 2.5, 10: 3.0, 11: 3.5}),
+        (POINTS, 2, {9: 3.0, 10: 3.0, 11: 4.0}),
+        (POINTS, 4, {9: 4.0}),
+        # 24 and 32 rows on one step of a staircase do not make 40 rows free, nor a few rows many.
+        (((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)), 1, {33: 33.0, 64: 64.0}),
+        (((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)), 2, {33: 34.0}),
+        (((1, 10.0),), 1, {5: 50.0}),
+        (((1, 10.0), (2, 10.0)), 1, {6: 30.0}),
+        (((2, 20.0),), 1, {6: 60.0}),
+        # A disturbed measurement spoils no other.
+        (((1, 50.0), (2, 10.0), (4, 12.0), (8, 90.0), (16, 40.0)), 1, {1: 10.0, 2: 10.0, 4: 12.0, 8: 40.0, 16: 40.0}),
+    ],
+)
+def test_costs_of_sizes_that_were_not_measured(
+    points: tuple[tuple[int, float], ...], step: int, expected: dict[int, float]
+) -> None:
+    curve = PassCosts(points, step)
+    assert {rows: curve.ms(rows) for rows in expected} == expected
 
 
 @pytest.mark.slow
@@ -95,11 +88,6 @@ def test_costs_follow_the_shape_of_passes_on_a_machine_that_changes_its_pace() -
         assert pace_of(found, observed) == pytest.approx(found.ms(1), rel=0.1)
 
 
-def test_there_is_no_pass_without_rows() -> None:
-    with pytest.raises(BackendError, match="no pass of 0 rows"):
-        COSTS.passes.ms(0)
-
-
 @settings(deadline=None)
 @given(CURVES, st.dictionaries(st.text(max_size=8), st.floats(0, 100), max_size=4), st.floats(0, 10))
 def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_ms: float) -> None:
@@ -108,61 +96,28 @@ def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_m
     assert again == costs
 
 
-def test_unknown_and_missing_fields_are_refused() -> None:
-    for part in ("", "passes", "drafts"):
-        data: Any = json.loads(json.dumps(COSTS.to_dict()))
-        inner = data[part] if part else data
-        changes: list[Any] = [inner | {"more": 1}, dict(list(inner.items())[1:]), []]
-        for changed in changes:
-            with pytest.raises(StorageError, match="fields"):
-                Costs.from_dict(data | {part: changed} if part else changed)
-                pytest.fail(f"{part!r} of {changed} was taken")
-
-
-def test_impossible_pass_costs_are_refused() -> None:
-    impossible: list[dict[str, Any]] = [
-        {"points": []},
-        {"points": [[1, 1.0], [1, 2.0]]},
-        {"points": [[2, 1.0], [1, 2.0]]},
-        {"points": [[0, 1.0]]},
-        {"points": [[True, 1.0]]},
-        {"points": [[1.5, 1.0]]},
-        {"points": [[1, 0]]},
-        {"points": [[1, -1.0]]},
-        {"points": [[1, math.nan]]},
-        {"points": [[1, math.inf]]},
-        {"points": [[1, 10**400]]},
-        {"points": [[10**9, 1.0]]},
-        {"points": [[1, "1"]]},
-        {"points": [[1]]},
-        {"points": "x"},
-        {"step": 0},
-        {"step": None},
-        {"step": True},
+def test_impossible_costs_are_refused() -> None:
+    whole: dict[str, Any] = json.loads(json.dumps(COSTS.to_dict()))
+    points: list[Any] = [[], "x", [[1]], [[1, 1.0], [1, 2.0]], [[2, 1.0], [1, 2.0]]]
+    points += [[[rows, 1.0]] for rows in (0, True, 1.5, 10**9)]
+    points += [[[1, ms]] for ms in (0, -1.0, math.nan, math.inf, 10**400, "1")]
+    wrong: list[tuple[str, dict[str, Any]]] = [("", {"processor": None})]
+    wrong += [("passes", {"points": each}) for each in points] + [
+        ("passes", {"step": step}) for step in (0, None, True)
     ]
-    for passes in impossible:
-        with pytest.raises(StorageError, match="Measure"):
-            PassCosts.from_dict(COSTS.passes.to_dict() | passes)
-            pytest.fail(f"{passes} was taken")
-
-
-def test_impossible_draft_costs_are_refused() -> None:
-    impossible = (("round_ms", -1), ("round_ms", None), ("guess_ms", {"a": "b"}), ("guess_ms", [1]))
-    for field, value in (
-        *impossible,
-        ("read_ms", {"a": -1}),
-        ("token_ms", -1),
-        ("token_ms", True),
-        ("token_ms", math.inf),
-    ):
-        with pytest.raises(StorageError, match="Measure"):
-            DraftCosts.from_dict(COSTS.drafts.to_dict() | {field: value})
-            pytest.fail(f"{field} of {value} was taken")
-
-
-def test_costs_say_where_they_are_from() -> None:
-    with pytest.raises(StorageError, match="processor"):
-        Costs.from_dict(COSTS.to_dict() | {"processor": None})
+    wrong += [("drafts", {"round_ms": -1}), ("drafts", {"round_ms": None}), ("drafts", {"read_ms": {"a": -1}})]
+    wrong += [("drafts", {"guess_ms": each}) for each in ({"a": "b"}, [1])]
+    wrong += [("drafts", {"token_ms": each}) for each in (-1, True, math.inf)]
+    for part, change in wrong:
+        with pytest.raises(StorageError, match=r"Measure|processor"):
+            Costs.from_dict(whole | ({part: whole[part] | change} if part else change))
+            pytest.fail(f"{change} was taken")
+    for part in ("", "passes", "drafts"):
+        inner = whole[part] if part else whole
+        for changed in (inner | {"more": 1}, dict(list(inner.items())[1:]), []):
+            with pytest.raises(StorageError, match="fields"):
+                Costs.from_dict(whole | {part: changed} if part else changed)
+                pytest.fail(f"{part!r} of {changed} was taken")
 
 
 class Clock:
@@ -257,12 +212,6 @@ def test_measuring_keeps_to_its_budget_and_repeats_the_small_sizes(clock: Clock,
     assert backend.passes[0] == 1 and backend.passes[1:].count(1) >= 2
 
 
-def test_what_large_sizes_leave_goes_to_the_small_ones(clock: Clock) -> None:
-    backend = TimedBackend(clock, {rows: seconds / 2 for rows, seconds in SMALL.items()})
-    backend.measure()
-    assert backend.passes.count(32) == 1 and backend.passes.count(2) >= 4
-
-
 def test_a_slow_model_is_measured_at_two_sizes_at_least(clock: Clock) -> None:
     backend = TimedBackend(clock, {2: 2.0, 32: 9.0})
     assert backend.measure().points == ((1, 2000.0), (2, 2000.0))
@@ -273,16 +222,6 @@ def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock) -> None:
     tenth = {rows: seconds / 10 for rows, seconds in SMALL.items()}
     largest = {capacity: TimedBackend(clock, tenth, capacity).measure().largest for capacity in (2, 7, 20, 40)}
     assert largest == {2: 2, 7: 7, 20: 16, 40: 32}
-
-
-def test_the_builtin_model_is_measured() -> None:
-    from tests.runtime.models import make_graph_backend
-
-    backend = make_graph_backend(open_bundle(resolve(None)), 128)
-    curve = measure_passes(backend, budget_s=0.1, step=2)
-    assert backend.cache.length == 0
-    assert (curve.points[0][0], curve.step) == (1, 2) and curve.ms(1) > 0
-    backend.close()
 
 
 class TimedDrafter(Drafter):
@@ -313,9 +252,3 @@ def test_a_guess_costs_what_chains_of_them_take(clock: Clock) -> None:
         assert ms == pytest.approx(1.0)
         # What a drafter keeps from one chain must not make the next one cheaper.
         assert len(set(drafter.chains)) == len(drafter.chains)
-
-
-def test_a_slow_drafter_is_asked_for_one_chain_after_the_first(clock: Clock) -> None:
-    drafter = TimedDrafter(clock, 9)
-    assert measure_guesses(drafter, make_context([1, 2, 3])) == pytest.approx(1.0)
-    assert len(drafter.chains) == 8

@@ -18,13 +18,24 @@ from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.speculation.prophets import Prophet, decode, text_of
 
+FEW = PassCosts(((1, 10.0), (2, 11.0)))
+FREE = DraftCosts({"copy": 0.0}, 0.0)
+
 
 class Kept:
     """Costs that an earlier session measured, of a model with room for any pass."""
 
-    def __init__(self, passes: PassCosts) -> None:
-        self.kept = Costs(passes, DraftCosts({"copy": 0.0}, 0.0), "", "")
+    def __init__(self, passes: PassCosts = FEW, drafts: DraftCosts = FREE) -> None:
+        self.kept = Costs(passes, drafts, "", "")
         self.cache, self.capacity = self, 4096
+        self.saved: list[Costs] = []
+        self.save_costs = self.saved.append
+
+    def open(self, most: int = 1) -> DeviceCosts:
+        """What a session knows of them."""
+        costs = DeviceCosts(self, self, False, most, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+        costs.prepare()
+        return costs
 
     def costs(self) -> Costs:
         return self.kept
@@ -34,10 +45,7 @@ class Kept:
 
 
 def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
-    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
-    kept.kept = Costs(kept.kept.passes, DraftCosts({"model": 4.0}, 0.0), "", "")
-    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
-    costs.prepare()
+    costs = Kept(drafts=DraftCosts({"model": 4.0}, 0.0)).open()
     text = text_of(60)
     run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
     assert {name for name, _ in run.controller.timed_guesses} == {"model"}
@@ -51,11 +59,8 @@ def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
 
 
 def test_what_tokens_take_besides_their_passes_follows_replies() -> None:
-    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
-    saved: list[Costs] = []
-    kept.save_costs = saved.append  # type: ignore[attr-defined]
-    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
-    costs.prepare()
+    kept = Kept()
+    costs, saved = kept.open(), kept.saved
     costs.learn_overhead([0.1] * 4)
     costs.save()
     assert not saved, "so few tokens tell nothing"
@@ -66,9 +71,7 @@ def test_what_tokens_take_besides_their_passes_follows_replies() -> None:
     costs.save()
     assert 0.1 < (saved[-1].drafts.token_ms or 0.0) < 0.2
     kept.kept = saved[-1]
-    again = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
-    again.prepare()
-    again.save()
+    kept.open().save()
     assert len(saved) == 2, "what was kept is known again"
 
 
@@ -79,8 +82,7 @@ def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> N
     sizes = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
     for share, right in product((1.0, 3.0), (0.6, 0.95)):
         busy = Kept(PassCosts(tuple((rows, 5.0 + 10.0 * share * rows) for rows in sizes)))
-        costs = DeviceCosts(busy, busy, False, 16, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
-        costs.prepare()
+        costs = busy.open(16)
         taken, best = 0.0, 0.0
         for reply in range(12):
             text = text_of(150, reply)
@@ -99,10 +101,8 @@ def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> N
 
 
 def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_little() -> None:
-    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
-    kept.kept = Costs(kept.kept.passes, DraftCosts({"model": 0.4, "copy": 0.0}, 0.0, read_ms={"model": 0.004}), "", "")
-    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
-    costs.prepare()
+    kept = Kept(drafts=DraftCosts({"model": 0.4, "copy": 0.0}, 0.0, read_ms={"model": 0.004}))
+    costs = kept.open()
     assert (costs.of([]).read_ms("model"), costs.of([]).read_ms("copy")) == (0.004, 0.0)
     for ms in (0.01, 0.9, 0.01, 0.011, 0.01):
         statistics = SpeculationStatistics()
@@ -110,10 +110,8 @@ def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_lit
         costs.learn(statistics)
         assert costs.of([]).read_ms("model") <= 0.011
     assert costs.of([]).read_ms("model") == pytest.approx(0.01)
-    saved: list[Costs] = []
-    kept.save_costs = saved.append  # type: ignore[attr-defined]
     costs.save()
-    assert saved[-1].drafts.read_ms == {"model": pytest.approx(0.01)}
+    assert kept.saved[-1].drafts.read_ms == {"model": pytest.approx(0.01)}
 
 
 def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,16 +77,6 @@ def test_rows_that_were_overwritten_are_computed_again() -> None:
     assert (head.asked, rows.first) == ([[9, 10], [1, 2, 3, 4]], 1)
 
 
-def test_rows_are_complete_when_as_many_were_computed_as_there_are() -> None:
-    assert LogitRows(HIDDEN).complete
-    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, Head())
-    found = [rows.complete]
-    for row in (HEAD_ROWS, 2 * HEAD_ROWS):
-        assert len(rows.row(row)) == VOCABULARY
-        found.append(rows.complete)
-    assert found == [False, False, True]
-
-
 def test_tables_learn_from_rows_that_are_not_there_what_was_accepted() -> None:
     table = RecycleDrafter(VOCABULARY)
     round = settled([3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 9], HIDDEN[[11 - 1, 12 - 2]])

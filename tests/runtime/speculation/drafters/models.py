@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
@@ -28,10 +25,8 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Round,
     Verdict,
 )
-from tests.cache import made
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
-from tests.runtime.models import make_graph_backend
+from tests.runtime.models import bundle_of, make_graph_backend
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -49,12 +44,7 @@ BACKENDS = tuple(EXPORTS)
 
 def export(kind: str, arch: str = "qwen2", **settings: Any) -> Bundle:
     """A random model for one of BACKENDS, which is everybody's: who changes it makes a copy."""
-    return open_bundle(made(_export, kind, arch, sorted((SIZES | settings).items())) / kind)
-
-
-def _export(folder: Path, kind: str, arch: str, settings: list[tuple[str, Any]]) -> None:
-    make_checkpoint(folder / "checkpoint", arch, **dict(settings))
-    export_checkpoint(folder / "checkpoint", folder / kind, EXPORTS[kind])
+    return bundle_of(arch, EXPORTS[kind], **(SIZES | settings))
 
 
 def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:

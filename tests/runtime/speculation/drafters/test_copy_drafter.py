@@ -7,9 +7,11 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Guess
+from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.text_index import SuffixIndex
 from tests.runtime.speculation.drafters.rounds import ask, chain, searched, settled
+from tests.tables import each_row
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
 SOURCE = list(range(10, 60))
@@ -45,31 +47,20 @@ def test_an_edit_is_drafted_from_the_replys_first_token() -> None:
     assert ask(told([1, 2, *SOURCE, 3, 98], 10)) == []
 
 
-def test_of_matches_the_longest_wins_over_the_latest() -> None:
-    assert chain(told([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), 1) == [4]
-    assert chain(told([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]), 1) == [5]
-    assert chain(told([9, 1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 9, 1, 2, 3, 4]), 1) == [5]
-
-
 def test_a_match_that_overlaps_its_copy_repeats_the_period() -> None:
     assert chain(told([5, 6, 7, 5, 6, 7, 5, 6]), 7) == [7, 5, 6, 7, 5, 6, 7]
 
 
-def test_drafts_the_whole_source() -> None:
-    assert chain(told([*SOURCE, 1, 10, 11]), 40) == SOURCE[2:42]
-
-
-def test_a_replaced_token_does_not_end_the_copy() -> None:
-    drafter = told([*SOURCE, 1, 10, 11], 12, 13, 99)
-    assert chain(drafter, 5) == [15, 16, 17, 18, 19]
-
-
-def test_left_out_tokens_do_not_end_the_copy() -> None:
-    assert chain(told([*SOURCE, 1, 10, 11], 12, 13, 17), 3) == [18, 19, 20]
-
-
-def test_inserted_tokens_do_not_end_the_copy() -> None:
-    assert chain(told([*SOURCE, 1, 10, 11], 12, 13, 97, 98, 99, 14), 3) == [15, 16, 17]
+@each_row(
+    ("committed", "drafted"),
+    [
+        ((12, 13, 99), [15, 16, 17, 18, 19]),  # a token replaced
+        ((12, 13, 17), [18, 19, 20]),  # tokens left out
+        ((12, 13, 97, 98, 99, 14), [15, 16, 17]),  # tokens inserted
+    ],
+)
+def test_a_change_does_not_end_the_copy(committed: tuple[int, ...], drafted: list[int]) -> None:
+    assert chain(told([*SOURCE, 1, 10, 11], *committed), len(drafted)) == drafted
 
 
 def test_what_was_replaced_once_is_proposed_replaced() -> None:
@@ -113,16 +104,6 @@ def test_a_longer_match_elsewhere_takes_over() -> None:
 
 def test_a_text_that_goes_its_own_way_is_given_up() -> None:
     assert ask(told([*SOURCE, 1, 10, 11], *range(100, 130))) == []
-
-
-def test_another_conversation_leaves_no_positions_behind() -> None:
-    drafter = told([1, 2, 3, 4, 5, 6, 7, 8], 9, 10)
-    drafter.begin([1, 2, 3, 40, 5, 6])
-    assert ask(drafter) == []
-    drafter.begin([1, 2, 3, 40, 1, 2])
-    assert chain(drafter, 3) == [3, 40, 1]
-    drafter.close()
-    assert ask(drafter) == []
 
 
 @settings(deadline=None)
@@ -193,12 +174,6 @@ def test_offers_the_exact_match_and_the_source_beside_a_substitution() -> None:
     assert len({guess.sign for guess in ask(drafter, width=3)}) == 2
 
 
-def test_keeps_nothing_between_sessions() -> None:
-    drafter = told(SOURCE)
-    assert drafter.state() == {}
-    drafter.restore({})
-
-
 def test_memory_is_told_and_planned_for() -> None:
     sizes = []
     for count in (0, 500, 2000):
@@ -206,3 +181,11 @@ def test_memory_is_told_and_planned_for() -> None:
         sizes.append(drafter.nbytes())
         assert drafter.nbytes() <= SuffixIndex.planned_bytes(count)
     assert all(small < large for small, large in pairwise(sizes))
+
+
+def test_forced_tokens_are_proposed_as_the_context_tells_them() -> None:
+    drafter, forced = ForcedDrafter(), {(): [4, 9], (4,): [5], (4, 5): []}
+    context = DraftContext([1], lambda logits, path: (0, None), lambda path: forced[tuple(path)])
+    drafter.begin([1])
+    assert [drafter.guesses(context, path, 3) for path in ([], [4], [4, 5])] == [(Guess(4, 0),), (Guess(5, 0),), ()]
+    assert drafter.priors[0] > 0.9 and (drafter.nbytes(), drafter.state()) == (0, {})

@@ -48,20 +48,6 @@ def test_a_shortened_text_leaves_nothing_behind(
     assert index.only_successor(0) == NONE
 
 
-def test_what_followed_before_comes_back_too() -> None:
-    index = index_of([1, 2, 1, 2, 1, 3])
-    for length, only, twice in (6, NONE, NONE), (5, 2, 2), (3, 2, NONE), (1, NONE, NONE):
-        index.truncate(length)
-        assert (index.only_successor(1), index.only_successor(1, twice=True)) == (only, twice)
-
-
-def test_earlier_occurrences_come_back_when_later_ones_are_dropped() -> None:
-    index = index_of([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4, 7])
-    for length, position in (10, 9), (9, 4), (5, 4):
-        index.truncate(length)
-        assert index.longest([1, 2, 3, 4] if length in (10, 5) else [])[0] == position
-
-
 @settings(deadline=None)
 @given(TEXT)
 def test_knows_what_always_follows(tokens: list[int]) -> None:

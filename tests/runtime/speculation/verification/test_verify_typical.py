@@ -40,12 +40,6 @@ def test_an_unlikely_token_is_typical_only_of_a_flat_distribution() -> None:
         assert verdict.bonus == bool(accepted)
 
 
-def test_the_likeliest_is_not_the_only_typical_token() -> None:
-    draft = make_draft((-1, 1, None))
-    view = TableTarget(draft, lambda path: np.array([0.6, 0.3, 0.1]), lambda depth, draw: 0.0)
-    assert verify_typical(draft, view).accepted == (0,)
-
-
 def test_the_longest_path_wins_then_the_likeliest() -> None:
     # Everything is typical of a flat distribution of 3; behind token 2 the distribution is skewed.
     def distributions(path: tuple[int, ...]) -> Probabilities:
