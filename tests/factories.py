@@ -172,10 +172,7 @@ class _BlockMLP(torch.nn.Module):
         up, down = (
             ((experts * size, hidden), (hidden, experts * size))
             if joined
-            else (
-                (experts, size, hidden),
-                (experts, hidden, size),
-            )
+            else ((experts, size, hidden), (experts, hidden, size))
         )
         self.up_proj = torch.nn.Parameter(torch.empty(up))
         self.down_proj = torch.nn.Parameter(torch.empty(down))

@@ -60,10 +60,7 @@ class CurveConfig:
         help="comma-separated numbers of tokens per pass",
     )
     depths: tuple[int, ...] = option(
-        "-d",
-        "--n-depth LIST",
-        default=(64,),
-        help="comma-separated numbers of tokens in the KV cache before the pass",
+        "-d", "--n-depth LIST", default=(64,), help="comma-separated numbers of tokens in the KV cache before the pass"
     )
     kv_types: tuple[str, ...] = option(
         "--kv-types LIST",

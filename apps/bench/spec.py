@@ -17,13 +17,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option, rotated
 from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
-from edgeinfer.apps.bench.texts import (
-    Prompt,
-    TokenizedPrompt,
-    builtin_prompts,
-    load_prompts,
-    tokenize_prompts,
-)
+from edgeinfer.apps.bench.texts import Prompt, TokenizedPrompt, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.errors import EdgeInferError, UsageError
 
 PLAIN = "off"

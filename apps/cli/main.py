@@ -61,9 +61,7 @@ _GROUPS = {
         "devices": "list the devices that models can run on",
         "methods": "list the ways to draft, search and compute less",
     },
-    "set up": {
-        "completion": "complete commands, options and models in your shell",
-    },
+    "set up": {"completion": "complete commands, options and models in your shell"},
 }
 COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
 # Commands that share the module of another.

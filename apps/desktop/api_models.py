@@ -15,15 +15,7 @@ from edgeinfer import hub
 from edgeinfer.apps.desktop.checks import ConflictError
 from edgeinfer.apps.desktop.library import folder_view, id_of, importable, model_of
 from edgeinfer.apps.desktop.records import ModelChoice
-from edgeinfer.apps.desktop.requests import (
-    Endpoints,
-    Table,
-    event_stream,
-    fields,
-    optional,
-    search_text,
-    whole_number,
-)
+from edgeinfer.apps.desktop.requests import Endpoints, Table, event_stream, fields, optional, search_text, whole_number
 from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.errors import HubError, UsageError
 
