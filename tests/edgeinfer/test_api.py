@@ -32,75 +32,12 @@ from tests.tables import each_row
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time there was a little dog."
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "ignore_eos": True}
-FIELDS: dict[str, set[str] | None] = {
-    "sampling": None,
-    "text": None,
-    "token_ids": None,
-    "finish_reason": None,
-    "usage": {"prompt_tokens", "completion_tokens", "total_tokens"},
-    "timings": {
-        "load_ms",
-        "prompt_ms",
-        "ttft_ms",
-        "per_token_ms",
-        "per_token_p50_ms",
-        "per_token_p95_ms",
-        "tokens_per_second",
-        "cached_prompt_tokens",
-    },
-    "memory": {"budget_bytes", "planned_bytes", "peak_rss_bytes", "anonymous_bytes", "file_bytes"}
-    | {"terms", "used", "given_up", "pss_bytes"},
-    "speculation": {
-        "mode",
-        "verification",
-        "lossless",
-        "exact",
-        "rounds",
-        "drafted",
-        "accepted",
-        "recovered",
-        "bonus",
-        "rechecked",
-        "accepted_per_position",
-        "acceptance_rate",
-        "mean_accepted_length",
-        "draft_ms",
-        "verify_ms",
-        "overhead_ms",
-        "choices",
-        "per_drafter",
-        "plain_ms",
-        "speedup_vs_plain",
-    },
-    "overflow": {"policy", "events", "dropped", "merged", "lossless"},
-    "experts": None,
-    "compute": None,
-    "search": None,
-    "remote": None,
-    "stop_string": None,
-    "contexts": None,
-    "model": {
-        "name",
-        "architecture",
-        "parameters",
-        "bits_per_weight",
-        "backend",
-        "kernel",
-        "device",
-        "device_note",
-        "verified",
-    },
-}
 
 
 def test_a_result_as_json(model: edgeinfer.Model) -> None:
     result = model.generate(PROMPT, max_tokens=6, ignore_eos=True)
     data = json.loads(json.dumps(result.to_dict()))
     assert data == result.to_dict()
-    assert set(data) == set(FIELDS)
-    for name, fields in FIELDS.items():
-        if fields is not None:
-            assert set(data[name]) == fields
     assert data["token_ids"] == list(result.token_ids)
     assert data["usage"]["total_tokens"] == data["usage"]["prompt_tokens"] + 6
     assert data["model"]["architecture"] == "LlamaForCausalLM"
@@ -225,12 +162,9 @@ def test_scores_are_log_probabilities(model: edgeinfer.Model) -> None:
     assert (scores.logprobs < 0).all()
     assert scores.perplexity == pytest.approx(float(np.exp(-scores.logprobs.mean())))
     assert int(scores.best[-1]) == model.generate(ids, max_tokens=1, ignore_eos=True).token_ids[0]
-
-
-@pytest.mark.parametrize("count", [0, 1, 513])
-def test_what_cannot_be_scored(model: edgeinfer.Model, count: int) -> None:
-    with pytest.raises(UsageError):
-        model.score([5] * count)
+    for count in (0, 1, 513):
+        with pytest.raises(UsageError):
+            model.score([5] * count)
 
 
 def test_measuring(model: edgeinfer.Model) -> None:
@@ -240,15 +174,11 @@ def test_measuring(model: edgeinfer.Model) -> None:
     assert len(decode) == 5 and min(decode) > 0
     prefill = edgeinfer.tools.measure_prefill(model, 100, repeats=2)
     assert len(prefill) == 2 and min(prefill) > 0
+    assert model.generate([7, 8, 9], max_tokens=1).timings.cached_prompt_tokens == 0
     with pytest.raises(UsageError, match="context"):
         edgeinfer.tools.measure_passes(model, [8], past=510, repeats=1)
     with pytest.raises(UsageError, match="context"):
         edgeinfer.tools.measure_prefill(model, 513, repeats=1)
-
-
-def test_a_prompt_is_taken_in_anew_every_time(model: edgeinfer.Model) -> None:
-    edgeinfer.tools.measure_prefill(model, 40, repeats=1)
-    assert model.generate([7, 8, 9], max_tokens=1).timings.cached_prompt_tokens == 0
 
 
 def test_logits_come_a_few_rows_at_a_time(model: edgeinfer.Model) -> None:
@@ -345,6 +275,7 @@ def test_wrong_arguments_are_refused_by_name(
 
 def test_ids_of_numpy_have_a_text(model: edgeinfer.Model) -> None:
     ids = model.tokenize("the dog and the cat")
+    assert model.detokenize(ids).strip() == "the dog and the cat" and model.detokenize([]) == ""
     numbers: Any = np.array(ids)
     for given in (numbers, list(numbers)):
         assert model.detokenize(given) == model.detokenize(ids)
@@ -361,13 +292,6 @@ def test_paths_of_any_kind_are_models(kind: Callable[[str], Any], tmp_path: Path
     with pytest.raises(ModelError, match=r"No model at '.*none'"):
         hub.local(kind(str(tmp_path / "none")))
     assert edgeinfer.LoadConfig.of(draft_model=kind(str(tmp_path))).draft_model == str(tmp_path)
-
-
-def test_every_token_has_a_text(model: edgeinfer.Model) -> None:
-    text = "the dog and the cat"
-    ids = model.tokenize(text)
-    assert model.detokenize(ids).strip() == text
-    assert model.detokenize([]) == ""
 
 
 def test_a_result_has_the_logprobs_of_its_text(model: edgeinfer.Model) -> None:

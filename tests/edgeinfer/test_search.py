@@ -206,47 +206,19 @@ def test_requests_name_the_options_as_they_are() -> None:
 
 @needs_builtin
 def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    line = [
-        "run",
-        "-p",
-        PROMPT,
-        "-n",
-        "12",
-        "--temperature",
-        "0.8",
-        "--seed",
-        "3",
-        "--no-remember",
-        "-t",
-        "1",
-        "--json",
-    ]
-    assert main([*line, "--search", "vote", "--samples", "3", "--answer", "line"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    def run(options: str, code: int = 0) -> pytest.CaptureResult[str]:
+        line = ["run", "-p", PROMPT, "--no-remember", "-t", "1", *options.split()]
+        assert main(line) == code
+        return capsys.readouterr()
+
+    drawn = "--temperature 0.8 --seed 3"
+    told = json.loads(run(f"-n 12 {drawn} --json --search vote --samples 3 --answer line").out)
     assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
     assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
-    samples = [
-        "run",
-        "--raw",
-        "-p",
-        PROMPT,
-        "-n",
-        "8",
-        "--temperature",
-        "0.8",
-        "--seed",
-        "3",
-        "--no-remember",
-        "-t",
-        "1",
-    ]
-    assert main([*samples, "--search", "samples", "--samples", "2"]) == 0
-    shown = capsys.readouterr().out
+    shown = run(f"--raw -n 8 {drawn} --search samples --samples 2").out
     with edgeinfer.load(threads=1, remember=False) as model:
         one, two = (model.generate(PROMPT, max_tokens=8, temperature=0.8, seed=seed).text for seed in (3, 4))
     assert shown == f"{PROMPT}{one}\n\n[sample 2]\n{PROMPT}{two.rstrip()}\n"
-    line = ["run", "-p", PROMPT, "-n", "12", "--no-remember", "-t", "1", "--json", "--search", "momentum"]
-    assert main([*line, "--resistance", "1,2,3", "--resistance-weight", "0.4", "--candidates", "8"]) == 0
-    assert json.loads(capsys.readouterr().out)["search"]["search"] == "momentum"
-    assert main([*line, "--resistance", "1,x"]) == 2
-    assert "resistance" in capsys.readouterr().err
+    resisted = run("-n 12 --json --search momentum --resistance 1,2,3 --resistance-weight 0.4 --candidates 8")
+    assert json.loads(resisted.out)["search"]["search"] == "momentum"
+    assert "resistance" in run("-n 12 --json --search momentum --resistance 1,x", 2).err

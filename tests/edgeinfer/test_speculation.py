@@ -229,16 +229,11 @@ def test_figures_of_a_reply(tales: edgeinfer.Model, monkeypatch: pytest.MonkeyPa
 
 
 @needs_builtin
-def test_figures_of_plain_decoding(tales: edgeinfer.Model) -> None:
-    found = plain(tales, max_tokens=5).speculation
-    assert found == SpeculationUse("off", exact=True, plain_ms=found.plain_ms)
-    check_figures(found)
-
-
-@needs_builtin
-def test_a_reply_of_one_token_has_no_rounds(tales: edgeinfer.Model) -> None:
-    found = tales.generate(PROMPT, max_tokens=1, speculation="model").speculation
-    assert found == SpeculationUse("model", exact=True, plain_ms=found.plain_ms)
+def test_replies_without_rounds(tales: edgeinfer.Model) -> None:
+    for who, tokens in (("off", 5), ("model", 1)):
+        found = tales.generate(PROMPT, max_tokens=tokens, speculation=who).speculation
+        assert found == SpeculationUse(who, exact=True, plain_ms=found.plain_ms)
+        check_figures(found)
 
 
 @needs_builtin
