@@ -376,15 +376,6 @@ def test_closed_pipe_is_quiet() -> None:
 
 
 @needs_builtin
-def test_builtin_model_answers_in_json() -> None:
-    done = run("run", "-p", "Once upon a time", "-n", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
-    assert data["usage"]["completion_tokens"] == len(data["token_ids"]) == 8
-    assert data["memory"]["peak_rss_bytes"] > 0
-
-
-@needs_builtin
 def test_builtin_model_in_too_small_a_budget() -> None:
     refuses(4, "MB", run("run", "-p", "Once upon a time", "--memory", "1MB"))
 
