@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -173,14 +173,37 @@ def filled(length: int, capacity: int = CAPACITY) -> KVBuffers:
     return cache
 
 
-def test_starts_small_and_doubles_up_to_the_capacity() -> None:
+def test_it_grows_by_doubling_and_refuses_what_does_not_fit() -> None:
     cache = KVBuffers(GEOMETRY, CAPACITY, spare=1)
-    assert cache.rows == 256
-    assert not cache.reserve(256)
-    assert cache.reserve(257)
-    assert cache.rows == 512
-    assert cache.reserve(513)
-    assert cache.rows == CAPACITY + 1
+    assert cache.rows == 256 and not cache.reserve(256)
+    assert cache.reserve(257) and cache.rows == 512
+    assert cache.reserve(513) and cache.rows == CAPACITY + 1
+    with pytest.raises(BackendError, match="do not fit"):
+        cache.reserve(CAPACITY + 2)
+
+
+HALF = [np.zeros((2, 1, 4), np.float16)] * 2
+
+
+@each_row(
+    ("act", "match"),
+    [
+        (lambda cache: cache.trim(-1), "trim"),
+        (lambda cache: cache.trim(6), "trim"),
+        *(
+            (lambda cache, rows=rows: cache.keep(2, rows), "Cannot keep")
+            for rows in ([1, 0], [1, 1], [-1], [3], [0, 7])
+        ),
+        (lambda cache: cache.restore(KVBuffers(Geometry(8, 8, 2, 1, 4, 1000), 10).snapshot()), "another model"),
+        (lambda cache: cache.restore(filled(20).snapshot()), "do not fit"),
+        (lambda cache: cache.restore(CopiedRows(1, HALF, HALF, "float16")), "of float16, this one is of float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(act: Callable[[KVBuffers], None], match: str) -> None:
+    cache = filled(5, capacity=10)
+    with pytest.raises(BackendError, match=match):
+        act(cache)
+    assert cache.length == 5
 
 
 def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
@@ -194,42 +217,13 @@ def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
         assert not array[:, :, 256:].any()
 
 
-def test_refuses_more_rows_than_the_capacity() -> None:
-    with pytest.raises(BackendError, match="do not fit"):
-        filled(5).reserve(CAPACITY + 1)
-
-
-@each_row("length", [-1, 6])
-def test_refuses_to_trim_to_missing_rows(length: int) -> None:
-    with pytest.raises(BackendError, match="trim"):
-        filled(5).trim(length)
-
-
-@each_row("rows", [[1, 0], [1, 1], [-1], [3], [0, 7]])
-def test_refuses_to_keep_rows_that_are_not_of_the_pass(rows: list[int]) -> None:
-    cache = filled(5)
-    with pytest.raises(BackendError, match="Cannot keep"):
-        cache.keep(2, rows)
-    assert cache.length == 5
-
-
-def test_refuses_the_snapshot_of_another_model() -> None:
-    cache, stranger = filled(5), Geometry(8, 8, 2, 1, 4, 1000)
-    with pytest.raises(BackendError, match="another model"):
-        cache.restore(KVBuffers(stranger, 10).snapshot())
-    assert cache.length == 5
-
-
-def test_refuses_a_snapshot_larger_than_the_capacity() -> None:
-    copy = filled(20).snapshot()
-    small = filled(4, capacity=10)
-    with pytest.raises(BackendError, match="do not fit"):
-        small.restore(copy)
-    assert small.length == 4
-
-
 @each_row("failing", [0, 1])
 def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
+    for rows in ((6, 6), (3, 2)):
+        cache = filled(5)
+        with pytest.raises(BackendError, match="An edit of 5 rows"):
+            cache.rewrite(lambda layer, keys, values, rows=rows: (np.zeros((2, rows[layer], 4), np.float32),) * 2)  # type: ignore[misc]
+        assert cache.length == 0
     cache = filled(5)
 
     def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -239,14 +233,6 @@ def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
 
     with pytest.raises(ZeroDivisionError):
         cache.rewrite(edit)
-    assert cache.length == 0
-
-
-@each_row("rows", [(6, 6), (3, 2)])
-def test_refuses_edits_of_other_shapes(rows: tuple[int, int]) -> None:
-    cache = filled(5)
-    with pytest.raises(BackendError, match="An edit of 5 rows"):
-        cache.rewrite(lambda layer, keys, values: (np.zeros((2, rows[layer], 4), np.float32),) * 2)
     assert cache.length == 0
 
 
@@ -262,13 +248,6 @@ def test_an_edit_sees_copies() -> None:
 
     cache.rewrite(edit)
     assert seen == [0, 1] and not any(rows.any() for layer in seen for rows in cache.read(layer, 0, 5))
-
-
-def test_refuses_the_snapshot_of_another_type() -> None:
-    cache, rows = filled(5), [np.zeros((2, 1, 4), np.float16)] * 2
-    with pytest.raises(BackendError, match="is of a cache of float16, this one is of float32"):
-        cache.restore(CopiedRows(1, rows, rows, "float16"))
-    assert cache.length == 5
 
 
 TEXT = np.random.default_rng(1).integers(0, 320, 300)

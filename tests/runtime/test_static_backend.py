@@ -13,7 +13,6 @@ import onnx
 import pytest
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export.options import ExportConfig, StaticOptions
@@ -27,19 +26,24 @@ from edgeinfer.runtime.loading.registry import choose_backend, make_backend, pla
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.test_parity import (
+    CAPACITY,
+    DRAFT,
+    OTHER,
+    PARENTS,
+    TEXT,
+    assert_close,
+    feed,
+    feed_in,
+    feed_tree,
+    path,
+)
 from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
 
-# Not above the original context of phi3-longrope, from which on transformers takes other factors.
-CAPACITY = 32
 SHAPES = StaticOptions(context=48, chunk=12, widths=(1, 2, 4))
-TEXT = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
-OTHER = [88, 9, 9, 260, 15, 33, 4]
-# A draft tree of more rows than any narrow graph has: two branches from the context, each forking.
-PARENTS = [-1, -1, 0, 1, 0, 2, 3, 2, 5]
-DRAFT = [12, 240, 7, 7, 180, 55, 301, 3, 99]
 FAMILIES = [
     *("llama", "llama-tied", "llama-biases", "llama-mha-odd-sizes", "llama-llama3-rope", "mistral", "qwen2-tied"),
     *("qwen2-windows", "qwen3", "qwen3-tied-biases", "phi3-partial-rotary", "phi3-longrope"),
@@ -78,41 +82,12 @@ def backend(llama: Made) -> StaticBackend:
     return StaticBackend(llama.static, CAPACITY)
 
 
-def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
-    """A chain in one pass, all logit rows."""
-    rows = np.arange(len(tokens))
-    return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **options)
-    ).logits.copy()
-
-
-def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:  # (S, V)
-    ends = np.cumsum(sizes)
-    return np.concatenate([feed(backend, tokens[e - n : e]) for n, e in zip(sizes, ends, strict=True)])
-
-
 def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
     """A chain of which the last row is wanted."""
     ids = np.array(tokens, np.int64)
     last = np.array([len(ids) - 1])
     row: Floats = backend.forward(ForwardInput(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
     return row.copy()
-
-
-def path(node: int) -> list[int]:
-    """Rows from the root of the draft tree to a node."""
-    return (path(PARENTS[node]) if PARENTS[node] >= 0 else []) + [node]
-
-
-def feed_tree(backend: Backend) -> Floats:  # (S, V)
-    positions = backend.cache.length + np.array([len(path(node)) - 1 for node in range(len(DRAFT))])
-    return backend.forward(
-        ForwardInput(np.array(DRAFT), positions, np.arange(len(DRAFT)), tree=np.array(PARENTS))
-    ).logits.copy()
-
-
-def close(actual: Floats, expected: Floats, tolerance: float = 1e-4) -> bool:
-    return actual.shape == expected.shape and float(np.abs(actual - expected).max()) <= tolerance
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -123,18 +98,18 @@ def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family
     backend = StaticBackend(made.static, CAPACITY, exact=exact)
     for sizes in ([20], [7, 1, 9, 3], [1] * 20):
         backend.cache.trim(0)
-        assert close(feed_in(backend, TEXT, sizes), expected)
+        assert_close(feed_in(backend, TEXT, sizes), expected)
     backend.cache.trim(0)
-    assert close(feed_prompt(backend, TEXT), expected[-1])
-    assert close(feed(backend, OTHER), made.expected(TEXT + OTHER)[len(TEXT) :])
+    assert_close(feed_prompt(backend, TEXT), expected[-1])
+    assert_close(feed(backend, OTHER), made.expected(TEXT + OTHER)[len(TEXT) :])
     backend.cache.trim(9)
     context = TEXT[:9]
-    logits = feed_tree(backend)
+    logits = feed_tree(backend, DRAFT, PARENTS)
     for node in range(len(DRAFT)):
-        assert close(logits[node], made.expected(context + [DRAFT[i] for i in path(node)])[-1])
-    backend.cache.keep(9, path(8))
-    held = context + [DRAFT[i] for i in path(8)]
-    assert close(feed(backend, OTHER), made.expected(held + OTHER)[len(held) :])
+        assert_close(logits[node], made.expected(context + [DRAFT[i] for i in path(PARENTS, node)])[-1])
+    backend.cache.keep(9, path(PARENTS, 8))
+    held = context + [DRAFT[i] for i in path(PARENTS, 8)]
+    assert_close(feed(backend, OTHER), made.expected(held + OTHER)[len(held) :])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-tied", "qwen3", "phi3-partial-rotary"])
@@ -179,21 +154,21 @@ def test_only_the_rows_asked_for(llama: Made, backend: StaticBackend) -> None:
         320,
     )
     rest = backend.forward(ForwardInput(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
-    assert close(rest.logits, expected[[6, 19, 11, 11]])
+    assert_close(rest.logits, expected[[6, 19, 11, 11]])
     assert rest.hidden is None and rest.experts is None
 
 
 def test_a_full_cache(llama: Made) -> None:
     backend = StaticBackend(llama.static, 21)
     expected = llama.expected([*TEXT, 1])
-    assert close(feed_in(backend, [*TEXT, 1], [20, 1]), expected)
+    assert_close(feed_in(backend, [*TEXT, 1], [20, 1]), expected)
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1])
     backend.cache.trim(18)
-    assert close(feed(backend, [*TEXT[18:], 1]), expected[18:])
+    assert_close(feed(backend, [*TEXT[18:], 1]), expected[18:])
     text = (TEXT * 3)[:48]
     backend = StaticBackend(llama.static, 48)
-    assert close(feed_in(backend, text, [45, 2, 1]), llama.expected(text))
+    assert_close(feed_in(backend, text, [45, 2, 1]), llama.expected(text))
 
 
 def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
@@ -204,15 +179,15 @@ def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
     feed(backend, OTHER * 2)
     backend.cache.restore(snapshot)
     expected = llama.expected(TEXT)[11:]
-    assert close(feed(backend, TEXT[11:]), expected)
+    assert_close(feed(backend, TEXT[11:]), expected)
     backend.cache.clear()
     assert backend.cache.length == 0
     for piece in (first, second):
         backend.cache.append(piece)
-    assert close(feed(backend, TEXT[11:]), expected)
+    assert_close(feed(backend, TEXT[11:]), expected)
     other = make_graph_backend(llama.ordinary, CAPACITY)
     other.cache.restore(snapshot)
-    assert close(feed(other, TEXT[11:]), expected)
+    assert_close(feed(other, TEXT[11:]), expected)
     with pytest.raises(BackendError, match="do not fit"):
         StaticBackend(llama.static, 8).cache.restore(snapshot)
 
@@ -236,7 +211,7 @@ def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) 
     with within_runs(backend.cancel), pytest.raises(PassCancelledError):
         feed(backend, OTHER)
     assert backend.cache.length == 9
-    assert close(feed(backend, OTHER), llama.expected(TEXT[:9] + OTHER)[9:])
+    assert_close(feed(backend, OTHER), llama.expected(TEXT[:9] + OTHER)[9:])
 
 
 def test_impossible_requests(llama: Made) -> None:
@@ -270,12 +245,11 @@ def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], ro
     backend = make_backend(choice, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
-    assert close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])
+    assert_close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])
 
 
 def change_shape(model: onnx.ModelProto) -> None:
-    dim = model.graph.input[0].type.tensor_type.shape.dim[1]
-    dim.dim_value = 3
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 3
 
 
 def change_name(model: onnx.ModelProto) -> None:
@@ -286,6 +260,10 @@ def change_type(model: onnx.ModelProto) -> None:
     model.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
 
 
+def change_operator(model: onnx.ModelProto) -> None:
+    model.graph.node[3].op_type = "NoSuchOperator"
+
+
 def add_input(model: onnx.ModelProto) -> None:
     model.graph.input.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, [1]))
 
@@ -294,45 +272,25 @@ def make_dynamic(model: onnx.ModelProto) -> None:
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "S"
 
 
-FORGERIES = [change_shape, change_name, change_type, add_input, make_dynamic]
+CHANGES = (change_shape, change_name, change_type, change_operator, add_input, make_dynamic)
 
 
-@each_row("forge", FORGERIES)
+@each_row("forge", [*CHANGES, b"", b"no graph", b"\xff" * 64, b"\x3a\xff\xff\xff\x7f"])
 def test_graphs_other_than_described_are_refused(
-    llama: Made, tmp_path: Path, forge: Callable[[onnx.ModelProto], None]
+    llama: Made, tmp_path: Path, forge: Callable[[onnx.ModelProto], None] | bytes
 ) -> None:
-    forged = copy(llama.static, tmp_path / "forged")
-    model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
-    forge(model)
-    (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
+    forged = shutil.copytree(llama.static.path, tmp_path / "forged")
+    if isinstance(forge, bytes):
+        (forged / "model.rows-2.onnx").write_bytes(forge)
+        with pytest.raises(BundleError, match=r"bytes|sha256"):
+            StaticBackend(open_bundle(forged), CAPACITY)
+    else:
+        model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
+        forge(model)
+        (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
     seal(forged, llama.static.manifest)
     with pytest.raises(BundleError, match=r"declares other inputs or outputs|cannot be loaded"):
         StaticBackend(open_bundle(forged), CAPACITY)
-
-
-@each_row("content", [b"", b"no graph", b"\xff" * 64, b"\x3a\xff\xff\xff\x7f"])
-def test_files_that_are_no_graphs_are_refused(llama: Made, tmp_path: Path, content: bytes) -> None:
-    forged = copy(llama.static, tmp_path / "forged")
-    (forged / "model.rows-2.onnx").write_bytes(content)
-    with pytest.raises(BundleError, match=r"bytes|sha256"):
-        StaticBackend(open_bundle(forged), CAPACITY)
-    seal(forged, llama.static.manifest)
-    with pytest.raises(BundleError, match="cannot be loaded"):
-        StaticBackend(open_bundle(forged), CAPACITY)
-
-
-def test_a_graph_that_cannot_be_loaded(llama: Made, tmp_path: Path) -> None:
-    forged = copy(llama.static, tmp_path / "forged")
-    model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
-    model.graph.node[3].op_type = "NoSuchOperator"
-    (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
-    seal(forged, llama.static.manifest)
-    with pytest.raises(BundleError, match="cannot be loaded"):
-        StaticBackend(open_bundle(forged), CAPACITY)
-
-
-def copy(bundle: Bundle, folder: Path) -> Path:
-    return Path(shutil.copytree(bundle.path, folder))
 
 
 def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> None:
@@ -341,4 +299,4 @@ def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> Non
     for arrays in (backend.cache.keys, backend.cache.values):
         for array in arrays:
             array[:, :, 5:] = 1e3
-    assert close(feed(backend, OTHER[:3]), llama.expected(TEXT[:5] + OTHER[:3])[5:])
+    assert_close(feed(backend, OTHER[:3]), llama.expected(TEXT[:5] + OTHER[:3])[5:])

@@ -55,11 +55,7 @@ def small(layout: Layout) -> Bundle:
 Pair = tuple[Backend, Backend]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(3, 0), (1, 2), (LAYERS, 0)],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=[(3, 0), (1, 2), (LAYERS, 0)], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A streamed backend, with nothing left in the system's cache where layers are kept, and one that is not."""
     window, kept = request.param

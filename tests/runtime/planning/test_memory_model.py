@@ -223,9 +223,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
         assert token_ms[0] < token_ms[1] and token_ms[2] == pytest.approx(disk_ms, rel=0.1)
 
 
-def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that holds a larger cache is no reason to take it, if the file would then come from the disk again."""
     plan_input = dataclasses.replace(made_plan_input(65_536))
     monkeypatch.setattr(planner_module, "kept_rate", lambda path: plan_input.manifest.weight_bytes)

@@ -144,13 +144,7 @@ class Subject:
             width = 1
         controller = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         return SpeculativeDecoding(
-            self.backend,
-            sampler,
-            made,
-            controller,
-            verification,
-            noise=noise,
-            on_plain_ms=lambda ms: None,
+            self.backend, sampler, made, controller, verification, noise=noise, on_plain_ms=lambda ms: None
         )
 
 

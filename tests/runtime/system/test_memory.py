@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.system.memory import (
-    MappedFile,
-    process_memory,
-    release_code,
-    release_freed,
-    return_large_frees,
-)
+from edgeinfer.runtime.system.memory import MappedFile, process_memory, release_code, release_freed, return_large_frees
 from tests.waiting import TIME_LIMIT
 
 SIZE = 32 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,10 +81,6 @@ def test_lone_surrogates_are_a_prompt_error(path: Path) -> None:
         Tokenizer.from_file(path).encode("ab\ud800")
 
 
-def test_unknown_ids_decode_to_nothing(path: Path) -> None:
-    assert Tokenizer.from_file(path).decode([10**6]) == ""
-
-
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="No tokenizer"):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
@@ -121,17 +116,11 @@ def test_malformed_contents(path: Path, change: Any) -> None:
     assert "\n" not in caught.value.message and caught.value.hint
 
 
-@each_row("contents", [b"", b"[]", b"\xff\xfe", b"{", b"[" * 100_000])
+@each_row("contents", [b"", b"[]", b"\xff\xfe", b"{", b'{"version": "1.0", "model": {"type": "BPE", ', b"[" * 100_000])
 def test_files_that_are_no_tokenizer(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(contents)
     with pytest.raises(TokenizerError):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
-
-
-def test_truncated_file(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(TokenizerError):
-        Tokenizer.from_file(path)
 
 
 def test_threads_do_not_see_each_others_settings(path: Path) -> None:

@@ -134,12 +134,7 @@ def test_rows_that_fill_up_a_pass_leave_nothing_behind(make_backend: Make) -> No
     assert close(feed(backend, TEXT[7:9]), whole[7:9], 0.02)
 
 
-TREES = {
-    "two-leaves": [-1, 0, 0],
-    "bushy": [-1, 0, 1, 0, 3, 3, 4],
-    "two-roots": [-1, -1, 0, 1],
-    "chain": [-1, 0, 1],
-}
+TREES = {"two-leaves": [-1, 0, 0], "bushy": [-1, 0, 1, 0, 3, 3, 4], "two-roots": [-1, -1, 0, 1], "chain": [-1, 0, 1]}
 
 
 def paths_of(tree: list[int]) -> list[list[int]]:

@@ -100,11 +100,7 @@ class Writer:
         return SpeculativeDecoding(self.backend, sampler, made, controller, verification, on_plain_ms=lambda ms: None)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("8-bit", "native"), ("4-bit", "portable")],
-    ids="-".join,
-)
+@pytest.fixture(scope="module", params=[("8-bit", "native"), ("4-bit", "portable")], ids="-".join)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     width, layout = request.param
     if layout == "native":
