@@ -1,4 +1,4 @@
-"""Decoders with recurrent layers or shared caches: the same bits as plain however a text is cut, drafted, kept."""
+"""Decoders with recurrent layers, shared caches or latent attention: the text of plain decoding, refusals by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import PORTABLE
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
@@ -22,7 +21,8 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY
-from tests.factories import make_checkpoint
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from tests.runtime.models import bundle_of, checkpoint_of
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
@@ -33,22 +33,23 @@ SHARING: dict[str, Any] = {
 }
 STREAMS = {name: value for name, value in SHARING.items() if name not in ("global_head_dim", "use_double_wide_mlp")}
 STREAMS |= {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.0, 0.0], "laurel_rank": 32}
+LATENT: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 PROMPT = "Once upon a time there was a little dog. Once upon a time there was"
 TOKENS = np.arange(40, dtype=np.int64) * 37 % 300
 DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
 
 
-MODELS = {"Lfm2": LAYERS, "Gemma4": SHARING, "Gemma3n": STREAMS}
-BOTH = pytest.mark.parametrize("bundle", MODELS, indirect=True)
+MODELS = {"Lfm2": LAYERS, "Gemma4": SHARING, "Gemma3n": STREAMS, "DeepseekV3": LATENT}
+EACH = pytest.mark.parametrize("bundle", MODELS, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Bundle:
+def bundle(request: pytest.FixtureRequest) -> Bundle:
     name = getattr(request, "param", "Lfm2")
-    folder = tmp_path_factory.mktemp("hybrid")
-    make_checkpoint(folder / "checkpoint", name, tie_word_embeddings=True, **MODELS[name])
     config = ExportConfig(bits=8, group_size=32, keep_small=False)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    return bundle_of(name, config, tie_word_embeddings=True, **MODELS[name])
 
 
 def given(tokens: Any, start: int) -> ForwardInput:
@@ -60,7 +61,7 @@ def run(backend: PagedBackend, tokens: Any) -> Any:
     return backend.forward(given(tokens, backend.cache.length)).logits.copy()
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("kv", ["float32", "int8"])
 def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle) -> None:
     backend, other = PagedBackend(bundle, 64, kv=kv), PagedBackend(bundle, 64, kv=kv, threads=2)
@@ -78,7 +79,7 @@ def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle)
     assert np.array_equal(run(backend, TOKENS[25:]), whole[25:])
 
 
-@BOTH
+@EACH
 def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     with edgeinfer.load(bundle.path, context=128, threads=1) as model:
         plain = model.generate(PROMPT, max_tokens=32, temperature=0, speculation="off")
@@ -91,7 +92,7 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     assert longer.timings.cached_prompt_tokens > 0 and longer.token_ids == again.token_ids
 
 
-@BOTH
+@EACH
 def test_a_session_continues(bundle: Bundle, tmp_path: Path) -> None:
     with edgeinfer.load(bundle.path, context=128, threads=1) as model:
         first = model.generate(PROMPT, max_tokens=8, temperature=0)
@@ -112,9 +113,8 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(bundle: Bundle, tmp_
         convert_bundle(bundle, PORTABLE, tmp_path / "portable")
     with pytest.raises(UsageError, match="not a plain Llama"):
         next(iter(checkpoint_tensors(bundle)))
-    make_checkpoint(tmp_path / "checkpoint", "Lfm2", **LAYERS)
     with pytest.raises(UnsupportedArchitectureError, match="Portable bundles"):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=8, layout="portable"))
+        export_checkpoint(checkpoint_of("Lfm2", **LAYERS), tmp_path / "bundle", ExportConfig(bits=8, layout="portable"))
 
 
 @pytest.mark.parametrize("bundle", ["Gemma4", "Gemma3n"], indirect=True)
@@ -146,13 +146,33 @@ def test_what_shared_caches_cannot_do_is_refused_by_name(bundle: Bundle, tmp_pat
             edgeinfer.load(bundle.path, context=128, overflow=overflow)
     with pytest.raises(UsageError, match="not a plain Llama"):
         next(iter(checkpoint_tensors(bundle)))
-    make_checkpoint(tmp_path / "checkpoint", "Gemma4", **SHARING)
     for config, named in (
         (ExportConfig(bits=8, layout="portable"), "layers that share keys and values"),
         (ExportConfig(bits=8, format="gguf"), "no shared caches but of"),
     ):
         with pytest.raises(UnsupportedArchitectureError, match=named):
-            export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
+            export_checkpoint(checkpoint_of("Gemma4", **SHARING), tmp_path / "bundle", config)
     with pytest.raises(UnsupportedArchitectureError, match="kv_sources"):
         assert bundle.manifest.decoder is not None
         LayerWalk(bundle.manifest.decoder, bundle.tensor, [4], lambda _, weight, __: weight, (False,), hessian=False)
+
+
+@pytest.mark.parametrize("bundle", ["DeepseekV3"], indirect=True)
+def test_latent_attention_caches_little_and_refuses_by_name(bundle: Bundle, tmp_path: Path) -> None:
+    """A small vector and one key of each token are cached; a full context forgets its middle."""
+    geometry = bundle.manifest.geometry
+    assert geometry.kv_bytes_per_token() == 4 * geometry.num_layers * (32 + 8)
+    page_bytes = PageLayout.of(geometry, "float32").page_bytes
+    assert page_bytes - 4096 < PAGE * geometry.kv_bytes_per_token() <= page_bytes
+    with edgeinfer.load(bundle.path, context=64, threads=1, overflow="window") as model:
+        reply = model.generate(PROMPT, max_tokens=96, temperature=0, speculation="off")
+    assert len(reply.token_ids) == 96 or reply.finish_reason == "stop"
+    for overflow in ("cluster", "merge"):
+        with pytest.raises(UsageError, match="latent attention"):
+            edgeinfer.load(bundle.path, context=128, overflow=overflow)
+    with pytest.raises(BundleError, match="no graph for the portable layout"):
+        edgeinfer.load(bundle.path, context=128, native=False)
+    with pytest.raises(UnsupportedArchitectureError, match="Portable bundles of a decoder with latent attention"):
+        config = ExportConfig(bits=8, layout="portable")
+        export_checkpoint(checkpoint_of("DeepseekV3", **LATENT), tmp_path / "bundle", config)
+    assert not (tmp_path / "bundle").exists()

@@ -14,10 +14,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.layouts import NATIVE
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
@@ -31,7 +29,7 @@ from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower
 from edgeinfer.runtime.system.memory import releases_pages
-from tests.factories import make_checkpoint
+from tests.runtime.models import bundle_of
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 DELTA: dict[str, Any] = {
@@ -62,11 +60,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("states")
-    make_checkpoint(folder / "checkpoint", request.param, **({"tie_word_embeddings": True} | KINDS[request.param]))
+def bundle(request: pytest.FixtureRequest) -> Bundle:
     config = ExportConfig(bits=8, group_size=32, keep_small=False)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    return bundle_of(request.param, config, **({"tie_word_embeddings": True} | KINDS[request.param]))
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +272,8 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search["search"])
-def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "Qwen3_5", **DELTA)
-    floats = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32))
+def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any]) -> None:
+    floats = bundle_of("Qwen3_5", ExportConfig(bits=32), **DELTA).path
     found = []
     for backend in ("onnx", "reference"):
         with edgeinfer.load(floats, context=CONTEXT, threads=1, backend=backend) as model:
