@@ -41,9 +41,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-# Settings.
-
-
 @each_row(
     "bad",
     [
@@ -85,22 +82,15 @@ def test_the_callers_own_are_never_overridden() -> None:
     assert chunk.left_open_by(LoadConfig(), cores) == chunk and chunk.left_open_by(LoadConfig(), cores + 1) == UNTUNED
 
 
-# The file.
-
-
 def test_a_profile_comes_back(cache: Path, tmp_path: Path) -> None:
     path = keep_profile(PROFILE)
     assert path == kept_profile(MODEL) and path.is_relative_to(cache)
     assert read_profile(path) == PROFILE
     write_profile(PROFILE, tmp_path / "out.json")
     assert read_profile(tmp_path / "out.json") == PROFILE
-    assert forget_profile(MODEL) and not forget_profile(MODEL) and not path.exists()
-
-
-def test_an_older_profile_gives_way(cache: Path) -> None:
-    keep_profile(PROFILE)
     newer = dataclasses.replace(PROFILE, settings=UNTUNED)
     assert read_profile(keep_profile(newer)) == newer
+    assert forget_profile(MODEL) and not forget_profile(MODEL) and not path.exists()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such permissions")
@@ -176,9 +166,6 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "huge").write_bytes(b" " * (1 << 17))
     with pytest.raises(UsageError, match="too large"):
         read_profile(tmp_path / "huge")
-
-
-# The machine.
 
 
 def test_machines_and_versions_are_told_apart() -> None:
