@@ -1,4 +1,4 @@
-"""How the experts of a layer lie in a weights file, and that widening them to one format changes no value."""
+"""The experts of a layer: how they lie in a weights file, one format for all that changes no value, routing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgeinfer.bundle.arithmetic import route
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.manifest import TensorEntry
@@ -28,6 +29,7 @@ from edgeinfer.bundle.packing import (
     unpack,
     widen,
 )
+from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.bundle.writing import MANIFEST
@@ -208,3 +210,21 @@ def test_a_bundle_without_an_expert_is_refused(mixed: Bundle, tmp_path: Path) ->
     (copy / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match=name):
         open_bundle(copy)
+
+
+def test_sigmoid_shares_choose_within_the_best_groups() -> None:
+    random = np.random.default_rng(0)
+    moe = MoESpec(
+        experts=16, top_k=4, expert_size=8, router="sigmoid", choice_bias=True, groups=4, group_top_k=2, scale=2.5
+    )
+    scores = random.normal(size=(50, 16)).astype(np.float32)
+    bias = (random.random(16) * 0.3).astype(np.float32)
+    chosen, weights = route(scores, moe, choice_bias=bias)
+    for row, ids, values in zip(scores, chosen, weights, strict=True):
+        shares = 1 / (1 + np.exp(-row.astype(np.float64)))
+        judged = shares + bias
+        ranks = [sum(sorted(judged[start : start + 4])[-2:]) for start in range(0, 16, 4)]
+        groups = sorted(range(4), key=lambda group: -ranks[group])[:2]
+        expected = sorted((e for e in range(16) if e // 4 in groups), key=lambda e: -judged[e])[:4]
+        assert ids.tolist() == expected
+        np.testing.assert_allclose(values, shares[expected] / shares[expected].sum() * 2.5, atol=1e-5)

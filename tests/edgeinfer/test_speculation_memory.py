@@ -1,4 +1,4 @@
-"""What speculation takes in memory: planned before, measured after, less where the budget is small."""
+"""What speculation takes in memory and gains in time: planned before, measured after, less in a small budget."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.opening import nest_drafter, open_bundle
 from edgeinfer.errors import BudgetError
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.loading import Bundles
+from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, runs_apart
+from edgeinfer.runtime.profile.drafting import TunedDrafting
+from edgeinfer.runtime.speculation.drafters.method import priors_of
 from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT
-from tests.speculation import BUILTIN, DENSE, load_eager, needs_builtin, same
+from tests.heads import with_heads
+from tests.runtime.models import bundle_of
+from tests.speculation import BUILTIN, DENSE, known_costs, load_eager, needs_builtin, random_bundle, same
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,3 +139,28 @@ def test_a_process_that_drafts_stays_within_its_plan(options: dict[str, Any], tm
     # On a model so small "auto" may find that asking costs more than it gains; it must not draft beyond its plan.
     assert draft_max > 0 or found["rounds"] == 0
     assert found["rounds"] > 0 or options["speculation"] == "auto"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
+    plain, drafter = random_bundle(tmp_path / "plain"), random_bundle(tmp_path / "small", num_hidden_layers=1)
+    headed = with_heads(plain, tmp_path / "headed", "routers")
+    bundles = {
+        plain: {"copy", "ngram", "recycle"},
+        nest_drafter(headed, drafter, tmp_path / "rich").path: {"copy", "ngram", "recycle", "model"},
+        bundle_of("llama-tied", ExportConfig(bits=8, keep_small=False)).path: {"copy", "ngram", "recycle", "bits"},
+        bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False)).path: {"copy", "ngram", "recycle", "experts"},
+    }
+    for path, expected in bundles.items():
+        config = LoadConfig()
+        subject = Bundles.open(path, config).subject(config)
+        priors = priors_of(subject, TunedDrafting())
+        with known_costs(kept=True), load_eager(path) as model, model._idle() as parts:
+            asked = set(parts.speculator.auto) - {"forced"}
+        assert set(priors) == asked >= expected, path
+        assert all(0 < prior.accepted < 1 and (prior.tables or prior.share > 0) for prior in priors.values())
+        assert set(priors_of(subject, TunedDrafting(drafters=("copy",)))) == {"copy"}
+        only, plain_plan = (edgeinfer.plan(path, speculation=how).speed for how in (",".join(expected), "off"))
+        # The cost of asking in vain is reported, and does not count where ways to run are compared.
+        assert only.turn_ms <= plain_plan.turn_ms and only.tokens_per_second > 0.8 * plain_plan.tokens_per_second
