@@ -228,16 +228,6 @@ def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
     assert_close(feed(backend, [*TEXT[18:], 1]), family.expected([*TEXT, 1])[18:])
 
 
-@each_row("maker", MAKERS)
-def test_longrope_takes_its_long_factors_above_the_original_context(
-    make_family: Callable[..., Family], maker: str
-) -> None:
-    family = make_family("phi3-longrope")
-    text = TEXT * 2  # longer than the original 32 positions, so transformers takes the long factors for all
-    backend = MAKERS[maker](family.bundle, 64)
-    assert_close(feed_in(backend, text, [25, 1, 14]), family.expected(text))
-
-
 BAD_PASSES: dict[str, dict[str, Any]] = {
     "empty": {"tokens": [], "positions": [], "rows": []},
     "positions": {"positions": [0]},

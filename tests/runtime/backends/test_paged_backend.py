@@ -13,21 +13,13 @@ from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.paging.layout import pages_of
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.search.drawn import ParallelSamples
-from edgeinfer.runtime.search.strategy import SearchParts
-from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of
 from tests.tables import each_row
 
 CAPACITY = 2 * graph.TREE_ROWS + 100
@@ -167,41 +159,4 @@ def test_memory_counts_the_pages_in_use() -> None:
     assert backend.nbytes()["kv"] <= pages_of(CAPACITY) * page and backend.nbytes()["buffers"] > few
     backend.cache.clear()
     assert backend.nbytes()["kv"] == 0 and backend.nbytes()["buffers"] < few
-    backend.close()
-
-
-def test_the_graph_tells_which_backend_runs() -> None:
-    bundle = model("qwen2")
-    portable = make_graph_backend(bundle, 64, layout="portable")
-    assert isinstance(portable, OnnxBackend) and not portable.capabilities.paged
-    paged = make_graph_backend(bundle, 64)
-    assert paged.capabilities.paged and paged.capabilities.tree
-    for each in (portable, paged):
-        each.close()
-
-
-def test_parallel_samples_equal_replies_drawn_one_by_one() -> None:
-    backend = make_graph_backend(model("qwen2"), 300)
-    prompt = TEXT[:70].tolist()
-    config = GenerationConfig(max_tokens=20, temperature=1.0, seed=3, search="samples", samples=3)
-
-    def sampler(seed: int) -> Sampler:
-        return Sampler(LogitsProcessor(config, backend.geometry.vocab_size, seed), prompt)
-
-    def reply(seed: int, strategy: ParallelSamples | None = None, own: Sampler | None = None) -> list[int]:
-        engine = Engine(backend, 32)
-        steps = engine.generate(prompt, own or sampler(seed), max_tokens=20, stop_ids=frozenset({7}), strategy=strategy)
-        found = [step.token for step in steps]
-        assert engine.cached_tokens == (*prompt, *found)[: backend.cache.length]
-        return found
-
-    alone = [reply(seed) for seed in (3, 4, 5)]
-    first, tokenizer = sampler(3), Tokenizer.from_file(model("qwen2").file("tokenizer.json"))
-    common: dict[str, Any] = {"continues": False}
-    parts = SearchParts(backend, first, config, frozenset({7}), tokenizer, lambda: False, tuple, 16, **common)
-    strategy = ParallelSamples(parts)
-    assert reply(3, strategy, first) == alone[0]
-    use = strategy.search_use()
-    assert [list(text.token_ids) for text in use.texts] == alone
-    assert use.passes <= 20 < use.rows
     backend.close()

@@ -25,6 +25,7 @@ from edgeinfer.runtime.system.memory import process_memory
 from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
+from tests.tables import each_row
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 
@@ -235,16 +236,14 @@ def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypa
         backend.close()
 
 
-def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
+@each_row(
+    ("layout", "share", "match"),
+    [(NATIVE, 0.25, r"experts of one layer take .* use more memory"), (PORTABLE, 9.0, "cannot be loaded on demand")],
+)
+def test_too_small_a_limit_and_experts_in_one_matrix_are_refused(layout: Layout, share: float, match: str) -> None:
+    require_kernel()
+    bundle = export(layout)
     inner = make_graph_backend(bundle, CAPACITY)
-    with pytest.raises(CapabilityError, match=r"experts of one layer take .* use more memory"):
-        CachedExpertsBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
-    inner.close()
-
-
-def test_experts_in_one_matrix_are_refused() -> None:
-    bundle = export(layout=PORTABLE)
-    inner = make_graph_backend(bundle, CAPACITY)
-    with pytest.raises(CapabilityError, match="cannot be loaded on demand"):
-        CachedExpertsBackend(inner, decoder_of(bundle), 10**9)
+    with pytest.raises(CapabilityError, match=match):
+        CachedExpertsBackend(inner, decoder_of(bundle), int(share * takes(export()).least))
     inner.close()

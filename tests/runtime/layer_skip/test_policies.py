@@ -12,7 +12,7 @@ from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
-from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay, rolling_means
+from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay
 from edgeinfer.runtime.layer_skip.strategy import DivergenceLimit, SpeedTarget, divergence, entropy_bits, likeliest
 from edgeinfer.runtime.research.layers import ImportancePolicy, RoutersPolicy, UnifiedPolicy, importance
 from edgeinfer.runtime.research.random import RandomPolicy
@@ -151,10 +151,6 @@ def test_predictions() -> None:
     assert divergence(logits, logits) == 0.0
 
 
-def test_rolling_means_are_of_five() -> None:
-    assert rolling_means([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]
-
-
 def test_threshold_is_the_quantile_of_the_share() -> None:
     entropies = Entropies(np.arange(100.0))
     assert entropies.threshold(0.25) == 75
@@ -164,13 +160,6 @@ def test_threshold_is_the_quantile_of_the_share() -> None:
     assert again.threshold(0.25) == 75
     with pytest.raises(StorageError):
         Entropies.from_state({"means": np.array([np.nan])})
-
-
-def test_only_the_latest_entropies_count() -> None:
-    entropies = Entropies([9.0] * 3000)
-    for mean in np.linspace(0, 1, 2048):
-        entropies.add(float(mean))
-    assert entropies.threshold(0.5) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_a_model_stays_for_a_while() -> None:

@@ -6,6 +6,7 @@ On random models, whose every layer matters, against the same thing done in the 
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,14 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptStates
 from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
-from edgeinfer.runtime.layer_skip.strategy import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
+from edgeinfer.runtime.layer_skip.strategy import (
+    EvaluatedPrompt,
+    Mask,
+    ReducedDecoding,
+    SpeedTarget,
+    feed,
+    whole_pass,
+)
 from edgeinfer.runtime.research.layers import ImportancePolicy, importance
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
@@ -39,16 +47,6 @@ class Fixed:
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         return self._mask
-
-
-def test_skipping_nothing_is_plain(engine: Engine) -> None:
-    expected, logits = plain(engine)
-    sampler = Greedy()
-    steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(np.ones_like(SKIPS)), COSTS)
-    assert reply(engine, steps, sampler) == expected
-    assert all(map(np.array_equal, sampler.logits, logits))
-    use = steps.compute_use()
-    assert use.lossless and (use.tokens, use.reduced, use.skipped_share) == (MOST - 1, 0, 0)
 
 
 def test_skipped_blocks_do_not_run(engine: Engine) -> None:
@@ -110,17 +108,6 @@ def test_a_full_cache_ends_a_reply(engine: Engine) -> None:
     steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(SKIPS), COSTS)
     made = [s.token for s in engine.generate(PROMPT, sampler, max_tokens=None, stop_ids=frozenset(), strategy=steps)]
     assert len(made) == engine.backend.cache.capacity - len(PROMPT) + 1
-
-
-def test_sure_of_nothing_is_plain(engine: Engine) -> None:
-    for most in (1, 2, 9, MOST):
-        expected, logits = plain(engine, most)
-        sampler = Greedy()
-        steps = EarlyExitDecoding(given(engine.backend, sampler, exit_confidence=1.0), 2, COSTS)
-        assert reply(engine, steps, sampler, most) == expected
-        assert all(map(np.array_equal, sampler.logits, logits))
-        assert steps.compute_use().lossless
-        engine.forget()
 
 
 def test_exits_follow_their_confidence(engine: Engine) -> None:
@@ -252,22 +239,6 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     assert np.array_equal(tail.states(), again[:, -6:]) and blocks[0] == before
 
 
-@each_row("way", ["exit", "entropy"])
-def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backend, way: str) -> None:
-    """As `test_a_tight_floor_skips_nothing`, where tokens rather than blocks are left out."""
-    expected, logits = plain(engine)
-    sampler, drafter = Greedy(), ModelDrafter(other, 4)
-    parts = given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4)
-    steps = (
-        EarlyExitDecoding(parts, 2, COSTS)
-        if way == "exit"
-        else ModelSwitchDecoding(parts, drafter, Script([False] * 50), 0.25)
-    )
-    assert reply(engine, steps, sampler) == expected
-    assert all(map(np.array_equal, sampler.logits, logits))
-    assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
-
-
 def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     can = dataclasses.replace(engine.backend.capabilities, layer_skip=False)
     monkeypatch.setattr(engine.backend, "capabilities", can)
@@ -277,3 +248,32 @@ def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.
     ):
         with pytest.raises(CapabilityError, match="cannot"):
             make()
+
+
+def ways(engine: Engine, other: Backend, sampler: Greedy, **options: Any) -> dict[str, ReducedDecoding]:
+    """One that leaves out blocks, layers or whole passes, where options and policy let it."""
+    alone = options.get("exit_confidence", 0.0) > 0
+    parts, mask = given(engine.backend, sampler, **options), np.ones_like(SKIPS) if alone else SKIPS
+    return {
+        "skip": LayerSkipDecoding(parts, Fixed(mask), COSTS),
+        "exit": EarlyExitDecoding(parts, 2, COSTS),
+        "entropy": ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([alone] * 50), 0.25),
+    }
+
+
+FLOOR = {"exit_confidence": 0.0, "quality_floor": 1e-4}
+
+
+@each_row(("way", "options"), product(("skip", "exit", "entropy"), ({"exit_confidence": 1.0}, FLOOR)))
+def test_what_leaves_nothing_out_is_plain(engine: Engine, other: Backend, way: str, options: dict[str, float]) -> None:
+    """Where the policy wants it so, and where a prompt diverges too far for the floor."""
+    for most in (MOST,) if options is FLOOR else (1, 2, 9, MOST):
+        engine.forget()
+        expected, logits = plain(engine, most)
+        sampler = Greedy()
+        steps = ways(engine, other, sampler, **options)[way]
+        assert reply(engine, steps, sampler, most) == expected
+        assert all(map(np.array_equal, sampler.logits, logits))
+        use = steps.compute_use()
+        assert use.lossless and use.reduced == 0 and use.tokens == most - 1
+        assert use.stopped_at == (0 if options is FLOOR else None)

@@ -10,7 +10,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
 from edgeinfer.runtime.layer_skip.strategy import DivergenceLimit, feed, whole_pass
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
-from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
+from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, reply
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 
@@ -36,15 +36,6 @@ def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
     # The large model fed what it had missed in three turns.
     assert use.caught_up == 3 + 6 + 2
     assert len(policy.entropies) == MOST
-
-
-def test_a_large_model_alone_is_plain(engine: Engine, other: Backend) -> None:
-    expected, logits = plain(engine)
-    sampler = Greedy()
-    steps = ModelSwitchDecoding(given(engine.backend, sampler), ModelDrafter(other, 4), Script([True] * MOST), 0.25)
-    assert reply(engine, steps, sampler) == expected
-    assert all(map(np.array_equal, sampler.logits, logits))
-    assert steps.compute_use().lossless
 
 
 def test_a_floor_gives_the_text_to_the_large_model(

@@ -229,15 +229,6 @@ def test_every_layer_has_its_own_rotation() -> None:
     np.testing.assert_array_equal(rotations.moved(1, keys, old, new), keys)
 
 
-def test_keys_and_tables_are_left_alone() -> None:
-    keys = np.ones((1, 2, WIDTH), np.float32)
-    rotation = Rotation(SPECS["partial"], 64)
-    moved = rotation.moved(keys, np.array([0, 9]), np.array([5, 9]))
-    assert np.all(keys == 1)
-    np.testing.assert_array_equal(moved[..., 6:], keys[..., 6:])
-    np.testing.assert_allclose(moved[0, 1], keys[0, 1], atol=1e-6)
-
-
 def test_first_layers_keys_after_an_overflow_equal_the_remaining_texts(family: Family) -> None:
     """Keys of the first layer depend on nothing but token and position."""
     spec = family.bundle.manifest.decoder
