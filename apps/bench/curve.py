@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import (
@@ -94,26 +95,30 @@ class CurveConfig:
         return max(max(self.depths) + max(self.sizes), *self.prompts, 0) + 1
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """An engine with one type of cache (`kv`, after another engine's name) and a number of threads."""
 
     kv: str
     threads: int
 
+    @abstractmethod
     def passes(self, sizes: Sequence[int], depth: int) -> dict[int, float]:
         """Milliseconds of a pass over each number of new tokens, with all their logits, after `depth` others."""
 
+    @abstractmethod
     def prompt(self, tokens: int) -> float:
         """Milliseconds from an empty cache to the logits after a prompt."""
 
     def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
         """The shortest milliseconds for reading and for multiplying, if known."""
+        return None, None
 
     def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> float | None:
         """The shortest milliseconds for a prompt, if known."""
+        return None
 
 
-class Ours:
+class Ours(Contender):
     """A loaded model."""
 
     def __init__(self, model: Model) -> None:
@@ -142,7 +147,7 @@ class Ours:
         return None if floor is None else floor / 1e6
 
 
-class LlamaCpp:
+class LlamaCpp(Contender):
     """llama.cpp on a GGUF file, with a cache in float16, in a process of its own."""
 
     kv = "llama.cpp float16"
@@ -161,12 +166,6 @@ class LlamaCpp:
     def prompt(self, tokens: int) -> float:
         (taken,) = self._worker.ask("prefill_times", prompt=token_ids(tokens))
         return float(taken)
-
-    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
-        return None, None
-
-    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> None:
-        return None
 
 
 def run_curve(

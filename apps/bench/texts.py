@@ -220,12 +220,8 @@ def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | No
         per_category: maximum; always the same prompts are drawn from more.
         categories: names of categories or sources; None is all.
     """
-    found: dict[str, list[Prompt]] = {}
-    for name, read in _SOURCES.items():
-        path = folder / name
-        if path.is_file():
-            for prompt in _read(path, read):
-                found.setdefault(prompt.category, []).append(prompt)
+    paths = {folder / name: read for name, read in _SOURCES.items() if (folder / name).is_file()}
+    found = _by_category(prompt for path, read in paths.items() for prompt in _read(path, read))
     if not found:
         raise PromptError(f"{folder} holds no prompts.", f"It should have some of {', '.join(_SOURCES)}.")
     chosen = _chosen(found, categories)
@@ -234,10 +230,10 @@ def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | No
 
 def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
     """A dozen dialogues in the style of the built-in story model."""
-    found: dict[str, list[Prompt]] = {}
-    for number, (kind, messages) in enumerate(BUILTIN_DIALOGUES):
-        category = f"tales/{kind}"
-        found.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages))
+    found = _by_category(
+        Prompt(f"tales/{kind}", f"tales/{kind}#{number}", messages)
+        for number, (kind, messages) in enumerate(BUILTIN_DIALOGUES)
+    )
     return [prompt for name in _chosen(found, categories) for prompt in found[name][:per_category]]
 
 
@@ -246,10 +242,10 @@ def exact_prompts(folder: Path | None, per_category: int) -> list[Prompt]:
     if folder is not None:
         found = load_prompts(folder, per_category, categories=[f"tales/{kind}" for kind in _EXACT])
         return [prompt for prompt in found if prompt.answer is not None]
-    by_kind: dict[str, list[Prompt]] = {}
-    for number, (kind, messages, answer) in enumerate(EXACT_DIALOGUES):
-        category = f"tales/{kind}"
-        by_kind.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages, answer))
+    by_kind = _by_category(
+        Prompt(f"tales/{kind}", f"tales/{kind}#{number}", messages, answer)
+        for number, (kind, messages, answer) in enumerate(EXACT_DIALOGUES)
+    )
     return [prompt for prompts in by_kind.values() for prompt in prompts[:per_category]]
 
 
@@ -271,6 +267,13 @@ def tokenize_prompts(model: edgeinfer.Model, prompts: Sequence[Prompt], max_toke
         cut = max(len(ids) - room, 0)
         tokenized.append(TokenizedPrompt(prompt, tuple(ids[cut:]), cut))
     return tokenized
+
+
+def _by_category(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt)
+    return found
 
 
 def _chosen(found: Mapping[str, list[Prompt]], categories: Sequence[str] | None) -> list[str]:
@@ -301,30 +304,21 @@ def _read(path: Path, read: Callable[[dict[str, Any], int], Prompt]) -> Iterator
         raise PromptError(f"Cannot read {path}: {error!r}.", "Give the data sets as they are published.") from error
 
 
-def _question(text: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": text},)
-
-
 def _tales(row: dict[str, Any], number: int) -> Prompt:
     category = f"tales/{row['kind']}"
     return Prompt(category, f"{category}#{number}", tuple(row["messages"]), row.get("answer"))
 
 
 def _mtbench(row: dict[str, Any], number: int) -> Prompt:
-    return Prompt("mtbench", f"mtbench#{row['question_id']}", _question(row["turns"][0]))
+    return Prompt("mtbench", f"mtbench#{row['question_id']}", _asked(row["turns"][0]))
 
 
 def _specbench(row: dict[str, Any], number: int) -> Prompt:
-    return Prompt(f"specbench/{row['category']}", f"specbench#{row['question_id']}", _question(row["turns"][0]))
+    return Prompt(f"specbench/{row['category']}", f"specbench#{row['question_id']}", _asked(row["turns"][0]))
 
 
-def _gsm8k(row: dict[str, Any], number: int) -> Prompt:
-    return Prompt("gsm8k", f"gsm8k#{number}", _question(row["question"]))
-
-
-def _summary(kind: str) -> Callable[[dict[str, Any], int], Prompt]:
-    category = f"summarization/{kind}"
-    return lambda row, number: Prompt(category, f"{category}#{number}", _question(row["prompt"]))
+def _numbered(category: str, field: str) -> Callable[[dict[str, Any], int], Prompt]:
+    return lambda row, number: Prompt(category, f"{category}#{number}", _asked(row[field]))
 
 
 # Files and the reader of their lines. Of questions in turns the first is asked: the others are about replies that no
@@ -333,7 +327,7 @@ _SOURCES: dict[str, Callable[[dict[str, Any], int], Prompt]] = {
     "tales_dialogues/dialogues.jsonl": _tales,
     "mtbench/question.jsonl": _mtbench,
     "specbench/question.jsonl": _specbench,
-    "gsm8k/train.jsonl": _gsm8k,
-    "summarization/cnn_dailymail.jsonl": _summary("cnn"),
-    "summarization/samsum.jsonl": _summary("samsum"),
+    "gsm8k/train.jsonl": _numbered("gsm8k", "question"),
+    "summarization/cnn_dailymail.jsonl": _numbered("summarization/cnn", "prompt"),
+    "summarization/samsum.jsonl": _numbered("summarization/samsum", "prompt"),
 }

@@ -230,6 +230,10 @@ def _report(arguments: list[str], error: Exception) -> int:
         traceback.print_exc()
     if is_refused(error):
         error = refusal(address_limit())
+    elif isinstance(error, ModuleNotFoundError):
+        from edgeinfer.apps.cli.parser import missing_extra
+
+        error = missing_extra(error)
     if isinstance(error, EdgeInferError):
         print_error(error.text(functools.partial(_flag, arguments)))
         return error.exit_code

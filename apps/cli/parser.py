@@ -82,18 +82,13 @@ def help_text(
         actions = [action for action in group._group_actions if action not in left_out]
         if any(action.help is not argparse.SUPPRESS for action in actions):
             layout.start_section(group.title)
-            layout.add_arguments(
-                _with_help(action, briefs[action]) if action in briefs else action for action in actions
-            )
+            for action in actions:
+                shown = copy.copy(action)
+                shown.help = briefs.get(action, action.help)
+                layout.add_argument(shown)
             layout.end_section()
     layout.add_text(parser.epilog)
     return usage(parser) + "\n" + layout.format_help()
-
-
-def _with_help(action: argparse.Action, text: str) -> argparse.Action:
-    shown = copy.copy(action)
-    shown.help = text
-    return shown
 
 
 # The extra that provides a module.
@@ -302,10 +297,8 @@ def add_completion(commands: Subparsers) -> None:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    try:
-        from argcomplete.shell_integration import shellcode
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from error
+    from argcomplete.shell_integration import shellcode
+
     sys.stdout.write(shellcode(["edgeinfer"], shell=args.shell))
     return 0
 

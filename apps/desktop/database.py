@@ -63,6 +63,11 @@ class Database:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """Commit one statement; return how many rows it changed."""
+        with self.transaction() as connection:
+            return connection.execute(sql, values).rowcount
+
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         with self._lock, _storage_errors(self.path):
             return self._connection.execute(sql, values).fetchall()
