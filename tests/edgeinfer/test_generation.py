@@ -12,7 +12,6 @@ import edgeinfer
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 from tests.cli import TIME_LIMIT
 from tests.speculation import load_eager
-from tests.tables import each_row
 
 PROMPT = "Once upon a time"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 40, "ignore_eos": True}
@@ -111,18 +110,6 @@ def test_timings(model: edgeinfer.Model) -> None:
     single = model.generate(PROMPT, max_tokens=1).timings
     assert single.ttft_ms > 0
     assert (single.per_token_ms, single.per_token_p95_ms, single.tokens_per_second) == (0, 0, 0)
-
-
-@each_row("after", [1, 5])
-def test_cancelling_between_chunks(model: edgeinfer.Model, after: int) -> None:
-    stream = model.stream(PROMPT, **SAMPLED)
-    pieces = [next(stream) for _ in range(after)]
-    stream.cancel()
-    rest = list(stream)
-    assert [(chunk.token_ids, chunk.finish_reason) for chunk in rest] == [((), "cancelled")]
-    assert stream.result.finish_reason == "cancelled"
-    assert len(stream.result.token_ids) == after
-    assert stream.result.text == "".join(chunk.text for chunk in [*pieces, *rest])
 
 
 def test_cancelling_before_the_first_chunk(model: edgeinfer.Model) -> None:

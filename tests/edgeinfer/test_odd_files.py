@@ -12,7 +12,7 @@ import pytest
 import edgeinfer as package
 from edgeinfer import chat
 from edgeinfer.apps.cli.inputs import read_text
-from edgeinfer.errors import PromptError, StorageError, UsageError
+from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.user_files import user_cache
 from tests.cli import TIME_LIMIT, edgeinfer, refuses
 from tests.tables import each_row
@@ -56,14 +56,6 @@ def test_a_pipe_that_somebody_writes_into_is_read(pipe: Path) -> None:
     assert read_text(Path(f"/dev/fd/{read}")) == "Once"
     writing.join(TIME_LIMIT)
     os.close(read)
-
-
-def test_prompts_without_end(tmp_path: Path) -> None:
-    with (tmp_path / "long").open("wb") as file:
-        file.truncate(3 * 1000**3)
-    for path in (tmp_path / "long", Path("/dev/zero")):
-        with pytest.raises(PromptError, match="larger than"):
-            read_text(path)
 
 
 def test_conversations_that_cannot_be_read(

@@ -201,22 +201,6 @@ def test_response_formats(tales: edgeinfer.Model) -> None:
     assert text == answer(tales, asked)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "json",
-        {"type": "yaml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"schema": "{}"}},
-        {"type": "json_object", "schema": 5},
-        {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}},
-    ],
-)
-def test_response_formats_that_cannot_be_had(model: edgeinfer.Model, asked: Any) -> None:
-    with pytest.raises(UsageError):
-        answer(model, asked)
-
-
 @each_row(
     ("options", "says"),
     [

@@ -142,22 +142,6 @@ def test_impossible_shapes_are_refused() -> None:
             StaticOptions(**options)
 
 
-UNFIT: dict[str, tuple[StaticOptions, str]] = {
-    "context": (StaticOptions(context=4096), "the model allows only 128"),
-    "chunk": (StaticOptions(chunk=200), "a context of 128"),
-    "layers": (StaticOptions(layers=(1, 3)), "no layer 3"),
-}
-
-
-@each_row("case", UNFIT)
-def test_what_the_model_does_not_have_is_refused(tmp_path: Path, case: str) -> None:
-    options, says = UNFIT[case]
-    make_checkpoint(tmp_path / "checkpoint", "llama")
-    with pytest.raises(UsageError, match=says):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportConfig(static=options))
-    assert not (tmp_path / "out").exists()
-
-
 def test_mixtures_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "mixtral")
     with pytest.raises(UsageError, match="Mixtures of experts"):
