@@ -1,4 +1,4 @@
-"""Replies that take less compute, token by token: what is fed when, what stays in the cache, what floors do.
+"""Replies that take less compute: what is fed when, what stays in the cache, turns of two models, what floors do.
 
 On random models, whose every layer matters, against the same thing done in the obvious way.
 """
@@ -20,6 +20,7 @@ from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptSta
 from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
 from edgeinfer.runtime.layer_skip.strategy import (
+    DivergenceLimit,
     EvaluatedPrompt,
     Mask,
     ReducedDecoding,
@@ -30,6 +31,7 @@ from edgeinfer.runtime.layer_skip.strategy import (
 from edgeinfer.runtime.research.layers import ImportancePolicy, importance
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
+from tests.runtime.speculation.drafters.models import export, make_backend
 from tests.tables import each_row
 
 LAYERS = 4
@@ -277,3 +279,53 @@ def test_what_leaves_nothing_out_is_plain(engine: Engine, other: Backend, way: s
         use = steps.compute_use()
         assert use.lossless and use.reduced == 0 and use.tokens == most - 1
         assert use.stopped_at == (0 if options is FLOOR else None)
+
+
+def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
+    """Whoever's turn it is says what it would say of the text that there is."""
+    backend, sampler = engine.backend, Greedy()
+    turns = [True, False, False, False, True, True, *[False] * 6, True, False, False, True, False, False, False]
+    policy = Script(turns)
+    steps = ModelSwitchDecoding(given(backend, sampler, chunk=4), ModelDrafter(other, 4), policy, 0.25)
+    made = reply(engine, steps, sampler)
+    text = [*PROMPT, *made]
+    said = {}
+    for name, model in ((True, backend), (False, other)):
+        model.cache.trim(0)
+        rows = range(len(PROMPT) - 1, len(text) - 1)
+        said[name] = {index: row.copy() for index, row in feed(whole_pass(model), text[:-1], 0, list(rows), 4)}
+    for place, (turn, logits) in enumerate(zip([True, *turns], sampler.logits, strict=True)):
+        np.testing.assert_allclose(said[turn][len(PROMPT) - 1 + place], logits, rtol=1e-4, atol=1e-4)
+    use = steps.compute_use()
+    assert (use.tokens, use.reduced, use.switches) == (MOST - 1, 14, 7)
+    assert use.large_share == pytest.approx(5 / 19)
+    assert use.parameter_share == pytest.approx((5 + 14 * 0.25) / 19)
+    # The large model fed what it had missed in three turns.
+    assert use.caught_up == 3 + 6 + 2
+    assert len(policy.entropies) == MOST
+
+
+def test_a_floor_gives_the_text_to_the_large_model(
+    engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promising = DivergenceLimit(1e-3)
+    promising.add(np.zeros(4, np.float32), np.zeros(4, np.float32))
+    monkeypatch.setattr(ModelSwitchDecoding, "_try", lambda self, share: self._limit.expect(promising))
+    sampler = Greedy()
+    parts = given(engine.backend, sampler, quality_floor=1e-3)
+    steps = ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
+    reply(engine, steps, sampler, 45)
+    use = steps.compute_use()
+    # It looks after four tokens, and stays.
+    assert use.reduced == 4 and use.stopped_at == 4 and use.switches == 2
+    assert use.sampled == 4 and use.divergence is not None and use.divergence > 1e-3
+
+
+def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine) -> None:
+    bundle = export("portable", num_hidden_layers=2, seed=9)
+    short = ModelDrafter(make_backend("portable", bundle, 16), 4)
+    sampler = Greedy()
+    steps = ModelSwitchDecoding(given(engine.backend, sampler), short, Script([False] * 30), 0.25)
+    reply(engine, steps, sampler)
+    use = steps.compute_use()
+    assert use.reduced == 16 - len(PROMPT) and use.tokens == MOST - 1
