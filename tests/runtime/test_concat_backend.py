@@ -33,6 +33,7 @@ from edgeinfer.runtime.loading.registry import choose_backend, make_backend, pla
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.test_engine import generate
+from tests.tables import each_row
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
 GEOMETRY = Geometry(V, H * D, L, H, D, CAPACITY)
@@ -288,13 +289,8 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     assert len(tokens) == 7
 
 
-def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path / "bundle", make_graph(positions=True), layers=L + 1)
-    with pytest.raises(BundleError, match="has inputs or outputs that"):
-        ConcatBackend(bundle, CAPACITY)
-
-
-def test_a_file_without_a_graph_is_refused(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path / "bundle", onnx.ModelProto())
-    with pytest.raises(BundleError, match="cannot be loaded"):
+@each_row(("graph", "match"), [(make_graph(positions=True), "has inputs or outputs that"), (None, "cannot be loaded")])
+def test_graphs_of_another_shape_are_refused(tmp_path: Path, graph: onnx.ModelProto | None, match: str) -> None:
+    bundle = make_bundle(tmp_path / "bundle", graph or onnx.ModelProto(), layers=L + 1)
+    with pytest.raises(BundleError, match=match):
         ConcatBackend(bundle, CAPACITY)

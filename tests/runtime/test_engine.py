@@ -210,16 +210,12 @@ def test_a_reply_and_its_continuation_are_reused(engine: Engine, table: TableBac
     assert (engine.prefill.cached, engine.prefill.evaluated, table.passes) == (9, 2, [2])
 
 
-def test_an_empty_prompt(engine: Engine) -> None:
+def test_prompts_that_are_refused(engine: Engine, table: TableBackend) -> None:
     with pytest.raises(PromptError, match="empty"):
         generate(engine, [])
-
-
-def test_a_prompt_longer_than_the_context_says_both_sizes(engine: Engine, table: TableBackend) -> None:
     with pytest.raises(ContextLengthError, match="41 tokens, but the context holds 40") as caught:
         generate(engine, [1] * 41)
-    assert caught.value.hint
-    assert not table.passes
+    assert caught.value.hint and not table.passes
 
 
 def test_a_prompt_that_fills_the_context_gets_one_token(engine: Engine) -> None:

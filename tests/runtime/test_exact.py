@@ -93,22 +93,6 @@ def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: 
     assert np.array_equal(few, exact.logits[wanted])
 
 
-@given(rounds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=12))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, int]]) -> None:
-    """Each round feeds some right tokens with wrong ones after them, and takes the wrong ones back."""
-    exact.backend.cache.trim(0)
-    done = 0
-    for right, wrong in rounds:
-        right = min(right, len(TEXT) - done)
-        if right == 0:
-            break
-        tokens = np.concatenate([TEXT[done : done + right], np.arange(wrong)])
-        assert np.array_equal(run(exact.backend, tokens)[:right], exact.logits[done : done + right])
-        done += right
-        exact.backend.cache.trim(done)
-
-
 def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     backend = exact.backend
     backend.cache.trim(0)

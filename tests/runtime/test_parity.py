@@ -121,18 +121,6 @@ def test_a_draft_tree_needs_a_context(backend: Backend) -> None:
     assert backend.cache.length == 0
 
 
-@pytest.mark.parametrize("node", [8, 6, 4, None])
-def test_keeping_a_branch(family: Family, backend: Backend, node: int | None) -> None:
-    context = TEXT[:8]
-    feed(backend, context)
-    feed_tree(backend, DRAFT, PARENTS)
-    branch = [] if node is None else path(PARENTS, node)
-    backend.cache.keep(len(context), branch)
-    accepted = context + [DRAFT[i] for i in branch]
-    assert backend.cache.length == len(accepted)
-    assert_close(feed_in(backend, OTHER, [1, 4, 2]), family.expected(accepted + OTHER)[len(accepted) :])
-
-
 def layer_masks(layers: int) -> list[NDArray[np.bool_]]:
     """Nothing, everything but one part in turn, every other part, and a random half."""
     parts = 2 * layers

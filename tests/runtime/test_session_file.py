@@ -19,6 +19,7 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.opening import open_bundle
@@ -120,20 +121,6 @@ def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
         written, found = cache.snapshot(), other.snapshot()
         for mine, theirs in zip((*found.keys, *found.values), (*written.keys, *written.values), strict=True):
             assert np.array_equal(mine, theirs)
-
-
-def test_it_is_copied_piece_by_piece(tmp_path: Path) -> None:
-    asked: list[tuple[int, int]] = []
-    array = np.zeros((4, 20_000, 8), np.float32)
-
-    def copy(start: int, stop: int) -> CacheSnapshot:
-        asked.append((start, stop))
-        return CopiedRows(stop - start, (array[:, start:stop],) * 2, (array[:, start:stop],) * 2)
-
-    write_session(tmp_path / "talk", MINE, [1] * 20_000, copy)
-    assert asked[0] == (0, 0) and asked[1] == asked[-1]
-    assert [a[1] for a in asked[2:-1]] == [b[0] for b in asked[3:]]
-    assert max(stop - start for start, stop in asked) * 4 * 4 * 8 * 4 <= 4 << 20
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX systems")
@@ -292,22 +279,16 @@ def test_a_version_to_come_says_to_update(tmp_path: Path, data: bytes) -> None:
         read(tmp_path / "talk")
 
 
-@each_row("content", [b"", b"{}", b"\x01", b"\xff" * 100, b'{"format": "edgeinfer-chat"}'])
+OTHER = save({"weight": np.zeros(3, np.float32)})  # looks like one
+
+
+@each_row("content", [b"", b"{}", b"\x01", b"\xff" * 100, b'{"format": "edgeinfer-chat"}', OTHER])
 def test_what_is_no_session_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "talk"
     path.write_bytes(content)
-    assert not is_session(path)
+    assert is_session(path) == (content is OTHER)
     with pytest.raises(UsageError, match="not a session file"):
         read(path)
-
-
-def test_another_safetensors_file_looks_like_one_and_is_refused(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({"weight": np.zeros(3, np.float32)}, tmp_path / "talk")
-    assert is_session(tmp_path / "talk")
-    with pytest.raises(UsageError, match="not a session file"):
-        read(tmp_path / "talk")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")

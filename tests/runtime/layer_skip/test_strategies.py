@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
@@ -166,6 +167,8 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
     assert not np.array_equal(held.keys[0], held.keys[1])
     assert backend.cache.length == len(PROMPT)  # nothing that rests on filled rows stays
     assert steps.compute_use().caught_up == 0
+    with pytest.raises(UsageError):  # nothing is caught up with that a floor could measure
+        GenerationConfig(compute="exit", skip_cache="below", quality_floor=0.1)
 
 
 def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

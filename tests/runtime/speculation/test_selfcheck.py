@@ -137,16 +137,9 @@ def test_noise_is_measured(small: Bundle) -> None:
         # Half of five standard deviations of a difference of two logits, of which one or both of the passes are
         # disturbed.
         assert 2.5 * 2**0.5 * size * 0.8 < check.noise < 2.5 * 2 * size * 1.2
-
-
-def test_the_gap_of_a_changed_choice_is_told(small: Bundle) -> None:
-    check = check_exact(cast(Backend, Disturbed(small, 5.0, 0)))
-    assert 0 < check.worst_gap < 2 * check.largest_difference
-
-
-def test_a_cache_that_differs_is_found_out(small: Bundle) -> None:
-    check = check_exact(cast(Backend, Disturbed(small, 0, 1e-3)))
-    assert (check.bit_identical, check.largest_difference, check.worst_gap) == (False, 0, 0)
+    changed, cache = (check_exact(cast(Backend, Disturbed(small, *sizes))) for sizes in ((5.0, 0), (0, 1e-3)))
+    assert 0 < changed.worst_gap < 2 * changed.largest_difference  # the gap of a changed choice
+    assert (cache.bit_identical, cache.largest_difference, cache.worst_gap) == (False, 0, 0)
 
 
 def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle) -> None:

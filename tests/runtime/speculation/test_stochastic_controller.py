@@ -104,8 +104,10 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     return replies
 
 
-def check_distribution(name: str, width: int, seeds: int) -> None:
-    """Chi-square of so many replies; false of one right rule in ten thousand, however many they are."""
+@pytest.mark.parametrize("seeds", [400, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "width"), RULES)
+def test_replies_are_distributed_as_plain_samplings(name: str, width: int, seeds: int) -> None:
+    """By chi-square; false of one right rule in ten thousand, however many replies there are."""
     config = GenerationConfig(temperature=0.9, verification=name)
     distributions = expected(config)
     counts = Counter(reply(config.replace(seed=seed), width) for seed in range(seeds))
@@ -114,16 +116,4 @@ def check_distribution(name: str, width: int, seeds: int) -> None:
     likely = [said for said, probability in distributions.items() if probability * seeds >= 8]
     seen = [counts[said] for said in likely]
     wanted = [distributions[said] * seeds for said in likely]
-    p = chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue
-    assert p > 1e-4
-
-
-@pytest.mark.parametrize(("name", "width"), RULES)
-def test_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
-    check_distribution(name, width, 400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "width"), RULES)
-def test_thousands_of_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
-    check_distribution(name, width, 3000)
+    assert chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue > 1e-4

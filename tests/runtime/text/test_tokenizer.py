@@ -71,27 +71,17 @@ def test_plain_text_cannot_inject_special_tokens(path: Path) -> None:
     assert 257 in t.encode("a<|end|>")
 
 
-def test_long_prompts_are_neither_cut_nor_padded(path: Path) -> None:
-    assert len(Tokenizer.from_file(path).encode("a" * 100, add_special_tokens=False)) == 100
-    assert len(Tokenizer.from_file(path).encode("a", add_special_tokens=False)) == 1
-
-
-def test_lone_surrogates_are_a_prompt_error(path: Path) -> None:
+def test_texts_and_files_that_cannot_be_taken(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Tokenizer.from_file(path)
     with pytest.raises(PromptError, match="surrogate at index 2"):
-        Tokenizer.from_file(path).encode("ab\ud800")
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="No tokenizer"):
-        Tokenizer.from_file(tmp_path / "tokenizer.json")
-    with pytest.raises(TokenizerError, match="Cannot read"):
-        Tokenizer.from_file(tmp_path)
-
-
-def test_file_over_the_cap(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "MAX_FILE_BYTES", 10)
-    with pytest.raises(TokenizerError, match="too large"):
-        Tokenizer.from_file(path)
+        kept.encode("ab\ud800")
+    # Files may ask to cut or to pad texts.
+    assert [len(kept.encode("a" * size, add_special_tokens=False)) for size in (1, 100)] == [1, 100]
+    for file, match in ((tmp_path / "missing.json", "No tokenizer"), (tmp_path, "Cannot read"), (path, "too large")):
+        if file == path:
+            monkeypatch.setattr(tokenizer, "MAX_FILE_BYTES", 10)
+        with pytest.raises(TokenizerError, match=match):
+            Tokenizer.from_file(file)
 
 
 def change_merges(data: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from tests.runtime.speculation.verification.enumeration import (
     random_laws,
     verdicts,
 )
+from tests.tables import each_row
 
 Path = tuple[int, ...]
 
@@ -30,10 +31,22 @@ def drawn(*counts: int, probabilities: Laws) -> Callable[[Path], list[Probabilit
     return lambda path: [probabilities(path)] * counts[len(path)]
 
 
-def test_a_chain_is_lossless() -> None:
+@each_row(
+    ("size", "counts", "drawing"),
+    [
+        (3, (1, 1, 1), {}),
+        *((3, counts, {}) for counts in ((2, 2), (3, 1), (1, 2))),
+        *((size, (size - 2 * (size == 5),), {}) for size in (4, 5)),
+        (4, (3,), {"replacement": True}),
+        (4, (3,), {"replacement": True, "repeats": False}),
+        *((3, counts, {"replacement": True}) for counts in ((2, 1), (1, 2))),
+    ],
+)
+def test_chains_and_trees_are_lossless(size: int, counts: tuple[int, ...], drawing: dict[str, bool]) -> None:
     for zeros in (0, 1):
-        target, drafter = random_laws(1, 3, zeros=zeros), random_laws(2, 3, zeros=zeros)
-        check_lossless(verify_rejection, drafts(drawn(1, 1, 1, probabilities=drafter), 3), target, 3)
+        target, drafter = random_laws(5, size, zeros=zeros), random_laws(6, size)
+        made = drafts(drawn(*counts, probabilities=drafter), len(counts), **drawing)
+        check_lossless(verify_rejection, made, target, len(counts))
 
 
 def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
@@ -45,31 +58,6 @@ def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
         if verdict.accepted
     )
     assert found == pytest.approx(np.minimum(target(()), drafter(())).sum(), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("size", "counts", "replacement"),
-    [
-        (3, (2, 2), False),
-        (3, (3, 1), False),
-        (3, (1, 2), False),
-        (5, (3,), False),
-        (4, (4,), False),
-        (4, (3,), True),
-        (3, (2, 1), True),
-        (3, (1, 2), True),
-    ],
-)
-def test_a_tree_is_lossless(size: int, counts: tuple[int, ...], replacement: bool) -> None:
-    target, drafter = random_laws(5, size), random_laws(6, size)
-    made = drafts(drawn(*counts, probabilities=drafter), len(counts), replacement=replacement)
-    check_lossless(verify_rejection, made, target, len(counts))
-
-
-def test_repetitions_may_be_dropped() -> None:
-    target, drafter = random_laws(7, 4), random_laws(8, 4)
-    made = drafts(drawn(3, probabilities=drafter), 1, replacement=True, repeats=False)
-    check_lossless(verify_rejection, made, target, 1)
 
 
 def test_siblings_raise_acceptance() -> None:
