@@ -1,8 +1,9 @@
-"""Tuning of drafters on a user's texts: what pays is asked by `auto`, now and after the next load, and nothing else."""
+"""Drafters and policies for full contexts tuned on a user's texts: what pays, what is lost, what is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,17 @@ import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.cli.main import main
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import EdgeInferError, StorageError, UsageError
+from edgeinfer.hub import resolve
 from edgeinfer.results import Result
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.tools import drafters
-from tests.speculation import PROMPT, known_costs, load_eager, same
+from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy
+from edgeinfer.tools import cache_policies, drafters
+from edgeinfer.tools.cache_policies import CacheLoss, Foreseen, tune_cache
+from tests.speculation import PROMPT, known_costs, load_eager, needs_builtin, random_bundle, same
 from tests.tables import each_row
 
 TEXTS = [PROMPT, "Once upon a time"]
@@ -138,3 +145,78 @@ def test_kept_drafters_are_taken_back_or_refused() -> None:
     for damaged in (np.frombuffer(b"copy,", np.uint8), np.array([255, 1], np.uint8), np.zeros(2)):
         with pytest.raises(StorageError, match="--drafters"):
             TunedDrafting.from_state({"drafters": damaged}, 2)
+
+
+def planned() -> str:
+    return edgeinfer.plan(context=64, overflow="auto").overflow
+
+
+@pytest.mark.slow
+@needs_builtin
+def test_what_outgrows_the_context_is_lost_and_the_best_policy_kept(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[int, int]] = []
+    found = tune_cache(context=288, shares=(0.4, 0.95), progress=lambda *each: told.append(each))
+    assert [(each.context, each.policy) for each in found.losses] == [(n, p) for n in (274, 115) for p in POLICIES]
+    assert told == [(done, 6) for done in range(6)]
+    assert found.unusable == {}
+    # A context that is full behind the text alone has lost nothing of it.
+    assert {each.text for each in found.losses[:3]} == {found.whole.text}
+    assert len({each.text for each in found.losses[3:]} | {found.whole.text}) == 4
+    assert planned() == found.kept.policy
+    bundle = open_bundle(resolve(None))
+    assert KEPT_POLICY.read(bundle) == found.kept
+    KEPT_POLICY.keep(bundle, MeasuredPolicy("cluster", 300, 0.1, 0.2, 0.3))
+    assert planned() == "cluster"
+    with edgeinfer.load(context=64, overflow="auto", remember=False) as model:
+        assert model.generate("Once", max_tokens=2).overflow.policy == "cluster"
+    assert main(["tune", "--forget"]) == 0
+    assert planned() == "window"
+    for damage in (
+        "{",
+        '{"format": 1}',
+        '{"format": 1, "policy": [], "tokens": 1, "text": 0, "copying": 0, "needles": 0}',
+    ):
+        KEPT_POLICY.keep(bundle, found.kept).write_text(damage)
+        with caplog.at_level(logging.WARNING):
+            assert planned() == "window"
+        assert "discarded" in caplog.text
+        assert KEPT_POLICY.read(bundle) is None
+        caplog.clear()
+
+
+def test_the_best_beats_the_window_on_every_kind() -> None:
+    def lost(policy: str, context: int, perplexities: Sequence[float]) -> CacheLoss:
+        return CacheLoss(policy, context, *(Foreseen(10, each, 0.5) for each in perplexities))
+
+    whole = lost("stop", 100, (2, 2, 2))
+    losses = [lost("window", 50, (4, 4, 4)), lost("merge", 50, (3, 3, 5)), lost("cluster", 50, (3, 3, 4.1))]
+    assert cache_policies._best(whole, losses, 100).policy == "window"
+    losses += [lost("window", 25, (8, 8, 8)), lost("merge", 25, (2, 2, 7)), lost("cluster", 25, (4, 4, 4))]
+    assert cache_policies._best(whole, losses, 100).policy == "cluster"
+    assert cache_policies._best(whole, losses[:3:2], 100).policy == "window"
+
+
+@pytest.mark.slow
+@needs_builtin
+def test_the_command_prints_what_is_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    story = tmp_path / "story.txt"
+    story.write_text("Tom had a red ball. He went to the park with Ann, and they saw a small brown dog there. " * 20)
+    assert main(["tune", "--cache", "--text", str(story), "-c", "256"]) == 0
+    table = capsys.readouterr().out
+    for line in ("all of the text", "needles", "window", "cluster", "auto takes", "which is lossy", "nats on text"):
+        assert line in table
+    story.write_text("Too short.")
+    assert main(["tune", "--cache", "--text", str(story)]) == 2
+    assert "too few to measure" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_builtin
+def test_what_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Leave overflow out"):
+        tune_cache(overflow="window")
+    for shares in ((), (1.0,), (0.5, 0.0)):
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            tune_cache(shares=shares)
+    with pytest.raises(UsageError, match="too few to measure"):
+        tune_cache(random_bundle(tmp_path, max_position_embeddings=128))
