@@ -192,16 +192,8 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
 
 # Libraries that take part in computing, here or in another engine.
 _LIBRARIES = (
-    "numpy",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-openvino",
-    "tokenizers",
-    "llama-cpp-python",
-    "onnxruntime-genai",
-    "openvino",
-    "torch",
-    "transformers",
+    *("numpy", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "tokenizers", "llama-cpp-python"),
+    *("onnxruntime-genai", "openvino", "torch", "transformers"),
 )
 
 

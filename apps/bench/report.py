@@ -188,13 +188,14 @@ def _device(device: Mapping[str, Any]) -> Iterator[Table | Paragraph]:
 def _layers(data: Mapping[str, Any]) -> Iterator[Table]:
     names = {"exit": "leaving early", "skip": "skipping blocks"}
     rows = tuple(
-        (words, f"{data[name]['match_rate']:.1%}", f"{data[name]['predicted_speedup']:.2f}", _kept(data, name))
+        (
+            words,
+            f"{data[name]['match_rate']:.1%}",
+            f"{data[name]['predicted_speedup']:.2f}",
+            "yes" if data["kept"][name] else "no",
+        )
         for name, words in names.items()
         if name in data
     )
     if rows:
         yield Table("Layers that draft", ("", "guessed right", "predicted speed-up", "kept"), rows)
-
-
-def _kept(data: Mapping[str, Any], name: str) -> str:
-    return "yes" if data["kept"][name] else "no"

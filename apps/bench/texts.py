@@ -204,6 +204,16 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Material:
+    """Stories to read, others to calibrate with, questions with answers, and the name of the stories."""
+
+    stories: tuple[str, ...]
+    calibration: tuple[str, ...] = ()
+    questions: tuple[Prompt, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class TokenizedPrompt:
     """A prompt's token ids; the first `cut` tokens were left out to fit the context."""
 

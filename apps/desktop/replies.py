@@ -251,11 +251,8 @@ class ConversationReplies:
         defaults: Callable[[], Mapping[str, Any]],
         finished: Callable[[], None],
     ) -> None:
-        self._host = host
-        self._history = history
-        self._ready = ready
-        self._defaults = defaults
-        self._finished = finished
+        self._host, self._history = host, history
+        self._ready, self._defaults, self._finished = ready, defaults, finished
         self._running: dict[str, RunningReply] = {}
         self._starting: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()

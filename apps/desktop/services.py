@@ -11,7 +11,7 @@ from edgeinfer.apps.desktop.control import ModelControl
 from edgeinfer.apps.desktop.documents import Documents
 from edgeinfer.apps.desktop.downloads import Downloads
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.library import Catalog, Library, Planner
+from edgeinfer.apps.desktop.library import Library, Planner
 from edgeinfer.apps.desktop.replies import ConversationReplies
 from edgeinfer.apps.desktop.settings import DataFolder, SettingsFile
 from edgeinfer.apps.server.events import EventFeed
@@ -60,7 +60,6 @@ class Services:
             remember=lambda ids: self.settings.keep(unfinished=ids),
         )
         self.documents = Documents()
-        self.catalog = Catalog()
         # What the user should know about how the app started.
         self.notices = [
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."
