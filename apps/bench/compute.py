@@ -20,7 +20,6 @@ from edgeinfer.apps.bench.render import Chart, Paragraph, Part, Section, Table, 
 from edgeinfer.apps.bench.texts import BUILTIN_STORIES, STORIES_FILE, Material, all_stories, exact_prompts, story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import ComputeUse
-from edgeinfer.tools import ReplyReading
 
 # Tokens of a story that stand for a prompt, and tokens that are read after them at most.
 _PROMPT, _READ = 32, 96
@@ -158,7 +157,9 @@ class ComputeBench:
             "reduced": sum(use.reduced for use in uses) / tokens,
         }
 
-    def _readings(self, stage: str, options: dict[str, Any]) -> tuple[list[ReplyReading], list[ComputeUse], int]:
+    def _readings(
+        self, stage: str, options: dict[str, Any]
+    ) -> tuple[list[edgeinfer.tools.ReplyReading], list[ComputeUse], int]:
         """Every story read, where less was computed, and the tokens read there (at least 1)."""
         readings = [edgeinfer.tools.read_reply(self.model, *text, **options) for text in self.texts()]
         self.progress(stage)
