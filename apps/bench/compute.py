@@ -205,12 +205,8 @@ class ComputeBench:
 
 
 def measure_compute(bench: ComputeBench, *, drafter: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """Calibrate, read and answer.
-
-    Args:
-        drafter: name of the draft model that the model was loaded with, if any.
-        quick: every other level and floor, and fewer evaluations to calibrate.
-    """
+    """Calibrate, read and answer; `quick` takes every other level and floor. `drafter` names a given draft model, if
+    any."""
     model, skipped = bench.model, dict[str, str]()
     beginnings = [story_ids(model, story)[:_PROMPT] for story in bench.material.calibration]
     calibrations: tuple[Callable[[], object], ...] = (

@@ -150,13 +150,8 @@ class TokenizedPrompt:
 
 
 def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
-    """Prompts of every data set in a folder, in the order of categories.
-
-    Args:
-        folder: with some of tales_dialogues/, mtbench/, specbench/, gsm8k/ and summarization/.
-        per_category: maximum; always the same prompts are drawn from more.
-        categories: names of categories or sources; None is all.
-    """
+    """Prompts of every data set in a folder, in the order of categories: at most `per_category`, always the same ones,
+    of the categories or sources named, or of all."""
     paths = {folder / name: read for name, read in _SOURCES.items() if (folder / name).is_file()}
     found = _by_category(prompt for path, read in paths.items() for prompt in _read(path, read))
     if not found:

@@ -209,12 +209,8 @@ def _add_exits_parser(kinds: Subparsers) -> None:
 
 
 def _add_training_options(parser: Parser, minutes: float | None = None, samples: str = "") -> None:
-    """Add the options of every training.
-
-    Args:
-        minutes: default time limit; None where a training goes by steps only.
-        samples: default number of sampled tokens, in words; "" where the model writes nothing.
-    """
+    """Add the options of every training; `minutes` is None where one goes by steps only, `samples` empty where the
+    model writes nothing."""
     group = parser.add_argument_group("training")
     text = 'training text similar to real use: UTF-8 .txt files, or .jsonl files with "text" or "messages" on each line'
     group.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=text)

@@ -142,11 +142,7 @@ def _answer_at_once(arguments: list[str]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        argv: arguments after the program's name; None takes the process's own.
-    """
+    """Run a command and return its exit code; without `argv`, with the process's own arguments."""
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         from edgeinfer.apps.cli.parser import complete
 

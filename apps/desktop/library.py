@@ -91,11 +91,7 @@ def id_of(model: str | None) -> str:
 
 
 class Library:
-    """The models on this machine; may be used from any thread.
-
-    Args:
-        folders: searched for bundles and GGUF files, two levels deep.
-    """
+    """The models on this machine, in folders searched two levels deep; may be used from any thread."""
 
     def __init__(self, folders: Sequence[Path], planner: Planner) -> None:
         self._folders = tuple(folders)
@@ -104,11 +100,7 @@ class Library:
         self._known: dict[tuple[str, float, int | None], ListedModel] = {}
 
     def models(self, recent: Iterable[str] = (), context: int | None = None) -> list[ListedModel]:
-        """List all models, the built-in one first.
-
-        Args:
-            context: tokens to plan for; None is the model's default.
-        """
+        """List all models, the built-in one first, planned for `context` tokens or each model's default."""
         with self._lock:
             found: dict[str, Source] = {}
             for id, source in self._find(recent):
@@ -203,12 +195,7 @@ _LEFT_BYTES = 6_000_000
 
 
 class Planner:
-    """Makes plans; may be used from any thread.
-
-    Args:
-        options: LoadConfig fields for every model.
-        parallel: replies at once.
-    """
+    """Makes plans with LoadConfig fields for every model; may be used from any thread."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, parallel: int = 1) -> None:
         self._parallel = parallel
@@ -231,12 +218,7 @@ class Planner:
             self._empty["interpreter"] += _LEFT_BYTES
 
     def plan(self, model: str | None, memory: int | None = None, **options: Any) -> dict[str, Any]:
-        """Make a plan as JSON.
-
-        Args:
-            memory: budget in bytes.
-            options: LoadConfig fields; None is the default.
-        """
+        """Make a plan as JSON, within a budget in bytes; LoadConfig fields that are None are the defaults."""
         given = self._options | {name: value for name, value in options.items() if value is not None}
         with self._lock:
             if memory is not None:
@@ -355,11 +337,7 @@ def importable(path: str) -> Path:
 
 
 def folder_view(path: str) -> dict[str, Any]:
-    """List the folders and GGUF files of a folder.
-
-    Args:
-        path: of the folder; empty is the home folder.
-    """
+    """List the folders and GGUF files of a folder; an empty path is the home folder."""
     folder = Path(path).expanduser() if path else Path.home()
     try:
         found = sorted(folder.resolve(strict=True).iterdir(), key=lambda entry: entry.name.lower())

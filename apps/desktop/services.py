@@ -20,14 +20,8 @@ from edgeinfer.apps.server.security import Security
 
 
 class Services:
-    """The parts of the running app.
-
-    Args:
-        folder: of the history and settings.
-        settings: settings of this run only.
-        options: fields of LoadConfig for every model, but for memory and context.
-        models: folders to search for models, in addition to the one in `folder`.
-    """
+    """The parts of the running app; `settings` are of this run only, `options` of every model, but for memory and
+    context, and `models` further folders to search."""
 
     def __init__(
         self,

@@ -149,12 +149,7 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 async def read_json(
     request: Request, security: Security, *, most: int | None = None, optional: bool = False
 ) -> dict[str, Any]:
-    """Read a request's JSON object.
-
-    Args:
-        most: bytes allowed, if fewer than the server's limit.
-        optional: a request without a body counts as an empty object.
-    """
+    """Read a request's JSON object of at most `most` bytes; if `optional`, a missing body is an empty object."""
     async with json_body(request, security, most=most, optional=optional) as body:
         return body
 

@@ -180,14 +180,8 @@ async def _make_replies(
     finished: Callable[[Result], None],
     failed: Callable[[], None],
 ) -> None:
-    """Generate all replies of a request.
-
-    Args:
-        owner: identifies the request among those that take turns.
-        emit: called with the events of each step.
-        finished: called with each result.
-        failed: called where an error ends them.
-    """
+    """Generate all replies of a request, whose `owner` takes turns with others; `emit` is called with the events of
+    each step, `finished` with each result, and `failed` where an error ends them."""
     left = threading.Event()
 
     def ended() -> bool:

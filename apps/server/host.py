@@ -82,12 +82,8 @@ _TOGETHER = 16
 
 
 class HostReply:
-    """The chunks of a reply as they come. Leaving its `async with` block cancels the rest.
-
-    Args:
-        owner: identifies the client for fair turns.
-        together: chunks passed on at once; each wakes the event loop, for which the model waits.
-    """
+    """The chunks of a reply as they come. Leaving its `async with` block cancels the rest. So many chunks are passed on
+    together, as each time wakes the event loop, for which the model waits."""
 
     def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
         self._worker = worker
@@ -137,12 +133,8 @@ class HostReply:
 
 
 class ModelHost:
-    """One model at a time, and the thread that runs it. Methods belong to the event loop.
-
-    Args:
-        parallel: most replies at once; the plan of a model may allow fewer.
-        queue: most replies waiting.
-    """
+    """One model at a time, and the thread that runs it. Methods belong to the event loop. The plan of a model may allow
+    fewer replies in parallel; at most `queue` more may wait."""
 
     def __init__(self, *, parallel: int = 8, queue: int = 64) -> None:
         for name, value in (("parallel", parallel), ("queue", queue)):
@@ -345,11 +337,7 @@ def with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, alone: edgeinfer.MemoryPlan | None = None
 ) -> dict[str, Any]:
     """Return load options with memory for up to `parallel` replies at once; half as many, and so on, if the budget is
-    short; the given options if it has none to spare.
-
-    Args:
-        alone: the plan for these options, if it was made already.
-    """
+    short; the given options if it has none to spare. `alone` is the plan for these, if it was made already."""
     given = dict(options)
     alone = alone or edgeinfer.plan(model, **given)
     mine = alone.configuration

@@ -62,11 +62,7 @@ def _is_waiting() -> bool:
 
 
 class WrappedText:
-    """Writes a reply as it comes and breaks lines between words.
-
-    Args:
-        width: of a line, in cells.
-    """
+    """Writes a reply as it comes and breaks lines of `width` cells between words."""
 
     def __init__(self, out: TextIO, width: int) -> None:
         self._out = out
@@ -139,15 +135,9 @@ class SwitchedModel(Protocol):
 
 
 class TerminalChat:
-    """A conversation between a person, or a script, and a model.
-
-    Args:
-        models: the loaded model; stays open.
-        options: generation options of every reply.
-        read: shows a prompt and returns the next line, or raises EOFError; None reads stdin.
-        interactive: whether a person types: prompts are shown, and a mistake does not end the chat.
-        say: words options in errors.
-    """
+    """A conversation between a person, or a script, and a model, which stays open. `read` shows a prompt and returns
+    the next line, or raises EOFError; without it, stdin is read. Prompts are shown only to a person (`interactive`),
+    whose mistakes do not end the chat; `say` words options in errors."""
 
     def __init__(
         self,
