@@ -175,11 +175,9 @@ def run_curve(
     command: str = "",
     peers: Sequence[Contender] = (),
 ) -> dict[str, Any]:
-    """Measure prompts, then all sizes at each depth, with the contenders taking turns.
-
-    `growth` is c(m) / c(1), and `peer` how many times longer llama.cpp takes with as many threads, each formed within
-    visits; `limit_ms` is the shortest possible time.
-    """
+    """Measure prompts, then all sizes at each depth, with the contenders taking turns. `growth` is c(m) / c(1), and
+    `peer` how many times longer llama.cpp takes with as many threads, each formed within visits; `limit_ms` is the
+    shortest possible time."""
     contenders: list[Contender] = [*(Ours(model) for model in models), *peers]
     limits: dict[int, list[DeviceLimits]] = {contender.threads: [] for contender in contenders}
     visits: dict[tuple[int, int, int], list[dict[int, float]]] = {}

@@ -57,9 +57,7 @@ examples:
 @dataclass(frozen=True)
 class Variant:
     """A form of a model: `source` as it is, or a checkpoint exported with `bits` (a float is an average not to exceed).
-
-    `scheme` names the weights, `small` quantizes small layers like the others, and `kv` is a quantized cache's type.
-    """
+    `scheme` names the weights, `small` quantizes small layers like the others, and `kv` is a quantized cache's type."""
 
     scheme: str
     source: str | None
@@ -246,11 +244,9 @@ def _measured(
 
 
 def score_tasks(model: edgeinfer.Model, prompts: Sequence[Prompt]) -> dict[str, dict[str, int]]:
-    """Scores by category; none of a model without a chat template.
-
-    `right` of `of` replies are the answer, letter for letter; `tokens_right` of the answers' `tokens` are the most
-    likely after the right ones before them. A question that does not fit the context counts as answered wrongly.
-    """
+    """Scores by category; none of a model without a chat template. `right` of `of` replies are the answer, letter for
+    letter; `tokens_right` of the answers' `tokens` are the most likely after the right ones before them. A question
+    that does not fit the context counts as answered wrongly."""
     scores: dict[str, dict[str, int]] = {}
     for prompt in prompts:
         assert prompt.answer is not None, "only prompts with answers are tasks"

@@ -115,11 +115,8 @@ class SpecOptions:
 
 
 class Mode:
-    """A model with some drafters.
-
-    Every reply begins with an empty cache, of draft models too, and with drafters that know what earlier prompts taught
-    them in this mode: neither repeats nor other modes' replies to the same prompt.
-    """
+    """A model with some drafters. Every reply begins with an empty cache, of draft models too, and with drafters that
+    know what earlier prompts taught them in this mode: neither repeats nor other modes' replies to the same prompt."""
 
     def __init__(self, model: edgeinfer.Model, name: str, options: SpecOptions) -> None:
         self.name = name

@@ -182,10 +182,8 @@ def exact_prompts(folder: Path | None, per_category: int) -> list[Prompt]:
 
 
 def tokenize_prompts(model: edgeinfer.Model, prompts: Sequence[Prompt], max_tokens: int) -> list[TokenizedPrompt]:
-    """Tokenize prompts, cut at the front where they leave no room for a reply of `max_tokens`.
-
-    Models without a chat template get the messages' texts, joined by newlines.
-    """
+    """Tokenize prompts, cut at the front where they leave no room for a reply of `max_tokens`. Models without a chat
+    template get the messages' texts, joined by newlines."""
     room = model.context - max_tokens
     if room < 1:
         raise PromptError(f"Replies of {max_tokens} tokens fill the context of {model.context}.", "Ask for fewer (-n).")

@@ -54,10 +54,8 @@ def read_text(path: Path) -> str:
 
 
 def is_piped() -> bool:
-    """Whether stdin is a pipe or a file, whose text is meant for the command.
-
-    A missing terminal does not tell: programs that start others often leave them a socket that never ends.
-    """
+    """Whether stdin is a pipe or a file, whose text is meant for the command. A missing terminal does not tell:
+    programs that start others often leave them a socket that never ends."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without a file

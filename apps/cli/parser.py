@@ -304,10 +304,8 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def complete(build_parser: Callable[..., Parser]) -> None:
-    """Answer a shell's request for completions and end the process.
-
-    argcomplete reads the line from the environment and writes to a file descriptor that the shell opened.
-    """
+    """Answer a shell's request for completions and end the process. argcomplete reads the line from the environment and
+    writes to a file descriptor that the shell opened."""
     import argcomplete
 
     line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", sys.maxsize))]

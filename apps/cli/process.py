@@ -121,10 +121,8 @@ def address_limit() -> int | None:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether an error of any library means that memory was refused.
-
-    Under a limit, modules written in C also lose the MemoryError itself: Python then raises SystemError.
-    """
+    """Whether an error of any library means that memory was refused. Under a limit, modules written in C also lose the
+    MemoryError itself: Python then raises SystemError."""
     if isinstance(error, SystemError) and _LOST.search(str(error)):
         return address_limit() is not None
     return isinstance(error, MemoryError) or (

@@ -46,11 +46,8 @@ _DRAFT = "message IS NULL AND document IS NOT id"
 
 
 class Attachments:
-    """The files of messages; methods may be called from any thread.
-
-    Files are stored when they are attached, so that a draft's files survive a restart. Sending the message assigns them
-    to it, or they are kept for later messages.
-    """
+    """The files of messages; methods may be called from any thread. Files are stored when they are attached, so that a
+    draft's files survive a restart. Sending the message assigns them to it, or they are kept for later messages."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -55,10 +55,8 @@ Status = Literal["empty", "loading", "ready", "failed", "closed"]
 
 @dataclass(frozen=True)
 class HostState:
-    """What the host is doing: it takes requests while "ready", and refuses them with `NotReadyError` otherwise.
-
-    A "ready" model may have been unloaded for being idle; the next request loads it again. "closed" is final.
-    """
+    """What the host is doing: it takes requests while "ready", and refuses them with `NotReadyError` otherwise. A
+    "ready" model may have been unloaded for being idle; the next request loads it again. "closed" is final."""
 
     status: Status = "empty"
     model: str | None = None  # path or hub id as given; None is the built-in model

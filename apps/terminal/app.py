@@ -29,11 +29,8 @@ _PIECES = re.compile(r"\n|[^\S\n]+|[^\s]+")
 
 
 def keyboard() -> Callable[[str], str]:
-    """Return a function that reads a line, with editing and history where readline exists.
-
-    A paste of several lines is one message: GNU readline sees to it; elsewhere, lines that wait right behind the first
-    belong to it.
-    """
+    """Return a function that reads a line, with editing and history where readline exists. A paste of several lines is
+    one message: GNU readline sees to it; elsewhere, lines that wait right behind the first belong to it."""
     try:
         import readline
     except ModuleNotFoundError:  # Windows has none; its console edits lines itself
