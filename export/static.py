@@ -332,8 +332,7 @@ def _keep_layers(described: Described, graphs: StaticGraphs) -> Described:
 
 def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
     """The plan with wider matrices where the static layout has none so narrow: rows of (K, N) end with bytes, and K is
-    a multiple of the block, as OpenVINO requires.
-    """
+    a multiple of the block, as OpenVINO requires."""
     schemes: dict[str, QuantScheme | None] = dict(quant.schemes)
     # An embedding is stored by rows; a tied one by columns besides.
     by_columns = {plan.name: plan.shape for plan in described.plans if plan.name != "embed" or described.spec.tied}

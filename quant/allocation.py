@@ -125,10 +125,8 @@ def _summed(choices: Sequence[Choice], chosen: Sequence[int]) -> Allocation:
 
 
 def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, share: float) -> Allocation | None:
-    """The solution of the integer programme for a share of the budget; None where the solver found none in time.
-
-    It may exceed the share by the solver's tolerance, a millionth.
-    """
+    """The solution of the integer programme for a share of the budget; None where the solver found none in time. It may
+    exceed the share by the solver's tolerance, a millionth."""
     from scipy import sparse  # only here: most conversions need no scipy
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -154,8 +152,7 @@ def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, sh
 
 def _lagrangian(choices: Sequence[Choice], kept: list[list[int]], budget: int) -> tuple[Allocation, float]:
     """The solution by the lowest price per byte that fits, with the rest spent where it helps most; and a lower bound
-    of the cost.
-    """
+    of the cost."""
     low, high = 0.0, 1.0
     free = _priced(choices, kept, low)
     if free.nbytes <= budget:

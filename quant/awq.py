@@ -30,10 +30,8 @@ _SMALLEST_SCALE = np.float32(2.0**-64)
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
-    """The quantizer of matrices of K columns by the search of clipped ranges.
-
-    A block's error is weighted by its part of the Hessian, or by mean squares.
-    """
+    """The quantizer of matrices of K columns by the search of clipped ranges. A block's error is weighted by its part
+    of the Hessian, or by mean squares."""
     if statistics is None:
         raise UsageError("AWQ needs statistics of a layer's inputs.", "Gather them, or choose the method rtn.")
     blocks = blocks_per_row(k, grid.size)

@@ -149,10 +149,8 @@ def _best(
     outline: Draw,
     layout: Layout,
 ) -> Allocation:
-    """The better of two solutions: one counts each tensor's padding in full, the other none.
-
-    A tensor's padding depends on its neighbours; small models and many experts have much of it.
-    """
+    """The better of two solutions: one counts each tensor's padding in full, the other none. A tensor's padding depends
+    on its neighbours; small models and many experts have much of it."""
     found: list[Allocation] = []
     errors: list[BudgetError] = []
     for size in (_padded_bytes, _plain_bytes):

@@ -76,11 +76,8 @@ def default_tokens(weights: int) -> int:
 
 
 def default_streams(weights: int) -> str:
-    """Streams for quantizing with a Hessian: "paired" for models of up to 64 Mi weights.
-
-    With 16384 tokens that lowers the loss of the 15M model by 22% at 2 bits and 34% at 4; quantizing a 0.5B model takes
-    half as long again.
-    """
+    """Streams for quantizing with a Hessian: "paired" for models of up to 64 Mi weights. With 16384 tokens that lowers
+    the loss of the 15M model by 22% at 2 bits and 34% at 4; quantizing a 0.5B model takes half as long again."""
     return "paired" if weights <= _LARGE_MODEL else "quantized"
 
 

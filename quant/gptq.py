@@ -44,10 +44,8 @@ class GptqOptions:
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: GptqOptions | None = None) -> Solver:
-    """The quantizer of matrices of K columns with these statistics of inputs, which must have a Hessian.
-
-    Memory: three matrices (K, K) of float32 besides the statistics, and about eight of (K, 512).
-    """
+    """The quantizer of matrices of K columns with these statistics of inputs, which must have a Hessian. Memory: three
+    matrices (K, K) of float32 besides the statistics, and about eight of (K, 512)."""
     if statistics is None or statistics.hessian is None:
         raise UsageError("GPTQ needs the Hessian of a layer's inputs.", "Gather it, or choose the method rtn.")
     return _Gptq(grid, k, statistics, statistics.hessian, options or GptqOptions()).solver

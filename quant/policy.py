@@ -57,10 +57,8 @@ class QuantScheme:
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor may be quantized: a matrix that neither chooses nor weighs experts.
-
-    Experts need sizes that are multiples of 32: ONNX Runtime's operator for them pads no blocks.
-    """
+    """Whether a tensor may be quantized: a matrix that neither chooses nor weighs experts. Experts need sizes that are
+    multiples of 32: ONNX Runtime's operator for them pads no blocks."""
     if len(shape) != 2 or name.endswith(_ALWAYS_FLOAT):
         return False
     halves = 2 if name.endswith(".gate_up") else 1
@@ -87,10 +85,8 @@ def make_scheme(
 
 
 def effective_block(k: int, requested: int) -> int:
-    """The largest block up to `requested` that divides K; 32 with a padded end where none does.
-
-    Sixteen is never chosen: ONNX Runtime's int8 kernels for all widths start at 32, so padding is faster.
-    """
+    """The largest block up to `requested` that divides K; 32 with a padded end where none does. Sixteen is never
+    chosen: ONNX Runtime's int8 kernels for all widths start at 32, so padding is faster."""
     return next((b for b in (128, 64, 32) if b <= requested and k % b == 0), 32)
 
 
@@ -104,10 +100,8 @@ def default_group_size(weights: int) -> int:
 
 
 def default_head_bits(bits: int, vocabulary_weights: int) -> int:
-    """Default bits of embedding and head.
-
-    The linear layers' at 8 and 32 bits; below, 8 for vocabularies of up to 16 Mi weights, else 4.
-    """
+    """Default bits of embedding and head. The linear layers' at 8 and 32 bits; below, 8 for vocabularies of up to 16 Mi
+    weights, else 4."""
     if bits >= 8:
         return bits
     return 8 if vocabulary_weights <= _LARGE_VOCABULARY else 4

@@ -87,10 +87,8 @@ class StatisticsAccumulator:
 
 
 def output_error(weight: Floats, approximation: Floats, statistics: InputStatistics | None = None) -> float:  # (N, K)
-    """Mean over tokens of |(W - What) x|^2: exact with a Hessian, for uncorrelated inputs without one.
-
-    Without statistics every input has a mean square of one, so it is |W - What|^2.
-    """
+    """Mean over tokens of |(W - What) x|^2: exact with a Hessian, for uncorrelated inputs without one. Without
+    statistics every input has a mean square of one, so it is |W - What|^2."""
     if statistics is not None:
         statistics.check(weight.shape[1])
     total = 0.0

@@ -29,10 +29,8 @@ _COPY_VALUES = 1 << 18
 
 
 def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Progress | None = None) -> None:
-    """Writes the bundle's weights in another layout to the file `target`, whole or not at all.
-
-    The file ends in a stamp that says what it was made of, for `is_converted`. Memory is a few MB.
-    """
+    """Writes the bundle's weights in another layout to the file `target`, whole or not at all. The file ends in a stamp
+    that says what it was made of, for `is_converted`. Memory is a few MB."""
     _require_other(bundle, layout)
     bundle.check(WEIGHTS)
     with new_file(target) as file:

@@ -69,9 +69,7 @@ def quantization_of(name: str) -> str | None:
 
 def file_name(path: Path, named: str = "") -> str:
     """What a GGUF model is called: by its file, where that says anything, or else by its metadata or its folder.
-
-    Metadata are what the file was made with. Many files say the name of another model, or only of its family.
-    """
+    Metadata are what the file was made with. Many files say the name of another model, or only of its family."""
     stem = stem_of(path.name)
     if not _NAMELESS.fullmatch(_without_format(stem)):
         return stem

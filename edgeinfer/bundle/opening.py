@@ -96,10 +96,8 @@ def _inside(root: Path, name: str, roots: tuple[Path, ...]) -> Path:
 
 
 def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:
-    """Writes a file of a bundle, replacing any of its name, and opens the bundle again.
-
-    Whatever interrupts it, the bundle is there without the file, or with it.
-    """
+    """Writes a file of a bundle, replacing any of its name, and opens the bundle again. Whatever interrupts it, the
+    bundle is there without the file, or with it."""
     outer = bundle.path.resolve().parent
     if (outer / MANIFEST).is_file():
         message = f"{bundle.path} is a part of the bundle {outer}."

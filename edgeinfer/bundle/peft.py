@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import NUMPY_TYPES, ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.bundle.bfloat16 import from_bits
-from edgeinfer.bundle.manifest_json import require
+from edgeinfer.bundle.strict_json import require
 from edgeinfer.errors import AdapterError
 from edgeinfer.records import dataclass
 

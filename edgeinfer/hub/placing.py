@@ -79,10 +79,8 @@ def places() -> list[Place]:
 
 
 def find_place(name: str, bits: int | None = None) -> Place | None:
-    """The model on this machine that a short name means, ignoring case; ModelError where it means several.
-
-    Of several conversions of one checkpoint it is the last. A file elsewhere that was loaded before counts too.
-    """
+    """The model on this machine that a short name means, ignoring case; ModelError where it means several. Of several
+    conversions of one checkpoint it is the last. A file elsewhere that was loaded before counts too."""
     wanted, here = name.casefold(), places()
     found = [place for place in here if place.name.casefold() == wanted]
     found = found or [place for place in here if wanted in map(str.casefold, place.also)]

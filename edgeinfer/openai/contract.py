@@ -174,10 +174,8 @@ StreamT_co = TypeVar("StreamT_co", bound=ReplyStream, covariant=True)
 
 
 class ChatModel(Protocol[StreamT_co]):
-    """The part of `edgeinfer.Model` that requests use.
-
-    Methods that take options are properties here, so that models may type their options.
-    """
+    """The part of `edgeinfer.Model` that requests use. Methods that take options are properties here, so that models
+    may type their options."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -242,8 +240,7 @@ class Completion(Protocol):
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Tokenize the prompts, which `start` then need not do. Call it once at most; from any thread where the model
-        can tokenize while a reply runs.
-        """
+        can tokenize while a reply runs."""
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
         """Start a reply, on the model's thread."""

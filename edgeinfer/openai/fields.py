@@ -354,10 +354,8 @@ def _form(inner: Fields) -> dict[str, Any]:
 
 
 def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) -> dict[str, Any]:
-    """Variables of the chat template from the fields that say whether and how much to think.
-
-    The token budget of thoughts is added to `options`, unless the reply follows a grammar, as one with calls does.
-    """
+    """Variables of the chat template from the fields that say whether and how much to think. The token budget of
+    thoughts is added to `options`, unless the reply follows a grammar, as one with calls does."""
     variables: dict[str, Any] = {}
     budgets: dict[str, dict[str, Any]] = {}
     for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, budgets)):

@@ -352,10 +352,8 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for how it ended; cancelled replies count as "length".
-
-        Calls whose arguments are complete can be answered, even where the reply was cut off after the last of them.
-        """
+        """OpenAI's word for how it ended; cancelled replies count as "length". Calls whose arguments are complete can
+        be answered, even where the reply was cut off after the last of them."""
         assert self.result is not None, "the reply is not finished"
         if self.calls and not self.reader.in_call:
             return "tool_calls"

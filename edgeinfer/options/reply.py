@@ -61,10 +61,8 @@ _text = partial(option, group="generation")
 # Options with wire=False are read from requests by rules of their own (edgeinfer/openai/fields.py).
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is drawn.
-
-    Ranges include what OpenAI's, llama.cpp's and vLLM's servers really take, and results stay numbers of 32 bits.
-    """
+    """How the next token is drawn. Ranges include what OpenAI's, llama.cpp's and vLLM's servers really take, and
+    results stay numbers of 32 bits."""
 
     temperature: float = _text(
         0.0,

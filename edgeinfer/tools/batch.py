@@ -178,9 +178,7 @@ class ReplyLine:
 
 class ReplyFile:
     """The replies of a batch, kept in a file next to the output and written in the order of the requests at the end.
-
-    Replies of an earlier run are taken over where they have the same `origin`, and else refused.
-    """
+    Replies of an earlier run are taken over where they have the same `origin`, and else refused."""
 
     def __init__(self, output: Path, origin: Mapping[str, Any]) -> None:
         # The file that keeps replies until all are there; each is on disk before the next one starts.

@@ -189,9 +189,8 @@ _FULL_HEAD_DIM, _WINDOW = 512, 512  # likewise
 
 
 def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
-    """The layer whose keys and values each layer reads: its own, or for the last `num_kv_shared_layers` the last
-    before them of the same kind.
-    """
+    """The layer whose keys and values each layer reads: its own, or for the last `num_kv_shared_layers` the last before
+    them of the same kind."""
     layers = len(slides)
     if not config.get("num_kv_shared_layers"):
         return ()

@@ -127,8 +127,7 @@ def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
 
 def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
     """The linear modules whose rows make up a planned matrix; none where LoRA adapters would not fit: experts,
-    embeddings, and matrices with moved or padded rows or columns.
-    """
+    embeddings, and matrices with moved or padded rows or columns."""
     if len(plan.shape) != 2 or is_looked_up(plan.name) or find_expert(plan.name) is not None:
         return ()
     whole = (dataclasses.replace(source, pieces=()).is_whole for source in plan.sources)

@@ -34,10 +34,8 @@ Shape = Sequence[int | str]
 
 
 class GraphBuilder:
-    """Collects nodes in order; a branch collects its own and shares weights and constants with its parent.
-
-    External initializers point into the file `weights`, or into the file that `elsewhere` names for a tensor.
-    """
+    """Collects nodes in order; a branch collects its own and shares weights and constants with its parent. External
+    initializers point into the file `weights`, or into the file that `elsewhere` names for a tensor."""
 
     def __init__(
         self,

@@ -301,10 +301,8 @@ class Mixing:
 
 
 def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
-    """Experts of float32: ONNX Runtime's MoE where it can, else all of them, multiplied by their weights.
-
-    MoE makes weights by its own softmax; logarithms of the weights give the weights divided by their sum.
-    """
+    """Experts of float32: ONNX Runtime's MoE where it can, else all of them, multiplied by their weights. MoE makes
+    weights by its own softmax; logarithms of the weights give the weights divided by their sum."""
     experts, routing = mixing.experts, mixing.routing
     prefix = f"layers.{experts.layer}.mlp.experts"
     dense = _dense_weights(graph, routing, prefix)
@@ -360,10 +358,8 @@ def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) 
 
 
 def quantized_experts(graph: GraphBuilder, mixing: Mixing) -> str:
-    """Experts of the portable layout: QMoE, which gets their weights as inputs.
-
-    Experts that are not gated are all computed by the whole model: their router may choose any number of them.
-    """
+    """Experts of the portable layout: QMoE, which gets their weights as inputs. Experts that are not gated are all
+    computed by the whole model: their router may choose any number of them."""
     experts, routing = mixing.experts, mixing.routing
     prefix, into = f"layers.{experts.layer}.mlp.experts", experts.into
     dense = _dense_weights(graph, routing, prefix)

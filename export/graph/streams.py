@@ -34,9 +34,8 @@ class Streams:
         self._spec, self._ops, self._streams = spec, operators, spec.streams
 
     def declare(self, graph: GraphBuilder) -> None:
-        """Makes values for all layers from the layer mask: 1 or 0 per MLP, and the weights of attention's result and
-        of the augmented residual.
-        """
+        """Makes values for all layers from the layer mask: 1 or 0 per MLP, and the weights of attention's result and of
+        the augmented residual."""
         layers = self._spec.num_layers
         mlps = graph.constant(range(1, 2 * layers, 2))
         runs = graph.op("Gather", [io.LAYER_MASK, mlps], "streams.run")

@@ -188,10 +188,8 @@ def make_student(size: StudentSize, target: Target, seed: int) -> Any:
 
 @torch.no_grad()
 def _inherit_embedding(student: Any, target: Any) -> None:
-    """Copies the target's head to the student in the directions in which its tokens differ most.
-
-    Which tokens are alike is most of what a tiny model has to learn.
-    """
+    """Copies the target's head to the student in the directions in which its tokens differ most. Which tokens are alike
+    is most of what a tiny model has to learn."""
     head = target.lm_head.weight.detach().float().cpu()  # (V, T)
     directions = torch.linalg.eigh(head.T @ head).eigenvectors  # (T, T), ascending
     width = min(student.config.hidden_size, head.shape[1])

@@ -159,10 +159,8 @@ class HeadsTask(DistillTask):
 
     @abstractmethod
     def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """A head's output, which the rows multiply; it may see the first n + i of the following tokens.
-
-        states (B, n, D), following (B, ...) -> (B, n, D)
-        """
+        """A head's output, which the rows multiply; it may see the first n + i of the following tokens. states (B, n,
+        D), following (B, ...) -> (B, n, D)"""
 
     @abstractmethod
     def _arrays(self) -> dict[str, NDArray[Any]]:
@@ -170,10 +168,8 @@ class HeadsTask(DistillTask):
 
 
 class MedusaTask(HeadsTask):
-    """Head i is the target's final norm of n + SiLU(W n + b), n being a state divided by its root mean square.
-
-    Before training it gives the input of the target's own head.
-    """
+    """Head i is the target's final norm of n + SiLU(W n + b), n being a state divided by its root mean square. Before
+    training it gives the input of the target's own head."""
 
     kind = "medusa"
 

@@ -129,10 +129,8 @@ def _final_norm(target: Target, width: int) -> Tensor:  # (D,)
 
 
 class HydraModule(ChainModule):
-    """A prefix layer over the target's states, and a head for each place of a draft (Ankner et al. 2024).
-
-    Before training every head gives the prefix layer's result; `head` is the initial LM head (Vd, D).
-    """
+    """A prefix layer over the target's states, and a head for each place of a draft (Ankner et al. 2024). Before
+    training every head gives the prefix layer's result; `head` is the initial LM head (Vd, D)."""
 
     def __init__(self, shape: HydraShape, head: Tensor) -> None:
         super().__init__()

@@ -60,10 +60,8 @@ def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor
 def divergence(
     hidden: torch.Tensor, head: torch.Tensor, teacher: torch.Tensor, teacher_head: torch.Tensor
 ) -> torch.Tensor:
-    """Mean Kullback-Leibler divergence of the student from its teacher, in nats.
-
-    hidden (N, D), head (V, D), teacher (N, T), teacher_head (V', T); where V' differs, the columns of both count.
-    """
+    """Mean Kullback-Leibler divergence of the student from its teacher, in nats. hidden (N, D), head (V, D), teacher
+    (N, T), teacher_head (V', T); where V' differs, the columns of both count."""
     known = min(len(head), len(teacher_head))
 
     def piece(states: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
@@ -88,10 +86,8 @@ def divergence_from_logits(hidden: torch.Tensor, head: torch.Tensor, logits: tor
 def taught_divergence(
     hidden: torch.Tensor, head: torch.Tensor, likeliest: torch.Tensor, logs: torch.Tensor
 ) -> torch.Tensor:
-    """`divergence` from recorded distributions: their most probable tokens, and the sum of the others.
-
-    hidden (N, D), head (V, D), likeliest (N, K), logs (N, K)
-    """
+    """`divergence` from recorded distributions: their most probable tokens, and the sum of the others. hidden (N, D),
+    head (V, D), likeliest (N, K), logs (N, K)"""
 
     def piece(states: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         logits = states @ head.T  # (n, V)

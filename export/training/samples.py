@@ -140,10 +140,8 @@ class TorchReplier:
 
 
 class _Replies:
-    """Replies drawn together, one row each; finished rows are removed.
-
-    Prompts are padded in front, so that all rows end at the same column.
-    """
+    """Replies drawn together, one row each; finished rows are removed. Prompts are padded in front, so that all rows
+    end at the same column."""
 
     def __init__(
         self, target: Target, prompts: Sequence[Ints], heat: torch.Tensor, generator: torch.Generator

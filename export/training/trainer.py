@@ -78,10 +78,8 @@ class Task(Protocol):
         """The parameters to train, by name, on their device."""
 
     def loss(self, step: int) -> torch.Tensor:
-        """The loss of a step, whose batch depends on the seed and the step alone.
-
-        Torch's own generators are seeded with both before each call.
-        """
+        """The loss of a step, whose batch depends on the seed and the step alone. Torch's own generators are seeded
+        with both before each call."""
 
 
 @dataclass(frozen=True)

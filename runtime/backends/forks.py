@@ -103,9 +103,7 @@ def copied_bytes(backend: Backend, rows: int) -> int:
 
 
 def forking(backend: Backend) -> ForkingBackend[Any]:
-    """A backend for several continuations of the text in a backend's cache, if `can_fork` allows it.
-
-    Experts that their passes use are not counted.
-    """
+    """A backend for several continuations of the text in a backend's cache, if `can_fork` allows it. Experts that their
+    passes use are not counted."""
     backend = uncounted(backend)
     return backend if isinstance(backend, TogetherBackend) else TurnTaking(backend)

@@ -169,10 +169,8 @@ class Engine:
         self._rotating.rotate_long(length > self._border)
 
     def _until_border(self) -> int:
-        """Tokens that the next passes may feed before the text is rotated otherwise, at least one.
-
-        A text that has reached the border is evaluated again, as in transformers (models/phi3/modeling_phi3.py).
-        """
+        """Tokens that the next passes may feed before the text is rotated otherwise, at least one. A text that has
+        reached the border is evaluated again, as in transformers (models/phi3/modeling_phi3.py)."""
         if self._rotating is None or self._rotating.rotates_long:
             return self.backend.cache.capacity
         if (left := self._border - self.backend.cache.length) > 0:

@@ -237,8 +237,7 @@ def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSn
 
 def read_rows(path: Path, making: Making) -> KeptRows | None:
     """The rows that a file keeps, all of which is checked; None where it is not there, or keeps rows that were made
-    otherwise by the same model.
-    """
+    otherwise by the same model."""
     if not path.exists():
         return None
     with _saying_what_to_do(), open_session(path) as file:

@@ -76,10 +76,8 @@ class PrefixCache:
         return found
 
     def take(self, tokens: Sequence[int], start: int, stop: int, adapter: str | None = None) -> Iterator[CacheSnapshot]:
-        """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece.
-
-        The pieces may be views of what is stored: add them to a cache before anything else is asked of this one.
-        """
+        """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece. The pieces may be
+        views of what is stored: add them to a cache before anything else is asked of this one."""
         tick, at = next(self._clock), 0
         for span, shared in self._path(np.array(tokens, _ID), adapter):
             span.used = tick

@@ -163,9 +163,7 @@ class DivergenceLimit:
     @property
     def bound(self) -> float:
         """What the mean may be: it and one standard error, taken from a spread that is never below the mean.
-
-        Divergences are spread at least as widely as that; a few samples that happen to agree would say otherwise.
-        """
+        Divergences are spread at least as widely as that; a few samples that happen to agree would say otherwise."""
         if not self.sampled:
             return 0.0
         mean = self._sum / self.sampled
@@ -273,9 +271,8 @@ class ReducedDecoding(DecodingStrategy, ABC):
         """Decide what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
 
     def _try(self, share: float) -> None:
-        """Read the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
-        far there already, nothing is left out of the reply.
-        """
+        """Read the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too far
+        there already, nothing is left out of the reply."""
         end = self._backend.cache.length
         size = min(_TRIED, end - 1, len(self._tokens) - 2)
         if not self._limit.watching or size < 1:

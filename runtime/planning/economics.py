@@ -26,10 +26,8 @@ _STEPS, _STEP = 12, 1e-6
 
 @dataclass(frozen=True)
 class Prior:
-    """Expectations of a drafter before anything was measured; fields as in `Prospect`.
-
-    `share` is of a target's pass that a guess takes, 0 for tables; `model` says whether it is or runs the draft model.
-    """
+    """Expectations of a drafter before anything was measured; fields as in `Prospect`. `share` is of a target's pass
+    that a guess takes, 0 for tables; `model` says whether it is or runs the draft model."""
 
     covers: float
     accepted: float

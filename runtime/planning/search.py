@@ -174,10 +174,8 @@ def _chosen(
     choice: _Choice,
     candidate: Callable[[Configuration], _Candidate],
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
-    """The best way to run, and candidates among which are the smallest of all and those that larger budgets get.
-
-    One of `modest` is the smallest; if there are none, every way is tried.
-    """
+    """The best way to run, and candidates among which are the smallest of all and those that larger budgets get. One of
+    `modest` is the smallest; if there are none, every way is tried."""
     least = [*map(candidate, modest)]
     if any(map(choice.fits, least)):
         # Speeds take less to predict than bytes do.

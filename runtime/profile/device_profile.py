@@ -8,6 +8,7 @@ trusted: arrays are plain numbers of bounded size, never pickles, and what canno
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -151,7 +152,7 @@ class DeviceProfile:
         return None
 
     def save_costs(self, costs: Costs) -> None:
-        data = json.dumps(costs.to_dict(), indent=1) + "\n"
+        data = json.dumps(dataclasses.asdict(costs), indent=1) + "\n"
         self._guarded(lambda folder: self._keep(folder / _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
     def arrays(self, name: str) -> dict[str, NDArray[Any]] | None:

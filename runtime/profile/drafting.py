@@ -136,10 +136,8 @@ def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
 
 
 class DraftHistory:
-    """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens.
-
-    A repeated text is predicted by what drafters remember of it, which no new one is.
-    """
+    """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens. A repeated text is
+    predicted by what drafters remember of it, which no new one is."""
 
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._rounds: NDArray[np.float64] = np.zeros(2)  # all of them, and those with a draft

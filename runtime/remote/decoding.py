@@ -50,10 +50,8 @@ class _Answers:
 
 
 class _Askers:
-    """Threads that ask the server, kept because starting one delays a round.
-
-    A second one exists only while a stream that was left still waits for its next token.
-    """
+    """Threads that ask the server, kept because starting one delays a round. A second one exists only while a stream
+    that was left still waits for its next token."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

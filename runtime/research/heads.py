@@ -76,10 +76,7 @@ class OutputRows:
 
 class StateDrafter(LogitDrafter):
     """A drafter with heads over the state that predicted the root, divided by its root mean square and times `norm`
-    (D,).
-
-    Until a round has shown that state, after a prompt, it has no guess.
-    """
+    (D,). Until a round has shown that state, after a prompt, it has no guess."""
 
     def __init__(self, target: Backend, norm: NDArray[np.floating]) -> None:  # (D,)
         hint = "Use a natively exported bundle, or another drafter."

@@ -59,9 +59,7 @@ class _Particle:
 
 class Particles(SearchStrategy):
     """Draws replies side by side, replaces those of little weight by others, and answers with one by its weight.
-
-    Temperature, truncation and penalties are part of p. The scorer is asked before each resampling and at the end.
-    """
+    Temperature, truncation and penalties are part of p. The scorer is asked before each resampling and at the end."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)

@@ -160,11 +160,8 @@ class ChoiceLists:
 
 
 class Constraint(Protocol):
-    """Which tokens may follow, as a stack: drafts are evaluated by pushing them and undone by popping.
-
-    A token that may not follow can be pushed, as drafters propose such: after it, and after an end, only stop ids may
-    follow.
-    """
+    """Which tokens may follow, as a stack: drafts are evaluated by pushing them and undone by popping. A token that may
+    not follow can be pushed, as drafters propose such: after it, and after an end, only stop ids may follow."""
 
     def allowed(self) -> NDArray[np.int64] | None:  # (A,)
         """Token ids that may follow now, ascending, at least one; None is all. Not to be written to."""

@@ -92,11 +92,8 @@ def _duration() -> str:
 
 
 def _hostname() -> str:
-    """By RFC 1123, at most 253 characters: three long labels or eight of thirty.
-
-    Without hyphens in third and fourth place: whether Punycode behind them is valid takes tables of Unicode (RFC 5892)
-    that no expression has.
-    """
+    """By RFC 1123, at most 253 characters: three long labels or eight of thirty. Without hyphens in third and fourth
+    place: whether Punycode behind them is valid takes tables of Unicode (RFC 5892) that no expression has."""
     any_of, word = "[0-9A-Za-z-]", "[0-9A-Za-z]"
 
     def label(most: int) -> str:

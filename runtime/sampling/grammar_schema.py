@@ -151,10 +151,8 @@ _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def mended(schema: Mapping[str, Any], left_out: set[str] | None = None) -> dict[str, Any]:
-    """A schema of the same documents that the engine follows.
-
-    Keywords that cannot be followed are refused, or added to `left_out`: then more documents are allowed.
-    """
+    """A schema of the same documents that the engine follows. Keywords that cannot be followed are refused, or added to
+    `left_out`: then more documents are allowed."""
     # Through its text, so that what stands in several places is mended in each, once.
     text = json.dumps(schema, allow_nan=False)
     root = json.loads(text)

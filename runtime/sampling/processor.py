@@ -20,9 +20,7 @@ _FORCED = np.float32(1e30)
 
 class TokenCounts:
     """How often each token occurs in the prompt and in the reply, as a stack: tokens are pushed and popped in order.
-
-    Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it.
-    """
+    Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it."""
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
         ids = list(dict.fromkeys(prompt))
@@ -187,10 +185,8 @@ class LogitsProcessor:
     def support(
         self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
     ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
-        """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor.
-
-        The arrays are valid until the next call and must not be written to.
-        """
+        """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor. The
+        arrays are valid until the next call and must not be written to."""
         row = self._masked(logits, counts, allowed)
         best = self._best(row, logits, allowed)
         ids, weights = (np.array([best]), np.ones(1)) if self._greedy else self._truncated(row, best)

@@ -38,10 +38,8 @@ class _Place:
 
 
 class ThinkingBudget:
-    """Implements `Constraint`: anything may follow except more of a thought that has had `budget` tokens.
-
-    The prompt may end inside a thought, as in templates of some models.
-    """
+    """Implements `Constraint`: anything may follow except more of a thought that has had `budget` tokens. The prompt
+    may end inside a thought, as in templates of some models."""
 
     def __init__(self, tokenizer: TokenizerLike, budget: int, prompt: Sequence[int]) -> None:
         self._tokenizer, self._budget = tokenizer, budget

@@ -72,10 +72,8 @@ class _Draw:
 
 
 class Aligned(SearchStrategy):
-    """Draws rounds of replies side by side, learns from each round, and answers with one of the last.
-
-    Temperature and truncation are part of the distribution that is aligned.
-    """
+    """Draws rounds of replies side by side, learns from each round, and answers with one of the last. Temperature and
+    truncation are part of the distribution that is aligned."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)

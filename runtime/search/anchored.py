@@ -42,9 +42,7 @@ class Fused:
 
 def fuse(own: Distribution, anchor: Distribution, budget: float) -> Fused:  # (V,), (V,)
     """The distribution nearest to `own` among the geometric means whose KL divergence from `anchor` is in the budget.
-
-    Only tokens that both find possible have a probability, unless the anchor's own distribution is all that fits.
-    """
+    Only tokens that both find possible have a probability, unless the anchor's own distribution is all that fits."""
     shared = np.flatnonzero((own > 0) & (anchor > 0))
     if budget <= 0 or not len(shared):
         return Fused(anchor, 0.0, 0.0)

@@ -124,10 +124,8 @@ class Beam(SearchStrategy):
             yield -float(judged[index]), int(rows[index]), int(tokens[index])
 
     def _free(self, group: _Group, chosen: Counter[int], size: int) -> Iterator[tuple[float, int, int]]:
-        """The best tokens behind each beginning: what they are judged by, less being better, its index, the token.
-
-        So many of each that `size` are left without stop tokens.
-        """
+        """The best tokens behind each beginning: what they are judged by, less being better, its index, the token. So
+        many of each that `size` are left without stop tokens."""
         for index, (beginning, row) in enumerate(zip(group.live, group.behind, strict=True)):
             judged = beginning.total + row
             for token, times in chosen.items():

@@ -24,10 +24,8 @@ class Branch:
 
 
 class Branches:
-    """The branches that begin where the cache ends now, the trunk's end.
-
-    Where the backend evaluates sequences together, a pass has rows of all of them and of other replies.
-    """
+    """The branches that begin where the cache ends now, the trunk's end. Where the backend evaluates sequences
+    together, a pass has rows of all of them and of other replies."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._statistics = passes, passes.statistics

@@ -123,10 +123,8 @@ class ParallelSamples(SearchStrategy):
 
 
 class DrawnSearch(SearchStrategy):
-    """Draws replies until enough is known, and answers with one of them.
-
-    Replies are drawn side by side, and the one that is chosen is then fed once more, alone.
-    """
+    """Draws replies until enough is known, and answers with one of them. Replies are drawn side by side, and the one
+    that is chosen is then fed once more, alone."""
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         count, parts = self._config.samples, self._parts

@@ -87,10 +87,8 @@ class Passes:
         return next(self.chain([token]))
 
     def chain(self, tokens: Sequence[int]) -> Iterator[Floats]:  # of (V,)
-        """The logits behind each of these tokens; views that the next pass overwrites.
-
-        They are fed a few at a time, as they are asked for.
-        """
+        """The logits behind each of these tokens; views that the next pass overwrites. They are fed a few at a time, as
+        they are asked for."""
         for begin in range(0, len(tokens), MOST_ROWS):
             part = tokens[begin : begin + MOST_ROWS]
             yield from self._feed(part, np.arange(len(part)))

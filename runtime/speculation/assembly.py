@@ -109,10 +109,8 @@ def make_speculator(
 
 
 def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: MemoryPlan) -> Backend | None:
-    """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip).
-
-    Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target.
-    """
+    """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip). Its
+    rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
     if drafter is None:
         return None
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu", adapters={})

@@ -88,10 +88,8 @@ class LossBudget:
         self._saved -= due
 
     def steps_to_save(self, asking_ms: float) -> int:
-        """Plain steps before asking drafters is paid for, and the shortest draft too if they know one.
-
-        Asking that spends what the draft would need finds drafts that it cannot risk.
-        """
+        """Plain steps before asking drafters is paid for, and the shortest draft too if they know one. Asking that
+        spends what the draft would need finds drafts that it cannot risk."""
         budget = _LOSS_BUDGET * self._plain_ms
         steps = math.ceil((asking_ms + self._reserve - budget - self.free) / budget)
         if self._unpaid:

@@ -128,11 +128,8 @@ class RoundCosts(Protocol):
 
 
 class DraftController:
-    """Builds drafts and learns from what becomes of them.
-
-    Drafters come in the order in which they are preferred where nothing else decides. Above a `width` of 1 guesses per
-    drafter and place, drafts are trees.
-    """
+    """Builds drafts and learns from what becomes of them. Drafters come in the order in which they are preferred where
+    nothing else decides. Above a `width` of 1 guesses per drafter and place, drafts are trees."""
 
     def __init__(
         self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1

@@ -270,10 +270,8 @@ class DeviceCosts:
 
     @property
     def pass_ms(self) -> Callable[[int], float] | None:
-        """Milliseconds of a pass of the target by its rows; None where none was measured and too few ran.
-
-        Larger ones than were measured are known by those that replies shared.
-        """
+        """Milliseconds of a pass of the target by its rows; None where none was measured and too few ran. Larger ones
+        than were measured are known by those that replies shared."""
         costs = self._ran_passes.beyond(self._passes)
         return None if costs is None else costs.ms
 

@@ -103,10 +103,8 @@ class RoundView:
 
 
 class SpeculativeDecoding(DecodingStrategy):
-    """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts.
-
-    A row's logits may differ by `noise` between passes of different sizes; 0 where rows are bit-identical.
-    """
+    """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts. A
+    row's logits may differ by `noise` between passes of different sizes; 0 where rows are bit-identical."""
 
     def __init__(
         self,

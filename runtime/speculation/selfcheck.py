@@ -37,11 +37,8 @@ _NOISE_SIGMAS = 2.5
 
 
 def filler_tokens(backend: Backend, count: int, skip: int = 0) -> Ints:  # (count,)
-    """Token ids that look different; the same for the same `skip`.
-
-    Their values change what a pass costs where they choose experts, which may be in memory or not, so passes that are
-    timed are given others each time.
-    """
+    """Token ids that look different; the same for the same `skip`. Their values change what a pass costs where they
+    choose experts, which may be in memory or not, so passes that are timed are given others each time."""
     tokens: Ints = ((np.arange(count) + skip) * 7919 + 11) % backend.geometry.vocab_size
     return tokens
 

@@ -40,10 +40,8 @@ def machine_memory() -> int:
 
 
 def free_memory(mapped: int = 0) -> int:
-    """Bytes of `machine_memory` that programs can still have, including the page cache.
-
-    A control group does not count those of the process's `mapped` file bytes that a program outside read first.
-    """
+    """Bytes of `machine_memory` that programs can still have, including the page cache. A control group does not count
+    those of the process's `mapped` file bytes that a program outside read first."""
     limits = ((path.with_name("memory.stat"), limit) for path in _limit_files() if (limit := _limit(path)))
     groups = (limit - _number(_USED, stat) + max(0, mapped - _number(_MAPPED, stat)) for stat, limit in limits)
     return max(0, min([_available(), *groups]))
@@ -145,10 +143,8 @@ def _limit(path: Path) -> int | None:
 
 
 def pinning(threads: int) -> str:
-    """Processors for all threads but the calling one, as onnxruntime takes them; "" where nothing can be pinned.
-
-    Linux says in sysfs which processors share a core and how fast each is. The fastest core is left for the caller.
-    """
+    """Processors for all threads but the calling one, as onnxruntime takes them; "" where nothing can be pinned. Linux
+    says in sysfs which processors share a core and how fast each is. The fastest core is left for the caller."""
     if sys.platform != "linux" or threads < 2:
         return ""
     cores = _cores()

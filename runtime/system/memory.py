@@ -145,10 +145,8 @@ _PROPORTIONAL = _Proportional()
 
 
 def proportional_bytes() -> int | None:
-    """Bytes in memory, each page divided by the processes that share it; None if unknown.
-
-    The system looks at every page, which took 7 ms at 350 MB, so within a second the answer is the same.
-    """
+    """Bytes in memory, each page divided by the processes that share it; None if unknown. The system looks at every
+    page, which took 7 ms at 350 MB, so within a second the answer is the same."""
     try:
         return _PROPORTIONAL.bytes()
     except OSError:
@@ -349,10 +347,8 @@ class MappedFile:
 
 
 def release_code() -> None:
-    """Drop pages of programs and libraries that only loading needed, on Linux; takes some milliseconds.
-
-    What still runs comes back from the system's cache of the file, 64 KB at a touch.
-    """
+    """Drop pages of programs and libraries that only loading needed, on Linux; takes some milliseconds. What still runs
+    comes back from the system's cache of the file, 64 KB at a touch."""
     libc = _glibc()
     if libc is None:
         return

@@ -251,10 +251,8 @@ def _unled(messages: Sequence[Message]) -> int | None:
 
 @dataclass(frozen=True)
 class ProbeConversation:
-    """A conversation of the shape of another, whose texts can be found again in what a template makes of it.
-
-    `texts` says where each probe text is, such as "messages[0].content, of the role system".
-    """
+    """A conversation of the shape of another, whose texts can be found again in what a template makes of it. `texts`
+    says where each probe text is, such as "messages[0].content, of the role system"."""
 
     messages: list[Message]
     tools: list[Message] | None

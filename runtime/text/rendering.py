@@ -161,11 +161,8 @@ class RenderError(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The result of rendering a conversation; `text` is None if the template failed.
-
-    `missing` are the probes not in the text, `failure` is what the template did and why, and `spent` says it took too
-    much to try again.
-    """
+    """The result of rendering a conversation; `text` is None if the template failed. `missing` are the probes not in
+    the text, `failure` is what the template did and why, and `spent` says it took too much to try again."""
 
     text: str | None = None
     missing: Sequence[str] = ()

@@ -100,11 +100,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation as the model was trained on it, in the form that `fitted` finds.
-
-        Messages have a str `role` and a `content` that is a str or a list of text parts, or None where there are
-        `tool_calls`.
-        """
+        """Render a conversation as the model was trained on it, in the form that `fitted` finds. Messages have a str
+        `role` and a `content` that is a str or a list of text parts, or None where there are `tool_calls`."""
         if tools and self.tool_use is not None:
             return self.tool_use.render(messages, add_generation_prompt, tools, variables)
         messages, tools = self.fitted(messages, add_generation_prompt, tools, variables)

@@ -290,8 +290,7 @@ _LOWER = (1 << _HALF) - 1
 
 class MappedTokenizer(Tokenizer):
     """Implements `contract.TokenizerLike`. The library cuts texts into words and words into symbols, by a vocabulary of
-    symbols alone; the symbols of each word are merged here.
-    """
+    symbols alone; the symbols of each word are merged here."""
 
     # The library's account of every symbol, and there are four to a token.
     _character_bytes = 300

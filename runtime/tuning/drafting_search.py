@@ -235,10 +235,8 @@ class Sample:
 
 
 class SampleTexts:
-    """Replies of the model's own, read with any blocks left out behind the whole model's cache of the prompt.
-
-    Up to `window` tokens of each reply are read in one pass. The backend must skip layers; its cache is emptied.
-    """
+    """Replies of the model's own, read with any blocks left out behind the whole model's cache of the prompt. Up to
+    `window` tokens of each reply are read in one pass. The backend must skip layers; its cache is emptied."""
 
     def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
         if not backend.capabilities.layer_skip:

@@ -107,10 +107,8 @@ class ExpertCache:
         return int(largest.sum()) + AROUND_BYTES * int(np.count_nonzero(largest))
 
     def make_room(self, layers: range, most: int) -> None:
-        """Drops the experts of least worth until these layers can run, using up to `most` different experts each.
-
-        Of equals those go first whose layer comes last to run again.
-        """
+        """Drops the experts of least worth until these layers can run, using up to `most` different experts each. Of
+        equals those go first whose layer comes last to run again."""
         inside = np.zeros(len(self.cached), np.bool_)
         inside[layers.start : layers.stop] = True
         # A layer that may use all its experts takes no more for having some of them already.

@@ -61,11 +61,8 @@ class RunnableGraph:
 
 
 def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) -> Layout:
-    """The layout that will run: the stored one where it can.
-
-    With `native` None the native kernel is used where it works and the bundle stores its layout, or has the wanted
-    cache in it alone.
-    """
+    """The layout that will run: the stored one where it can. With `native` None the native kernel is used where it
+    works and the bundle stores its layout, or has the wanted cache in it alone."""
     stored = bundle.manifest.layout
     if stored == STATIC:
         message = f"{bundle.path} has static graphs, which only their own backend runs."

@@ -149,10 +149,8 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
 
 
 class LookedUp:
-    """Drops the pages of an embedding table whenever many of its rows were looked up.
-
-    The system maps 64 KB around each row; fetching a page again costs about a microsecond.
-    """
+    """Drops the pages of an embedding table whenever many of its rows were looked up. The system maps 64 KB around each
+    row; fetching a page again costs about a microsecond."""
 
     def __init__(self, table: MappedFile | WeightPart) -> None:
         self._table = table

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, Manifest, TensorEntry
-from edgeinfer.bundle.manifest_json import read
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.strict_json import read
 from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 from edgeinfer.errors import BundleError, StorageError
 from tests.tables import each_row

@@ -34,10 +34,8 @@ TEXT = 0  # sequence
 
 @dataclass(frozen=True)
 class TreePaths:
-    """The paths of a draft tree, from the root to a leaf each.
-
-    The first belongs to sequence 0, which holds the context, the next to sequence 1 and so on.
-    """
+    """The paths of a draft tree, from the root to a leaf each. The first belongs to sequence 0, which holds the
+    context, the next to sequence 1 and so on."""
 
     start: int  # tokens of the context
     paths: tuple[tuple[int, ...], ...]  # rows of each path, from the root on

@@ -22,10 +22,8 @@ _SILENT = 4  # severity of messages that are logged
 
 
 class _CopiedInputs:
-    """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound.
-
-    So inputs are bound again for each run; what lies on the device already is not copied.
-    """
+    """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound. So inputs
+    are bound again for each run; what lies on the device already is not copied."""
 
     def __init__(self, binding: ort.IOBinding) -> None:
         self._binding = binding
@@ -156,10 +154,8 @@ class OrtSession:
 
 
 def capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
-    """A bundle's capabilities on a device.
-
-    Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
-    """
+    """A bundle's capabilities on a device. Rows that lie behind the length, from which a pass resumes, do not survive
+    the change of copies."""
     traits = device.traits
     return dataclasses.replace(
         whole,

@@ -118,10 +118,8 @@ def _check_graph(session: OrtSession, path: Path, graph: StaticGraph, spec: Deco
 
 
 class StaticBackend:
-    """Implements `contract.Backend` for static bundles; `exact` uses only graphs whose rows are bit-identical.
-
-    `rows` limits passes that are no prompt, None for any number; `chunk` those of prompts, None for the widest graph.
-    """
+    """Implements `contract.Backend` for static bundles; `exact` uses only graphs whose rows are bit-identical. `rows`
+    limits passes that are no prompt, None for any number; `chunk` those of prompts, None for the widest graph."""
 
     name = "onnx-static"
 

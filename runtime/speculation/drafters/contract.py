@@ -172,10 +172,8 @@ class TargetView(Protocol):
         """The distribution after this node: penalties, bans, masks, temperature and truncation of its path applied."""
 
     def uniform(self, depth: int, draw: int) -> float:
-        """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root).
-
-        Independent for each draw, of the draw behind `token` and of drafters' draws.
-        """
+        """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root). Independent for
+        each draw, of the draw behind `token` and of drafters' draws."""
 
     def state(self, node: int) -> Floats:  # (D,)
         """The target's state after the last layer in the row of this node."""
@@ -205,10 +203,8 @@ class Drafter:
     at_once: bool = False  # whether the first guess of a round computes what all of them take; the others cost nothing
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A generation begins after this prompt, or whatever of it differs from what is known already.
-
-        Of a text that has outgrown the context it is the latest tokens, as many as the context holds.
-        """
+        """A generation begins after this prompt, or whatever of it differs from what is known already. Of a text that
+        has outgrown the context it is the latest tokens, as many as the context holds."""
 
     def unread(self, context: DraftContext) -> int:
         """Tokens of the text that the next guess reads besides the root, as all of a prompt before the first one."""
@@ -220,9 +216,7 @@ class Drafter:
 
     def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
-
-        Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.
-        """
+        Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it."""
         return None
 
     def repeat(self) -> None:

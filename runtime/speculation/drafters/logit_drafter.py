@@ -167,10 +167,8 @@ class LogitDrafter(Drafter):
         self._known.clear()
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """The token that `context.draw` chooses, then others; asked again within a round it costs nothing.
-
-        Others are further draws from the same distribution, or, where there is none, the most likely tokens.
-        """
+        """The token that `context.draw` chooses, then others; asked again within a round it costs nothing. Others are
+        further draws from the same distribution, or, where there is none, the most likely tokens."""
         path = tuple(drafted)
         found = self._known.get(path, ())
         if len(found) < width and (logits := self._logits(context, drafted)) is not None:

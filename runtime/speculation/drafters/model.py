@@ -21,9 +21,7 @@ from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 
 class ModelDrafter(LogitDrafter):
     """Drafts with a small model, whose cache keeps what earlier rounds fed and catches up when a guess is asked for.
-
-    Where its vocabulary and the target's are padded differently, tokens that only one has are never proposed.
-    """
+    Where its vocabulary and the target's are padded differently, tokens that only one has are never proposed."""
 
     name = "model"
 

@@ -94,9 +94,7 @@ class EarlyExitDrafter(SelfDrafter):
 
     def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         """Run the first layers for what they have not seen, cut the cache to the context and hand over their states.
-
-        None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts.
-        """
+        None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts."""
         head = self._head(context)
         if not self._follower.shared(head, drafted):
             return None
@@ -125,10 +123,8 @@ def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
 
 
 class SkipDrafter(SelfDrafter):
-    """Drafts with the target less some of its attention and MLP blocks, by default `every_second`.
-
-    Draft & Verify (Zhang et al. 2024) and SWIFT (Xia et al. 2025).
-    """
+    """Drafts with the target less some of its attention and MLP blocks, by default `every_second`. Draft & Verify
+    (Zhang et al. 2024) and SWIFT (Xia et al. 2025)."""
 
     name = "skip"
 
@@ -153,10 +149,8 @@ def _require_planes(target: Backend) -> None:
 
 
 class BitsDrafter(SelfDrafter):
-    """Drafts with the high 4-bit plane of the target's 8-bit weights.
-
-    The bit axis of ELMoE-3D's self-speculation: half of the weights' bytes are read, and no second copy is kept.
-    """
+    """Drafts with the high 4-bit plane of the target's 8-bit weights. The bit axis of ELMoE-3D's self-speculation: half
+    of the weights' bytes are read, and no second copy is kept."""
 
     name = "bits"
 

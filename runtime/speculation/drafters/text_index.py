@@ -111,9 +111,7 @@ class SuffixIndex:
 
     def latest_of_last(self) -> tuple[int, int]:
         """Where the text went on after the latest earlier occurrence of its last token, and 1; (NONE, 0) without one.
-
-        Reads the whole text where there is none.
-        """
+        Reads the whole text where there is none."""
         behind = reversed(self.tokens)
         last = next(behind, NONE)
         distance = next((n for n, token in enumerate(behind) if token == last), NONE)
@@ -238,11 +236,8 @@ class Cursor(NamedTuple):
 
 
 class Aligner:
-    """Moves cursors over the text of an index.
-
-    Paths are drafted tokens up to and with the one a cursor is moved over. A committed token is a path of its own: it
-    is not indexed before everything has moved over it.
-    """
+    """Moves cursors over the text of an index. Paths are drafted tokens up to and with the one a cursor is moved over.
+    A committed token is a path of its own: it is not indexed before everything has moved over it."""
 
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index

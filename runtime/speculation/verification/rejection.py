@@ -88,9 +88,7 @@ def without(probabilities: Probabilities, tokens: Sequence[int]) -> Probabilitie
 
 def residual(probabilities: Probabilities, served: Probabilities) -> Probabilities:  # (V,), (V,) -> (V,)
     """What is left to draw from once `served` of a distribution's mass was tried: the positive part, renormalised.
-
-    Where rounding leaves nothing the two were the same up to rounding, and the distribution itself is the answer.
-    """
+    Where rounding leaves nothing the two were the same up to rounding, and the distribution itself is the answer."""
     return _renormalised(np.maximum(probabilities - served, 0), probabilities)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any, cast
@@ -99,12 +100,12 @@ def test_costs_follow_the_shape_of_passes_on_a_machine_that_changes_its_pace() -
 @given(CURVES, st.dictionaries(st.text(max_size=8), st.floats(0, 100), max_size=4), st.floats(0, 10))
 def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_ms: float) -> None:
     costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "2026-01-01T00:00:00+00:00")
-    again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
+    again = Costs.from_dict(json.loads(json.dumps(asdict(costs))))
     assert again == costs
 
 
 def test_impossible_costs_are_refused() -> None:
-    whole: dict[str, Any] = json.loads(json.dumps(COSTS.to_dict()))
+    whole: dict[str, Any] = json.loads(json.dumps(asdict(COSTS)))
     points: list[Any] = [[], "x", [[1]], [[1, 1.0], [1, 2.0]], [[2, 1.0], [1, 2.0]]]
     points += [[[rows, 1.0]] for rows in (0, True, 1.5, 10**9)]
     points += [[[1, ms]] for ms in (0, -1.0, math.nan, math.inf, 10**400, "1")]
