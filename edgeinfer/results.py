@@ -1,7 +1,5 @@
-"""Results of replies: text with its timings, memory, speculation and facts of the model.
-
-Field names are those of `edgeinfer run --json`.
-"""
+"""Results of replies: text with its timings, memory, speculation and facts of the model. Field names are those of
+`edgeinfer run --json`."""
 
 from __future__ import annotations
 

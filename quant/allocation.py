@@ -1,7 +1,5 @@
-"""Chooses one option for each of many things so that their total cost is least within a budget of bytes.
-
-A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution for when time runs out.
-"""
+"""Chooses one option for each of many things so that their total cost is least within a budget of bytes. A
+multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution for when time runs out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""One layer of a decoder over whole texts, its experts included, in one or two versions at once.
-
-A version, a stream, computes with the weights as they are or with what quantizing made of them, layer after layer.
-Every matrix is shown, with the statistics of what enters it, before it is multiplied by.
-"""
+"""One layer of a decoder over whole texts, its experts included, in one or two versions at once. A version, a stream,
+computes with the weights as they are or with what quantizing made of them, layer after layer. Every matrix is shown,
+with the statistics of what enters it, before it is multiplied by."""
 
 from __future__ import annotations
 

@@ -91,11 +91,9 @@ def effective_block(k: int, requested: int) -> int:
 
 
 def default_group_size(weights: int) -> int:
-    """Default number of values that share a scale: 32 for models of up to 64 Mi weights, 128 above.
-
-    A scale costs 32 bits in the file and, packed, 64 in memory. At the 0.5B shape groups of 32 take 125 MB more than
-    groups of 128 and a fifth of the speed; small models have little to lose except accuracy (docs/log).
-    """
+    """Default number of values that share a scale: 32 for models of up to 64 Mi weights, 128 above. A scale costs 32
+    bits in the file and, packed, 64 in memory. At the 0.5B shape groups of 32 take 125 MB more than groups of 128 and a
+    fifth of the speed; small models have little to lose except accuracy (docs/log)."""
     return 32 if weights <= _LARGE_MODEL else 128
 
 

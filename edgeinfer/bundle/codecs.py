@@ -1,8 +1,6 @@
-"""Rows of quantized matrices in and out of a weights file, in any layout.
-
-Rows travel as `QuantizedMatrix`, the portable layout. Whatever the size of a matrix, a few MB of it are held at a time;
-the static layout, whose rows are columns of the file, is held whole while it is written.
-"""
+"""Rows of quantized matrices in and out of a weights file, in any layout. Rows travel as `QuantizedMatrix`, the
+portable layout. Whatever the size of a matrix, a few MB of it are held at a time; the static layout, whose rows are
+columns of the file, is held whole while it is written."""
 
 from __future__ import annotations
 

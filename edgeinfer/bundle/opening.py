@@ -25,11 +25,9 @@ _AGAIN = "Export or download the bundle again."
 
 
 def open_bundle(path: Path | str) -> Bundle:
-    """Opens a bundle: reads the manifest and checks that every file stays inside and has its size.
-
-    A plain GGUF file is a bundle too; the first part of a split one stands for all. Digests of small files are compared
-    when they are read; `Bundle.verify` compares all.
-    """
+    """Opens a bundle: reads the manifest and checks that every file stays inside and has its size. A plain GGUF file is
+    a bundle too; the first part of a split one stands for all. Digests of small files are compared when they are read;
+    `Bundle.verify` compares all."""
     root = Path(path)
     with reading(root):
         if root.suffix.lower() == GGUF_SUFFIX and not root.is_dir():

@@ -1,7 +1,5 @@
-"""Reads and writes fields of Protocol Buffers messages in their bytes (protobuf.dev/programming-guides/encoding).
-
-A device that runs bundles has no onnx package.
-"""
+"""Reads and writes fields of Protocol Buffers messages in their bytes (protobuf.dev/programming-guides/encoding). A
+device that runs bundles has no onnx package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Reading JSON strictly: into dataclasses, with no field unknown, missing or mistyped.
-
-How a type is read is worked out once. A manifest lists hundreds of tensors of one type, so that taking types apart and
-naming places for errors that do not happen took most of opening a bundle.
-"""
+"""Reading JSON strictly: into dataclasses, with no field unknown, missing or mistyped. How a type is read is worked out
+once. A manifest lists hundreds of tensors of one type, so that taking types apart and naming places for errors that do
+not happen took most of opening a bundle."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def read(kind: Any, value: Any, where: str) -> Any:
 
 def read_whole(kind: type[T], value: object) -> T:
     """Turns parsed JSON into a dataclass of which every field is written; MisfitError where it is another."""
-    found: T = _reader(kind, whole=True)(value)
+    found: T = _reader(typing.cast(Any, kind), whole=True)(value)
     return found
 
 

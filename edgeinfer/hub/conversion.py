@@ -1,7 +1,5 @@
 """Fetches and converts a model in a process of its own, which can be ended at any moment and takes its memory with it.
-
-Files that it fetched stay in the hub's cache and are not fetched again; an unfinished conversion is removed.
-"""
+Files that it fetched stay in the hub's cache and are not fetched again; an unfinished conversion is removed."""
 
 from __future__ import annotations
 

@@ -217,11 +217,9 @@ class ChatModel(Protocol[StreamT_co]):
 
 
 class Completion(Protocol):
-    """One request. Its replies may be made in any order, even a chunk of each in turn.
-
-    A streaming client is sent the events of `opening`, `chunk`, `finished` and `closing`, in order; others get `whole`,
-    after `chunk` and `finished` were called for every reply too.
-    """
+    """One request. Its replies may be made in any order, even a chunk of each in turn. A streaming client is sent the
+    events of `opening`, `chunk`, `finished` and `closing`, in order; others get `whole`, after `chunk` and `finished`
+    were called for every reply too."""
 
     @property
     def n(self) -> int:

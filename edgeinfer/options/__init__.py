@@ -1,8 +1,6 @@
-"""How options are declared, checked and grouped; `options.load` and `options.reply` declare them.
-
-An option is a field of a configuration that `option` made. Its help, range, flags and request fields are given there
-and nowhere else: commands, requests, the reference pages and the types for editors are made from them.
-"""
+"""How options are declared, checked and grouped; `options.load` and `options.reply` declare them. An option is a field
+of a configuration that `option` made. Its help, range, flags and request fields are given there and nowhere else:
+commands, requests, the reference pages and the types for editors are made from them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Answers a file of requests, several in shared passes, and continues after a run that was killed.
-
-Requests are read a line at a time, and each reply is on disk before the next one starts, so that a kill loses none.
-"""
+"""Answers a file of requests, several in shared passes, and continues after a run that was killed. Requests are read a
+line at a time, and each reply is on disk before the next one starts, so that a kill loses none."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The Gemmas: 1, 2, the text models of 3, 3n and 4, and VaultGemma.
-
-Gemma stores norms minus one and scales embeddings by sqrt(D). Gemma 3n has streams of hidden states, augmented
-residuals and sparse MLPs. Gemma 4 shares per-layer embeddings and shared caches with it, and has other heads in layers
-that attend to everything.
-"""
+"""The Gemmas: 1, 2, the text models of 3, 3n and 4, and VaultGemma. Gemma stores norms minus one and scales embeddings
+by sqrt(D). Gemma 3n has streams of hidden states, augmented residuals and sparse MLPs. Gemma 4 shares per-layer
+embeddings and shared caches with it, and has other heads in layers that attend to everything."""
 
 from __future__ import annotations
 

@@ -142,11 +142,9 @@ _EXPERT_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dens
 
 @dataclass(frozen=True)
 class MixtureNaming:
-    """Names of the tensors of a mixture, after the layer's own prefix.
-
-    A checkpoint stores every expert's matrices on their own, or one tensor that stacks them along a first axis, as
-    floats or as blocks of MXFP4 with scales; all are accepted.
-    """
+    """Names of the tensors of a mixture, after the layer's own prefix. A checkpoint stores every expert's matrices on
+    their own, or one tensor that stacks them along a first axis, as floats or as blocks of MXFP4 with scales; all are
+    accepted."""
 
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.bias"

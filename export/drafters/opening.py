@@ -1,7 +1,5 @@
-"""Finds the draft module that goes into a bundle, and writes it as a bundle inside its target's.
-
-The module's graph reads embedding and head from the target's files.
-"""
+"""Finds the draft module that goes into a bundle, and writes it as a bundle inside its target's. The module's graph
+reads embedding and head from the target's files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The ONNX graph of a decoder as edgeinfer.bundle.graph describes it.
-
-Weights are initializers of the main graph even where only an `If` branch uses them: ONNX Runtime then packs them once
-and drops the raw pages.
-"""
+"""The ONNX graph of a decoder as edgeinfer.bundle.graph describes it. Weights are initializers of the main graph even
+where only an `If` branch uses them: ONNX Runtime then packs them once and drops the raw pages."""
 
 from __future__ import annotations
 

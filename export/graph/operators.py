@@ -1,8 +1,6 @@
 """The weighted parts of a decoder's graph in standard operators on float32 weights, activations and experts included.
-
 Each layout of quantized weights has a subclass, which takes over where a weight is quantized: `PortableOperators` and
-`NativeOperators`.
-"""
+`NativeOperators`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Parts around a layer: hidden states in several streams, per-layer embeddings, and the scale of a layer's output.
-
 Between layers the streams of a token follow one another (1, S, A D). A layer whose MLP the layer mask leaves out
-predicts each stream unchanged and adds the attention's change to all of them.
-"""
+predicts each stream unchanged and adds the attention's change to all of them."""
 
 from __future__ import annotations
 

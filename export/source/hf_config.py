@@ -1,8 +1,5 @@
-"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike.
-
-Fields that the file leaves out get the defaults of transformers, which config_defaults.json holds;
-`python -m tests.tools.config_defaults` writes that file.
-"""
+"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike. Fields that the file leaves out get the
+defaults of transformers, which config_defaults.json holds; `python -m tests.tools.config_defaults` writes that file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The training of a drafter over a frozen target: text, the target's replies, as many steps as fit the time.
-
-A kind of drafter is one file with its options and its task: the model, the loss, how it is measured and written.
-"""
+"""The training of a drafter over a frozen target: text, the target's replies, as many steps as fit the time. A kind of
+drafter is one file with its options and its task: the model, the loss, how it is measured and written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Trains a model so that its first layers predict what the whole model does.
-
-LayerSkip (Elhoushi et al. 2024): layers are left out in training, later ones more often, and each step one exit in turn
-learns as well. The last layer's distribution stays close to the original one, which guards the quality.
-"""
+"""Trains a model so that its first layers predict what the whole model does. LayerSkip (Elhoushi et al. 2024): layers
+are left out in training, later ones more often, and each step one exit in turn learns as well. The last layer's
+distribution stays close to the original one, which guards the quality."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Trains heads that draft from a target's last states: Medusa's residual blocks, and Hydra's, which also read tokens.
-
 The state at token t predicts the root, t + 1; head i, counted from 0, predicts the token at t + 2 + i, as the target
-would predict it after the tokens before that place.
-"""
+would predict it after the tokens before that place."""
 
 from __future__ import annotations
 

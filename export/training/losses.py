@@ -1,8 +1,6 @@
-"""Losses over large vocabularies in pieces, and a target's probabilities recorded on disk to learn from.
-
-Of each distribution the most probable tokens are recorded, and the rest as one sum: a student reads them as often as it
-likes, in a fraction of the time that the target takes.
-"""
+"""Losses over large vocabularies in pieces, and a target's probabilities recorded on disk to learn from. Of each
+distribution the most probable tokens are recorded, and the rest as one sum: a student reads them as often as it likes,
+in a fraction of the time that the target takes."""
 
 from __future__ import annotations
 

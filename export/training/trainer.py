@@ -1,9 +1,6 @@
-"""Trains whatever gives a loss, saves its state on disk, and resumes after an interruption.
-
-A step depends on its number and the seed alone: batches and everything else that is drawn come from them. So an
-interrupted training gives the losses and weights, to the last bit, of one that was not, on one machine and with one
-number of threads.
-"""
+"""Trains whatever gives a loss, saves its state on disk, and resumes after an interruption. A step depends on its
+number and the seed alone: batches and everything else that is drawn come from them. So an interrupted training gives
+the losses and weights, to the last bit, of one that was not, on one machine and with one number of threads."""
 
 from __future__ import annotations
 

@@ -173,11 +173,9 @@ class KVCache(Protocol):
         """Puts rows in the place of all."""
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns.
-
-        Keys are as cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where
-        `edit` fails, the cache is empty afterwards.
-        """
+        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns. Keys are as
+        cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where `edit` fails,
+        the cache is empty afterwards."""
 
     def clear(self) -> None:
         """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""

@@ -1,8 +1,6 @@
-"""The interface of backends to the engine: passes over new tokens of one sequence, and optional abilities.
-
-A pass appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of
-them. Arrays returned by a pass are views that the next pass overwrites.
-"""
+"""The interface of backends to the engine: passes over new tokens of one sequence, and optional abilities. A pass
+appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of them.
+Arrays returned by a pass are views that the next pass overwrites."""
 
 from __future__ import annotations
 

@@ -42,11 +42,9 @@ class CopiedFork:
 
 
 class TurnTaking:
-    """Implements `ForkingBackend` for a backend of one text at a time, whose passes the texts take turns in.
-
-    Every row is what it is in a pass of its own text alone, to the last bit, as that is what it is computed in. What a
-    text has in common with the one before it stays where it is in the cache.
-    """
+    """Implements `ForkingBackend` for a backend of one text at a time, whose passes the texts take turns in. Every row
+    is what it is in a pass of its own text alone, to the last bit, as that is what it is computed in. What a text has
+    in common with the one before it stays where it is in the cache."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

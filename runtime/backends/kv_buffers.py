@@ -29,10 +29,8 @@ _FIRST_ROWS = 256
 
 class KVBuffers(TrimmedCache):
     """Implements `KVCache`: float32 keys and values of every layer, (1, heads, rows, width), for GroupQueryAttention.
-
     `spare` rows beyond the capacity hold the padding of passes. `zeros` makes arrays elsewhere than in the memory of
-    the process, all rows at once; where `fixed`, that memory is taken at once too and stays where it is.
-    """
+    the process, all rows at once; where `fixed`, that memory is taken at once too and stays where it is."""
 
     def __init__(
         self,

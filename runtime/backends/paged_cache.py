@@ -27,11 +27,9 @@ from edgeinfer.runtime.paging.states import SequenceState, StatePool, StateSnaps
 
 
 class PageSnapshot:
-    """Implements `CacheSnapshot` by holding the pages that the rows lie in.
-
-    The first row lies in slot `offset` of the first page, which where `joined` holds rows of another snapshot that
-    counts it. `behind` is the state of recurrent layers with which the text goes on after some of the rows.
-    """
+    """Implements `CacheSnapshot` by holding the pages that the rows lie in. The first row lies in slot `offset` of the
+    first page, which where `joined` holds rows of another snapshot that counts it. `behind` is the state of recurrent
+    layers with which the text goes on after some of the rows."""
 
     in_place = True
 

@@ -39,11 +39,9 @@ class DraftAdvice:
 
 
 class PromptShare:
-    """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
-
-    A step with such a pass may take `inter_token_latency` milliseconds; None is twice those of one without prompts. One
-    row of a prompt comes with a pass in any case.
-    """
+    """How many rows of prompts a pass with others' rows has, so that these come no later than they may. A step with
+    such a pass may take `inter_token_latency` milliseconds; None is twice those of one without prompts. One row of a
+    prompt comes with a pass in any case."""
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
         # Of prompts in a pass with others'; see `prompt_rows`.
@@ -54,11 +52,9 @@ class PromptShare:
         self._since = 0  # passes with prompts since the last without
 
     def prompt_rows(self, rows: int) -> int:
-        """Rows of prompts in the next pass with this many rows of sequences that are being decoded.
-
-        While prompts wait, no pass would show what a step takes without them. So where that is unknown, and again every
-        `_LOOK` passes, one goes without.
-        """
+        """Rows of prompts in the next pass with this many rows of sequences that are being decoded. While prompts wait,
+        no pass would show what a step takes without them. So where that is unknown, and again every `_LOOK` passes, one
+        goes without."""
         if self._wanted_ms is not None:
             return self.rows
         near = any(max(known, rows) <= _NEAR * min(known, rows) for known in self._plain_ms)
@@ -111,10 +107,8 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
 
 def draft_advice(replies: int, acceptance: float, pass_ms: Callable[[int], float], most: int) -> DraftAdvice:
     """Whether replies that are drafted elsewhere are better streamed, by what a token costs where all do alike.
-
     `draft_rows` looks at drafts that were sent, so what it takes to ask for a round is spent there; here it counts. A
-    device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait.
-    """
+    device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait."""
     stream_ms = pass_ms(replies) + replies * _EVENT_MS
     best, chosen, tokens = _BATCH_GAIN / stream_ms, 0, 1.0
     for drafted in range(1, most // replies + 1):

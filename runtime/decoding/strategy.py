@@ -32,9 +32,8 @@ class Prefill:
 @dataclass(frozen=True)
 class Step:
     """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
-
-    After the `last` token of a pass the generation can be closed and continued by another. `pass_ms` is 0 unless plain.
-    """
+    After the `last` token of a pass the generation can be closed and continued by another. `pass_ms` is 0 unless
+    plain."""
 
     token: int
     ms: float

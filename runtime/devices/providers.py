@@ -1,8 +1,6 @@
-"""Devices as execution providers of onnxruntime: their abilities, installation, and options of sessions.
-
-onnxruntime is imported when it is needed, as models on other engines do without it. A provider that comes as a library
-of its own is loaded from its installed package alone: what a bundle brings is never loaded.
-"""
+"""Devices as execution providers of onnxruntime: their abilities, installation, and options of sessions. onnxruntime is
+imported when it is needed, as models on other engines do without it. A provider that comes as a library of its own is
+loaded from its installed package alone: what a bundle brings is never loaded."""
 
 from __future__ import annotations
 

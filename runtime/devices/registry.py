@@ -1,7 +1,5 @@
-"""The table of devices, and the choice of the one that runs a model; makes no session.
-
-The order of the entries is the one in which "auto" looks for a device: what computes most comes first, the CPU last.
-"""
+"""The table of devices, and the choice of the one that runs a model; makes no session. The order of the entries is the
+one in which "auto" looks for a device: what computes most comes first, the CPU last."""
 
 from __future__ import annotations
 

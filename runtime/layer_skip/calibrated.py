@@ -201,12 +201,9 @@ class PromptStates:
 
 
 def kept_layers(layers: int, speedup: float) -> list[int]:
-    """Layers that unified skipping keeps, by the authors' rule (arXiv 2404.06954).
-
-    They are first and last, and each multiple of an interval until int(L / speedup) layers are kept.
-
-    Below three layers to keep there is nothing to space; first and last always stay.
-    """
+    """Layers that unified skipping keeps, by the authors' rule (arXiv 2404.06954). They are first and last, and each
+    multiple of an interval until int(L / speedup) layers are kept. Below three layers to keep there is nothing to
+    space; first and last always stay."""
     count = int(layers / speedup)
     if count >= layers:
         return list(range(layers))

@@ -56,11 +56,9 @@ class Kept(Protocol):
 
 
 class ReducedComputeStrategies:
-    """Makes the strategies of replies that take less compute. There is one per model.
-
-    Between replies the engine's cache may be emptied. `tuned_exit` gives the exit that tuning found, `plain_ms` what a
-    plain step takes, each None where that is not known.
-    """
+    """Makes the strategies of replies that take less compute. There is one per model. Between replies the engine's
+    cache may be emptied. `tuned_exit` gives the exit that tuning found, `plain_ms` what a plain step takes, each None
+    where that is not known."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""What drafting is worth in tokens per millisecond, to the controller of rounds and to plans that foresee them.
-
-The rules are the renewal-reward ones (algorithms.md A4): what counts is tokens over milliseconds, both summed over
-rounds, and a further guess pays while it is worth more than the rate times its milliseconds.
-"""
+"""What drafting is worth in tokens per millisecond, to the controller of rounds and to plans that foresee them. The
+rules are the renewal-reward ones (algorithms.md A4): what counts is tokens over milliseconds, both summed over rounds,
+and a further guess pays while it is worth more than the rate times its milliseconds."""
 
 from __future__ import annotations
 

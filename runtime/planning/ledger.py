@@ -1,7 +1,5 @@
 """What a loaded model really takes, watched while it works: gives up what it can spare before the budget is exceeded.
-
-It knows the plan and what can give memory back, not what that memory holds.
-"""
+It knows the plan and what can give memory back, not what that memory holds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Finds the best way to run a model within a budget.
-
-The best way has the fastest turn of a chat, where half of the usual context is worth as much as a third of the speed,
-and a lossless cache as much as a sixth. A longer context gives way before anything else. What the caller fixed is never
-changed; a plan that cannot fit says what would.
-"""
+"""Finds the best way to run a model within a budget. The best way has the fastest turn of a chat, where half of the
+usual context is worth as much as a third of the speed, and a lossless cache as much as a sixth. A longer context gives
+way before anything else. What the caller fixed is never changed; a plan that cannot fit says what would."""
 
 from __future__ import annotations
 
@@ -124,11 +121,9 @@ def search(
     among: Callable[[Configuration], bool] | None = None,
     hints: bool = True,
 ) -> MemoryPlan:
-    """Find the plan for a request; without a budget, the one that gives up nothing but context.
-
-    A context longer than usual may take `free` bytes if none was requested. `among` limits the choice; `hints` say what
-    would fit where nothing does, which takes longer than the search.
-    """
+    """Find the plan for a request; without a budget, the one that gives up nothing but context. A context longer than
+    usual may take `free` bytes if none was requested. `among` limits the choice; `hints` say what would fit where
+    nothing does, which takes longer than the search."""
     drafts = drafting_ways(plan_input, config, memory, speed)
     ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []
     ways = ways or [*filter(among, configurations(plan_input, config, drafts, "whole"))]

@@ -1,7 +1,5 @@
-"""What passes and guesses cost on this device, as numbers that were measured once.
-
-c(m) is the time of one pass of the target over m new tokens with the logits of all of them.
-"""
+"""What passes and guesses cost on this device, as numbers that were measured once. c(m) is the time of one pass of the
+target over m new tokens with the logits of all of them."""
 
 from __future__ import annotations
 
@@ -172,11 +170,9 @@ class RanPasses:
 
 
 def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
-    """Move costs towards those of passes that ran while decoding.
-
-    Sizes that did not run move as the nearest ones that did: beliefs that one busy moment spoiled are mostly spoiled
-    alike, and where only small passes seemed to pay, larger ones have no other way to look better.
-    """
+    """Move costs towards those of passes that ran while decoding. Sizes that did not run move as the nearest ones that
+    did: beliefs that one busy moment spoiled are mostly spoiled alike, and where only small passes seemed to pay,
+    larger ones have no other way to look better."""
     ran = _within(costs, observed)
     if len(ran) < _FEWEST:
         return costs

@@ -260,12 +260,9 @@ def _plain(dtype: np.dtype[Any]) -> bool:
 
 
 def _npz(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
-    """What numpy.savez writes, without pickles and whatever the names are.
-
-    It lies in a mapping of its own, which goes back to the system as soon as nothing refers to it. Blocks of the C
-    library of this size would be left behind in the heap of every thread that ever saved, as long as replies keep what
-    is freed.
-    """
+    """What numpy.savez writes, without pickles and whatever the names are. It lies in a mapping of its own, which goes
+    back to the system as soon as nothing refers to it. Blocks of the C library of this size would be left behind in the
+    heap of every thread that ever saved, as long as replies keep what is freed."""
     size = _MEMBER_BYTES + sum(_MEMBER_BYTES + 2 * len(key) + array.nbytes for key, array in arrays.items())
     buffer = mmap.mmap(-1, size)
     with zipfile.ZipFile(cast(BinaryIO, buffer), "w", zipfile.ZIP_STORED) as archive:

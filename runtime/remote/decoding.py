@@ -78,10 +78,8 @@ class _Askers:
 
 class RemoteDecoding(DecodingStrategy):
     """Decodes one reply in rounds: this model drafts, a server verifies; or the server streams, where that is faster.
-
     The text is the server's, whatever is drafted. During a round, drafting goes on as if all of the draft were
-    accepted. `goes_on` lets the local model write the rest where the server is lost.
-    """
+    accepted. `goes_on` lets the local model write the rest where the server is lost."""
 
     def __init__(
         self,

@@ -37,11 +37,9 @@ class _Node:
 
 
 class AStar(SearchStrategy):
-    """Answers with the first beginning that is over when its turn comes, or the best one after so many expansions.
-
-    A step is a line, of 48 tokens at most. Beginnings are valued by the scorer, else by the mean log-probability of
-    their tokens. Where the best one is not over, the reply goes on from it alone.
-    """
+    """Answers with the first beginning that is over when its turn comes, or the best one after so many expansions. A
+    step is a line, of 48 tokens at most. Beginnings are valued by the scorer, else by the mean log-probability of their
+    tokens. Where the best one is not over, the reply goes on from it alone."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)

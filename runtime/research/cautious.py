@@ -38,10 +38,8 @@ class _Trial:
 
 class Cautious(SearchStrategy):
     """Trials are drawn up to the next punctuation, and the one of the lowest perplexity per token joins the reply.
-
-    Where one trial is due, the reply grows by one token, so that the next one is asked about again.
-    Entropy and perplexity are those of the distribution that tokens are drawn from: after temperature and truncation.
-    """
+    Where one trial is due, the reply grows by one token, so that the next one is asked about again. Entropy and
+    perplexity are those of the distribution that tokens are drawn from: after temperature and truncation."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)

@@ -1,7 +1,5 @@
-"""USCD: where the next token is uncertain, the reply moves away from what the model would say to a worse prompt.
-
-The worse prompt and the reply behind it lie in the same cache, and one pass feeds both texts.
-"""
+"""USCD: where the next token is uncertain, the reply moves away from what the model would say to a worse prompt. The
+worse prompt and the reply behind it lie in the same cache, and one pass feeds both texts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Drafts with heads that also see the tokens drafted before them (Hydra, Ankner et al. 2024, arXiv 2402.05109).
-
-The output rows are those of the most frequent tokens only: on a CPU the whole output matrix would cost a good part of a
-pass, and heads that see the tokens before them cannot share one.
-"""
+"""Drafts with heads that also see the tokens drafted before them (Hydra, Ankner et al. 2024, arXiv 2402.05109). The
+output rows are those of the most frequent tokens only: on a CPU the whole output matrix would cost a good part of a
+pass, and heads that see the tokens before them cannot share one."""
 
 from __future__ import annotations
 

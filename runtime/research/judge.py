@@ -163,11 +163,9 @@ class JudgeGain:
 
 
 def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:
-    """Teach a judge on questions: the heads for the model's bundle, and how well they do.
-
-    The text of the lesson has a JSON object on each line: "messages" of a chat, and "answer", where the reply is to
-    stay what it is, or "words" that a right reply has.
-    """
+    """Teach a judge on questions: the heads for the model's bundle, and how well they do. The text of the lesson has a
+    JSON object on each line: "messages" of a chat, and "answer", where the reply is to stay what it is, or "words" that
+    a right reply has."""
     asked = read_questions(lesson.text)
     states, matters, origin = list[Floats](), list[bool](), list[int]()
     for index, question in enumerate(asked):
@@ -189,11 +187,9 @@ def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:
 
 
 def find_mismatches(model: Writer, drafter: Writer, question: RightReply) -> Iterator[Mismatch]:
-    """Try the draft model's tokens in the model's reply, one after the other; those that do not matter stay.
-
-    A whole answer is the model's own, right or wrong. Of words that a reply is to have, those count that the model's
-    own has; if it has none, the question tells nothing.
-    """
+    """Try the draft model's tokens in the model's reply, one after the other; those that do not matter stay. A whole
+    answer is the model's own, right or wrong. Of words that a reply is to have, those count that the model's own has;
+    if it has none, the question tells nothing."""
     prompt = model.tokenize_chat(question.messages)
     room = min(_LONGEST, model.context - len(prompt), drafter.context - len(prompt))
     if room < 2:

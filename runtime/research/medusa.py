@@ -1,8 +1,6 @@
-"""Drafts with one head for each place behind the root (Medusa, Cai et al. 2024, arXiv 2401.10774).
-
-No head sees what stands at the places before its own, so the first guess of a round computes them all and a tree over
-their best tokens costs no more than a chain.
-"""
+"""Drafts with one head for each place behind the root (Medusa, Cai et al. 2024, arXiv 2401.10774). No head sees what
+stands at the places before its own, so the first guess of a round computes them all and a tree over their best tokens
+costs no more than a chain."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts with heads n + SiLU(W n + b) over n, the state divided by its root mean square.
-
-    What they give goes through the target's own final norm and head, in a pass that runs no layer; or through the
-    output rows of the tokens that may be guessed, where those are in the bundle.
-    """
+    """Drafts with heads n + SiLU(W n + b) over n, the state divided by its root mean square. What they give goes
+    through the target's own final norm and head, in a pass that runs no layer; or through the output rows of the tokens
+    that may be guessed, where those are in the bundle."""
 
     name = "medusa"
     at_once = True

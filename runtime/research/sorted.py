@@ -1,8 +1,6 @@
-"""Drafting with a small model that goes as deep as a token needs.
-
-S2D: each of some depths of the drafter was trained to guess. A guess begins at the shallowest; where that is unsure the
-pass is resumed from its hidden states. What later layers have not seen of earlier tokens they see then, in one pass.
-"""
+"""Drafting with a small model that goes as deep as a token needs. S2D: each of some depths of the drafter was trained
+to guess. A guess begins at the shallowest; where that is unsure the pass is resumed from its hidden states. What later
+layers have not seen of earlier tokens they see then, in one pass."""
 
 from __future__ import annotations
 

@@ -339,11 +339,9 @@ class WeighedDraw:
 def weighed_draw(
     logprobs: NDArray[np.float64], scores: NDArray[np.float64], accepts: Accepts
 ) -> WeighedDraw:  # (S,), (S,)
-    """Draws a token as `first_accepted` does, and estimates the probability that is accepted by one check more.
-
-    The recursive estimator of Lipkin et al. (2025, arXiv 2504.05410): a rejected token of probability q among those
-    that are left multiplies the estimate by 1 - q; of the accepted one the next token's verdict decides whether 1 or q.
-    """
+    """Draws a token as `first_accepted` does, and estimates the probability that is accepted by one check more. The
+    recursive estimator of Lipkin et al. (2025, arXiv 2504.05410): a rejected token of probability q among those that
+    are left multiplies the estimate by 1 - q; of the accepted one the next token's verdict decides whether 1 or q."""
     order, left, log_weight, checks = _ranked(scores), 1.0, 0.0, 0
     following = next(order, None)
     while following is not None and checks < _MOST_CHECKS:

@@ -33,10 +33,8 @@ class GrammarCosts:
 
 class GrammarConstraint:
     """Implements `constraint.Constraint`: the reply is a text of a grammar, by `grammar_source`, and then a stop token.
-
     How a text is spelled in tokens is the model's choice, so that what is drawn depends on the grammar alone. Where the
-    text is certain, `forced` guesses a spelling: the longest tokens first.
-    """
+    text is certain, `forced` guesses a spelling: the longest tokens first."""
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str, end_ids: Collection[int]) -> None:
         started = time.perf_counter()

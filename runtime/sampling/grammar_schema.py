@@ -1,8 +1,5 @@
 """JSON Schemas made such that the grammar engine follows them to the letter, or refused by the keyword that it would
-not.
-
-What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`).
-"""
+not. What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`)."""
 
 from __future__ import annotations
 
@@ -95,11 +92,9 @@ def bound_integers(schema: dict[str, Any]) -> None:
 
 
 def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> Decimal | None:
-    """A bound as the engine reads it without error, no further out; None where there is none.
-
-    It reads decimals of up to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not
-    always without them, so that one that is excluded becomes the next one.
-    """
+    """A bound as the engine reads it without error, no further out; None where there is none. It reads decimals of up
+    to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not always without them, so
+    that one that is excluded becomes the next one."""
     if not is_number(value):
         return None
     outer = -_OUTERMOST * inward

@@ -1,7 +1,5 @@
-"""A tokenizer's vocabulary as a grammar engine needs it, and how many digits numbers of JSON may have.
-
-Small models write digits for ever, and the engine's grammars let them.
-"""
+"""A tokenizer's vocabulary as a grammar engine needs it, and how many digits numbers of JSON may have. Small models
+write digits for ever, and the engine's grammars let them."""
 
 from __future__ import annotations
 

@@ -134,11 +134,9 @@ _FAR = 48
 
 
 class LogitsProcessor:
-    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe.
-
-    The mask is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what
-    the one before left, renormalised; at its edge the lower token id wins a tie.
-    """
+    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe. The mask
+    is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what the one
+    before left, renormalised; at its edge the lower token id wins a tie."""
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:
         self._config = config
@@ -195,11 +193,9 @@ class LogitsProcessor:
     def sample(
         self, logits: Logits, position: int, counts: TokenCounts | None = None, allowed: Ids | None = None
     ) -> int:
-        """The token for an absolute position: the most likely one when greedy, else drawn by Gumbel noise.
-
-        The draw depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its
-        own, whatever the others' logits, so a model whose distribution is alike mostly draws the same token.
-        """
+        """The token for an absolute position: the most likely one when greedy, else drawn by Gumbel noise. The draw
+        depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its own,
+        whatever the others' logits, so a model whose distribution is alike mostly draws the same token."""
         row, ids = self._masked(logits, counts, allowed), allowed
         chosen = self._best(row, logits, allowed)
         if self._noise is not None:

@@ -1,7 +1,5 @@
 """A limit on what a reasoning model thinks before it answers: behind so many tokens the end of the thought is forced.
-
-The end tag is the only token that may follow then, so that drafts of it are free (budget forcing, arXiv 2501.19393).
-"""
+The end tag is the only token that may follow then, so that drafts of it are free (budget forcing, arXiv 2501.19393)."""
 
 from __future__ import annotations
 

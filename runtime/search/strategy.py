@@ -1,8 +1,6 @@
-"""The base of searches: their build arguments, counted passes, and falling back to plain decoding.
-
-Between two of a search's answers the rows of the cache are those of the reply alone, each computed in a pass of the
-reply's own text, so that the next turn rests on the same bits as without.
-"""
+"""The base of searches: their build arguments, counted passes, and falling back to plain decoding. Between two of a
+search's answers the rows of the cache are those of the reply alone, each computed in a pass of the reply's own text, so
+that the next turn rests on the same bits as without."""
 
 from __future__ import annotations
 

@@ -18,11 +18,9 @@ _LIKELIEST = 0.95
 
 
 class BatchCosts:
-    """Implements `controller.RoundCosts` for one of several texts that share each pass.
-
-    A plain step costs a text its share of the common pass. Its drafts come on top: the others wait for all that their
-    rows and their making take. So a draft pays by these costs where it raises the tokens per millisecond of all.
-    """
+    """Implements `controller.RoundCosts` for one of several texts that share each pass. A plain step costs a text its
+    share of the common pass. Its drafts come on top: the others wait for all that their rows and their making take. So
+    a draft pays by these costs where it raises the tokens per millisecond of all."""
 
     def __init__(self, costs: RoundCosts, texts: int) -> None:
         self._costs = costs

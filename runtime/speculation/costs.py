@@ -116,11 +116,8 @@ def _blank(backend: Backend, length: int) -> CopiedRows:
 
 def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0.05) -> float:
     """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
-    one, of drafters that guess `at_once`.
-
-    The first chain is not counted: it evaluates the context. If the drafter works on the target's cache, its rows are
-    left there.
-    """
+    one, of drafters that guess `at_once`. The first chain is not counted: it evaluates the context. If the drafter
+    works on the target's cache, its rows are left there."""
     deadline = time.perf_counter() + budget_s
     # Different tokens, so that no chain finds what the one before it left in a cache.
     starts = list(dict.fromkeys(reversed(context.tokens)))
@@ -229,11 +226,9 @@ class DeviceCosts:
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
-        """Find out what passes cost; empties the cache if they have to be measured.
-
-        What was kept is not compared with the pace of this moment: controllers weigh costs against each other, replies
-        move them to the pace they find (`learn`), and passes to find out would keep the first token waiting.
-        """
+        """Find out what passes cost; empties the cache if they have to be measured. What was kept is not compared with
+        the pace of this moment: controllers weigh costs against each other, replies move them to the pace they find
+        (`learn`), and passes to find out would keep the first token waiting."""
         kept = self._profile.costs()
         if kept is not None and self._reaches(kept.passes):
             self._kept = kept.passes, kept.drafts
@@ -377,11 +372,9 @@ class DeviceCosts:
             self._read_ms[drafter.name] = max(0.0, ms - guess_ms) / unread
 
     def _measure_reading(self, drafter: Drafter, tokens: list[int]) -> tuple[int, float]:
-        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times.
-
-        One busy moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing
-        corrects it. Reading the first half, which is no measure, brings what reads into memory.
-        """
+        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times. One busy
+        moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing corrects it.
+        Reading the first half, which is no measure, brings what reads into memory."""
         base = self._backend.cache.length
         middle = (base + 1 + len(tokens)) // 2
         deadline, least = time.perf_counter() + _READING_S, math.inf

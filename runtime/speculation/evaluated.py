@@ -1,8 +1,6 @@
 """What the pass that verifies a draft gave, and the logits of its rows: all of them, or a few at a time where the
-backend computes further ones when they are asked for.
-
-A row of logits is as large as the vocabulary, and what lies behind the first guess that is refused is never read.
-"""
+backend computes further ones when they are asked for. A row of logits is as large as the vocabulary, and what lies
+behind the first guess that is refused is never read."""
 
 from __future__ import annotations
 

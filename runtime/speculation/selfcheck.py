@@ -192,11 +192,9 @@ def _gap(row: Floats) -> float:  # (V,)
 
 
 def near_edge(choose: Callable[[Floats], int], logits: Floats, noise: float) -> bool:  # (V,)
-    """Whether a choice, drawn or greedy, would be another if every logit moved by at most `noise`.
-
-    The largest sum of logit and Gumbel noise changes first where all other tokens gain and the chosen one loses. Of the
-    edge of a truncation that finds what this move shows.
-    """
+    """Whether a choice, drawn or greedy, would be another if every logit moved by at most `noise`. The largest sum of
+    logit and Gumbel noise changes first where all other tokens gain and the chosen one loses. Of the edge of a
+    truncation that finds what this move shows."""
     shift = np.float32(noise)
     moved = logits + shift
     chosen = choose(logits)

@@ -1,7 +1,5 @@
-"""Speculation of a loaded model: its drafters, what they have learnt, what they cost.
-
-Made once per model. Each generation takes its `strategy`, and its `summary` when it is over.
-"""
+"""Speculation of a loaded model: its drafters, what they have learnt, what they cost. Made once per model. Each
+generation takes its `strategy`, and its `summary` when it is over."""
 
 from __future__ import annotations
 
@@ -139,10 +137,8 @@ class Speculator:
         before: DecodingStrategy | None = None,
     ) -> DecodingStrategy:
         """Make the strategy of a generation whose passes others share, or of the rest of one that had its own
-        (`before`).
-
-        Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it decodes plainly.
-        """
+        (`before`). Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it
+        decodes plainly."""
         verification, names = find_verification(config.verification), self._names(config.speculation)
         drafters = drafting.of_sequence([self._drafter(name) for name in names]) if self._limit else []
         if not verification.exact or not drafters:

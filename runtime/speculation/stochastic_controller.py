@@ -46,9 +46,8 @@ class _Slot:
 
 class StochasticController(DraftController):
     """Builds a chain, or with a width above 1 a tree of up to so many siblings at every node, and learns as its base.
-
-    The next draw is made where it is likeliest to be accepted, as long as it and what may follow are worth their time.
-    """
+    The next draw is made where it is likeliest to be accepted, as long as it and what may follow are worth their
+    time."""
 
     def __init__(
         self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1

@@ -218,10 +218,8 @@ _FREED = _FreedBlocks()
 @contextmanager
 def keeping_freed() -> Iterator[None]:
     """Keep freed blocks for the next ones inside this context, in spite of `return_large_frees`; return all afterwards.
-
     A new mapping costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
-    (docs/log/2026-11-25.md). May be nested and used by any thread.
-    """
+    (docs/log/2026-11-25.md). May be nested and used by any thread."""
     _FREED.keep()
     try:
         yield
@@ -242,11 +240,9 @@ def releases_pages() -> bool:
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Run a function in a thread of its own, so that the C library keeps its blocks apart from others.
-
-    Blocks that stay then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000 tokens was
-    parsed. Without room for a thread's stack, it runs in this one.
-    """
+    """Run a function in a thread of its own, so that the C library keeps its blocks apart from others. Blocks that stay
+    then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000 tokens was parsed. Without
+    room for a thread's stack, it runs in this one."""
     if not has_room(_STACK_BYTES):
         return work()
     with ThreadPoolExecutor(1) as pool:
@@ -270,11 +266,9 @@ def stack_bytes(threads: int) -> int:
 
 
 class MappedFile:
-    """The places where this process has a file mapped and unchanged, found once, when they are first needed.
-
-    Finds none where the system is not Linux. Others' mappings of the file are found, too. So whoever ends one says so
-    by `forget`: dropping the pages of something else that lies at its addresses by then would destroy that.
-    """
+    """The places where this process has a file mapped and unchanged, found once, when they are first needed. Finds none
+    where the system is not Linux. Others' mappings of the file are found, too. So whoever ends one says so by `forget`:
+    dropping the pages of something else that lies at its addresses by then would destroy that."""
 
     _living: ClassVar[weakref.WeakSet[MappedFile]] = weakref.WeakSet()
     _lock: ClassVar[RenewedLock] = RenewedLock()
@@ -312,8 +306,8 @@ class MappedFile:
             return []
         if self._whole is None:
             # A page that was written to would exist nowhere else.
-            wanted = str(self._path.resolve())
-            return [m for m in _mappings() if m.path == wanted and m.unchanged]
+            path = str(self._path.resolve())
+            return [m for m in _mappings() if m.path == path and m.unchanged]
         page = mmap.PAGESIZE
         wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in self._ranges]
         return [

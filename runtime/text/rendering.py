@@ -55,11 +55,9 @@ class LimitError(Exception):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates that are not trusted.
-
-    The sandbox keeps them from Python's internals and from changing what they are given. Loops and calls look at the
-    clock, and operators refuse to build something huge at one stroke; the process bounds everything else.
-    """
+    """Compiles chat templates that are not trusted. The sandbox keeps them from Python's internals and from changing
+    what they are given. Loops and calls look at the clock, and operators refuse to build something huge at one stroke;
+    the process bounds everything else."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 

@@ -1,8 +1,6 @@
-"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string.
-
-Special tokens have no text. Where a stop string spells some, each gets a placeholder: a surrogate, which no text
-contains. Placeholders are searched with the text, and never shown.
-"""
+"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string. Special tokens have
+no text. Where a stop string spells some, each gets a placeholder: a surrogate, which no text contains. Placeholders are
+searched with the text, and never shown."""
 
 from __future__ import annotations
 

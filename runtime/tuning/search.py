@@ -1,8 +1,6 @@
-"""Finds settings that are better than the usual ones, and proves them.
-
-One setting after the other is tried, together with those found before it, and the whole set once more against the
-usual settings with fresh timings: what is not proved is not kept.
-"""
+"""Finds settings that are better than the usual ones, and proves them. One setting after the other is tried, together
+with those found before it, and the whole set once more against the usual settings with fresh timings: what is not
+proved is not kept."""
 
 from __future__ import annotations
 

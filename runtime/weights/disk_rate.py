@@ -1,8 +1,6 @@
-"""Read rates of disks: measured while passes read weights, and kept for this user's next plans, by disk.
-
-A rate is that of passes, through the system's cache, not what the disk could give a program that does nothing else.
-Only Linux tells how many of a process's bytes came from a disk.
-"""
+"""Read rates of disks: measured while passes read weights, and kept for this user's next plans, by disk. A rate is that
+of passes, through the system's cache, not what the disk could give a program that does nothing else. Only Linux tells
+how many of a process's bytes came from a disk."""
 
 from __future__ import annotations
 

@@ -74,11 +74,9 @@ class Pages(Protocol):
 
 
 class ExpertCache:
-    """Keeps a model's experts in memory within `limit` bytes, and chooses which one goes for another.
-
-    Least frequently used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE`
-    tokens. The pages of experts that go are dropped; they come back when a router chooses them again.
-    """
+    """Keeps a model's experts in memory within `limit` bytes, and chooses which one goes for another. Least frequently
+    used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE` tokens. The pages of
+    experts that go are dropped; they come back when a router chooses them again."""
 
     def __init__(self, parts: Mapping[tuple[int, int], Pages], sizes: Ints, limit: int) -> None:
         self._parts = parts

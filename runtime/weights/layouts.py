@@ -1,8 +1,6 @@
-"""The layout of a bundle's weights that runs here, and where it lies: converted once if it is not the stored one.
-
-A converted file is kept in the user's cache, named by what it was made of, so that it
-serves every bundle with the same weights and is never taken for another.
-"""
+"""The layout of a bundle's weights that runs here, and where it lies: converted once if it is not the stored one. A
+converted file is kept in the user's cache, named by what it was made of, so that it serves every bundle with the same
+weights and is never taken for another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The pages of a weights file that a running model reads, layer by layer.
-
-A page that is dropped comes back from the system's cache of the file, or from the disk, when it is touched again.
-"""
+"""The pages of a weights file that a running model reads, layer by layer. A page that is dropped comes back from the
+system's cache of the file, or from the disk, when it is touched again."""
 
 from __future__ import annotations
 
@@ -114,9 +112,8 @@ class WeightPages:
 
     def large_pages(self) -> None:
         """Has the system read what every pass reads in pieces of 2 MB and map them at once, where it can: passes take a
-        sixth less, and pages that were dropped come back in a third of the time (docs/log/2026-11-26.md, fourth).
-
-        Not tables of which rows are looked up, around each of which so much would be read."""
+        sixth less, and pages that were dropped come back in a third of the time (docs/log/2026-11-26.md, fourth). Not
+        tables of which rows are looked up, around each of which so much would be read."""
         self._part("layers", "final_norm", "head").large_pages()
 
     def small_pages(self) -> None:

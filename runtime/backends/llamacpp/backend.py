@@ -1,8 +1,5 @@
-"""The backend of GGUF files: llama.cpp's passes and cache behind the contract.
-
-Rows of passes of different sizes agree to rounding, not bit for bit: which kernel multiplies depends on the size of the
-pass.
-"""
+"""The backend of GGUF files: llama.cpp's passes and cache behind the contract. Rows of passes of different sizes agree
+to rounding, not bit for bit: which kernel multiplies depends on the size of the pass."""
 
 from __future__ import annotations
 

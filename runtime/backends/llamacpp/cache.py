@@ -1,8 +1,6 @@
-"""The KV cache of a llama.cpp context, whose sequence 0 holds the text, and the one of models with recurrent layers.
-
-A draft tree's other paths are sequences of their own, which share its cells, and so is what is copied in and out;
-between calls only those of a tree that waits for `keep` are there.
-"""
+"""The KV cache of a llama.cpp context, whose sequence 0 holds the text, and the one of models with recurrent layers. A
+draft tree's other paths are sequences of their own, which share its cells, and so is what is copied in and out; between
+calls only those of a tree that waits for `keep` are there."""
 
 from __future__ import annotations
 

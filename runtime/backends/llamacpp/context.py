@@ -1,7 +1,5 @@
-"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache, threads.
-
-Sequences share the cells of one cache ("unified"), so that copying one into another copies no keys.
-"""
+"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache, threads. Sequences
+share the cells of one cache ("unified"), so that copying one into another copies no keys."""
 
 from __future__ import annotations
 
@@ -39,12 +37,9 @@ class ProcessorTimes(NamedTuple):
 
 
 class SpareThreads:
-    """As many threads as other programs leave processors for, at least one.
-
-    llama.cpp's threads wait for each other at hundreds of barriers in a pass. Where there is no processor for one of
-    them, the others wait until the system lets it run, so that two threads take many times as long as one on two busy
-    processors.
-    """
+    """As many threads as other programs leave processors for, at least one. llama.cpp's threads wait for each other at
+    hundreds of barriers in a pass. Where there is no processor for one of them, the others wait until the system lets
+    it run, so that two threads take many times as long as one on two busy processors."""
 
     def __init__(self, most: int, look: Callable[[], ProcessorTimes] | None = None) -> None:
         self._most = self._count = most

@@ -1,7 +1,5 @@
 """Memory of a GGUF file in llama.cpp, from its header alone, and where its matrices lie: upper bounds for a plan.
-
-Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests.
-"""
+Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests."""
 
 from __future__ import annotations
 

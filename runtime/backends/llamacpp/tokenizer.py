@@ -1,7 +1,5 @@
-"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp.
-
-Texts are cut at special tokens here: llama.cpp takes some for special by their spelling, whatever the file says.
-"""
+"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp. Texts are cut at special tokens here:
+llama.cpp takes some for special by their spelling, whatever the file says."""
 
 from __future__ import annotations
 
@@ -38,11 +36,9 @@ _UNMERGED = 1 << 62
 
 
 class ExactWords:
-    """Words that llama.cpp cuts differently from the checkpoint's tokenizer, and their tokens.
-
-    Its tables of Unicode are of another version than the tokenizers library's, and its patterns leave out a few things.
-    Texts with such characters, which are rare, are cut by the library; words that hold some are merged here.
-    """
+    """Words that llama.cpp cuts differently from the checkpoint's tokenizer, and their tokens. Its tables of Unicode
+    are of another version than the tokenizers library's, and its patterns leave out a few things. Texts with such
+    characters, which are rare, are cut by the library; words that hold some are merged here."""
 
     def __init__(self, gguf: GgufFile, vocabulary: GgufVocabulary, steps: Sequence[str], whole_words: bool) -> None:
         self._tokens = vocabulary.tokens

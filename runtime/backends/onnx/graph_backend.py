@@ -1,8 +1,6 @@
 """Common base of the backends of our own ONNX graphs: one session, its weights' pages, passes bound to reused buffers.
-
 The graph's inputs and outputs are those of edgeinfer.bundle.graph. What attention reads besides, and the cache, are
-those of each backend.
-"""
+those of each backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Memory of a model on onnxruntime, or on numpy, by term.
-
-All terms are upper bounds. Constants were fitted to measured processes (docs/log/2026-11-21.md).
-"""
+"""Memory of a model on onnxruntime, or on numpy, by term. All terms are upper bounds. Constants were fitted to measured
+processes (docs/log/2026-11-21.md)."""
 
 from __future__ import annotations
 

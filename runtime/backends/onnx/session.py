@@ -59,12 +59,9 @@ def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
 
 
 class OrtSession:
-    """A session set up for small memory, whose runs can be ended from another thread.
-
-    The arena is off because it never returns the activations of the largest pass; memory patterns are off because they
-    plan for fixed shapes. `folder` has the weights of a model that is no file, `affinity` is onnxruntime's of all
-    threads but the first.
-    """
+    """A session set up for small memory, whose runs can be ended from another thread. The arena is off because it never
+    returns the activations of the largest pass; memory patterns are off because they plan for fixed shapes. `folder`
+    has the weights of a model that is no file, `affinity` is onnxruntime's of all threads but the first."""
 
     def __init__(
         self,

@@ -221,10 +221,8 @@ class _Part:
 
 class StreamedBackend(WindowedBackend):
     """Implements `contract.Backend` around a backend that reads its weights in place, can skip layers and resume from
-    hidden states; closes it too.
-
-    `kept_layers`, head and embedding stay in memory. The system's cache can keep `room` bytes of weights; None is all.
-    """
+    hidden states; closes it too. `kept_layers`, head and embedding stay in memory. The system's cache can keep `room`
+    bytes of weights; None is all."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""Forgets the middle: keeps the first tokens and the latest ones.
-
-StreamingLLM (Xiao et al. 2024): attention rests on the first tokens whatever they are, so these stay as sinks. Layers
-with a sliding window of their own lose nothing as long as it is no longer than what is kept of the latest tokens.
-"""
+"""Forgets the middle: keeps the first tokens and the latest ones. StreamingLLM (Xiao et al. 2024): attention rests on
+the first tokens whatever they are, so these stay as sinks. Layers with a sliding window of their own lose nothing as
+long as it is no longer than what is kept of the latest tokens."""
 
 from __future__ import annotations
 

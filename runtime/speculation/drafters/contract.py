@@ -1,9 +1,6 @@
-"""What drafters promise, what a draft is and what a round tells.
-
-Words: the *root* is the last committed token, which is chosen but not yet in the target's cache. A draft is a tree of
-tokens below the root; a chain is a tree without branches. The target's pass feeds the root and then the draft's nodes,
-so node i is row i + 1 of the pass.
-"""
+"""What drafters promise, what a draft is and what a round tells. Words: the *root* is the last committed token, which
+is chosen but not yet in the target's cache. A draft is a tree of tokens below the root; a chain is a tree without
+branches. The target's pass feeds the root and then the draft's nodes, so node i is row i + 1 of the pass."""
 
 from __future__ import annotations
 
@@ -25,10 +22,8 @@ class Draw(Protocol):
 
     def __call__(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:  # (V,)
         """The token after context and drafted tokens, and the distribution it was drawn from; None is deterministic.
-
-        Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that
-        agrees with the target proposes what the target will sample.
-        """
+        Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that agrees
+        with the target proposes what the target will sample."""
 
 
 class Further(Protocol):

@@ -1,8 +1,6 @@
-"""Drafting with a module that fills a block of masks at once (Chen et al. 2026, DFlash, arXiv 2602.06036).
-
-One pass gives the logits of all places behind the root, each without knowing what stands at the others. Chains take the
-best of each; trees, grown by the controller over the best few of each place, are those of DDTree (arXiv 2604.12989).
-"""
+"""Drafting with a module that fills a block of masks at once (Chen et al. 2026, DFlash, arXiv 2602.06036). One pass
+gives the logits of all places behind the root, each without knowing what stands at the others. Chains take the best of
+each; trees, grown by the controller over the best few of each place, are those of DDTree (arXiv 2604.12989)."""
 
 from __future__ import annotations
 

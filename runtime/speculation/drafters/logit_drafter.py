@@ -227,11 +227,9 @@ def _likely(logits: Floats, width: int, taken: int) -> list[int]:  # (V,)
 
 
 def best_tokens(logits: Floats, count: int) -> NDArray[np.int64]:  # (V,) -> (count,)
-    """The tokens of the largest logits, largest first, the lower id first where they are equal.
-
-    A maximum of each group bounds what can be among them: the smallest of the largest maxima. Groups are columns of a
-    grid, so that the maxima are taken over whole rows at a time.
-    """
+    """The tokens of the largest logits, largest first, the lower id first where they are equal. A maximum of each group
+    bounds what can be among them: the smallest of the largest maxima. Groups are columns of a grid, so that the maxima
+    are taken over whole rows at a time."""
     groups = len(logits) // _GROUP
     if groups <= count:
         order: NDArray[np.int64] = np.argsort(-logits, kind="stable")[:count]

@@ -41,11 +41,9 @@ class _Interrupted:
 
 
 class TargetStates:
-    """Follows the rows of the target's cache by its passes; `observe` is called after each.
-
-    A module's row for a token reads the state before it, so a row can be `read` once the token behind it is known. Rows
-    that no pass showed, as those of a prefix that was kept elsewhere, are left out.
-    """
+    """Follows the rows of the target's cache by its passes; `observe` is called after each. A module's row for a token
+    reads the state before it, so a row can be `read` once the token behind it is known. Rows that no pass showed, as
+    those of a prefix that was kept elsewhere, are left out."""
 
     def __init__(
         self,

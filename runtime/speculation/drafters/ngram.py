@@ -1,9 +1,6 @@
-"""Drafts by tables of n-grams learnt from every text seen, prompts and replies.
-
-ADED's adaptive table (algorithms.md C3) with contexts of one to six tokens in place of its trigrams: the longest one
-that is known decides. Contexts are hashed into arrays of fixed size, where those seldom seen give way to new ones. What
-is kept is token ids and counts.
-"""
+"""Drafts by tables of n-grams learnt from every text seen, prompts and replies. ADED's adaptive table (algorithms.md
+C3) with contexts of one to six tokens in place of its trigrams: the longest one that is known decides. Contexts are
+hashed into arrays of fixed size, where those seldom seen give way to new ones. What is kept is token ids and counts."""
 
 from __future__ import annotations
 

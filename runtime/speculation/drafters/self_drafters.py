@@ -1,8 +1,6 @@
-"""Drafters that run the target itself in a cheaper way, with rows of their own at the end of the target's cache.
-
-The engine leaves the cache one token, the root, short of the context; drafting appends the root's row and those of
-drafted tokens, which are dropped before verification.
-"""
+"""Drafters that run the target itself in a cheaper way, with rows of their own at the end of the target's cache. The
+engine leaves the cache one token, the root, short of the context; drafting appends the root's row and those of drafted
+tokens, which are dropped before verification."""
 
 from __future__ import annotations
 
@@ -60,11 +58,9 @@ _FIRST_ROWS = 16
 
 
 class EarlyExitDrafter(SelfDrafter):
-    """Drafts with the target's first layers, whose work verification goes on from.
-
-    LayerSkip's self-speculation (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those
-    that a whole pass would compute, so verification runs the remaining layers only.
-    """
+    """Drafts with the target's first layers, whose work verification goes on from. LayerSkip's self-speculation
+    (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those that a whole pass would
+    compute, so verification runs the remaining layers only."""
 
     name = "exit"
 
@@ -171,11 +167,9 @@ def fewer_experts(target: Backend) -> int:
 
 
 class ExpertsDrafter(SelfDrafter):
-    """Drafts with fewer of the target's experts for each token.
-
-    The expert axis of ELMoE-3D's self-speculation: same weights, same routers, but each token uses `count` experts (by
-    default `fewer_experts`) and, with a bias, only those that the bias allows.
-    """
+    """Drafts with fewer of the target's experts for each token. The expert axis of ELMoE-3D's self-speculation: same
+    weights, same routers, but each token uses `count` experts (by default `fewer_experts`) and, with a bias, only those
+    that the bias allows."""
 
     name = "experts"
 
@@ -198,11 +192,9 @@ class ExpertsDrafter(SelfDrafter):
 
 
 class BitsAndExpertsDrafter(ExpertsDrafter):
-    """Drafts with the high 4-bit plane of the target's 8-bit weights and fewer of its experts, in one pass.
-
-    ELMoE-3D's self-speculation on both axes: of a layer's experts, half of the bytes of half of those that a token uses
-    are read.
-    """
+    """Drafts with the high 4-bit plane of the target's 8-bit weights and fewer of its experts, in one pass. ELMoE-3D's
+    self-speculation on both axes: of a layer's experts, half of the bytes of half of those that a token uses are
+    read."""
 
     name = "bits-experts"
 

@@ -33,11 +33,9 @@ Uniform = Callable[[int], float]  # the uniform draw of a place by its number
 
 
 def verify_rejection(draft: Draft, target: TargetView) -> Verdict:
-    """Go down from the root while a child is accepted; else draws a token from what is left.
-
-    Of each depth's numbers, 0 draws the token and the n-th tests the n-th child. The target's keyed choice has no part
-    in it: certain guesses may foretell that one, and then the draft would be no stranger to it.
-    """
+    """Go down from the root while a child is accepted; else draws a token from what is left. Of each depth's numbers, 0
+    draws the token and the n-th tests the n-th child. The target's keyed choice has no part in it: certain guesses may
+    foretell that one, and then the draft would be no stranger to it."""
     accepted: list[int] = []
     node = -1
     while True:
