@@ -25,13 +25,7 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
         if not isinstance(indices, list | range):
             raise CheckpointError(f"config.json: full_attn_idxs={attends!r} is not a list of layers.", CONFIG_HINT)
         types = ["full_attention" if layer in indices else "conv" for layer in range(layers)]
-    known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
-    if not known or len(types) != layers:
-        raise CheckpointError(
-            f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", CONFIG_HINT
-        )
-    mixers = tuple(_MIXERS[each] for each in types)
-    return mixers if "conv" in mixers else ()
+    return config.mixers(types, _MIXERS)
 
 
 def _inner_size(config: HFConfig) -> int:

@@ -85,13 +85,7 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
     if types is None:
         interval = config.integer("full_attention_interval", _INTERVAL)
         types = ["linear_attention" if layer % interval else "full_attention" for layer in range(1, layers + 1)]
-    known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
-    if not known or len(types) != layers:
-        raise CheckpointError(
-            f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", CONFIG_HINT
-        )
-    mixers = tuple(_MIXERS[each] for each in types)
-    return mixers if "delta" in mixers else ()
+    return config.mixers(types, _MIXERS)
 
 
 def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:

@@ -7,11 +7,12 @@ import functools
 import json
 import math
 import sys
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle.parts import RopeSpec
+from edgeinfer.bundle.parts import Mixer, RopeSpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
@@ -214,6 +215,17 @@ class HFConfig:
 
     def uniform_windows(self) -> tuple[int, ...]:
         return self.windows_of([True] * self.integer("num_hidden_layers"))
+
+    def mixers(self, types: object, mixers: Mapping[str, Mixer]) -> tuple[Mixer, ...]:
+        """The mixer of each layer by its type; empty where all layers attend."""
+        layers = self.integer("num_hidden_layers")
+        known = isinstance(types, list) and all(isinstance(each, str) and each in mixers for each in types)
+        if not known or not isinstance(types, list) or len(types) != layers:
+            raise CheckpointError(
+                f"config.json: layer_types={types!r} is not {layers} of {', '.join(mixers)}.", CONFIG_HINT
+            )
+        found = tuple(mixers[each] for each in types)
+        return () if set(found) == {"attention"} else found
 
     def windows_by_layer(self) -> tuple[int, ...]:
         """Qwen's windows: by `layer_types`, or from layer `max_window_layers` on, if `use_sliding_window` is set."""

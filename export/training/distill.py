@@ -34,17 +34,12 @@ _SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
-class DistillOptions:
-    """Options of all trainings of drafters."""
+class StepOptions:
+    """Options of the steps of every training."""
 
-    least_steps: ClassVar[int] = 1
-    least_samples: ClassVar[int] = 0
     weight_decay: ClassVar[float] = 0.1
     most_warmup: ClassVar[int] = 50
 
-    steps: int | None = None  # of the optimizer; None goes by `minutes`
-    minutes: float | None = 30.0  # time limit of everything, where `steps` is None
-    samples: int | None = None  # tokens that the target writes; None goes by the steps or by `minutes`
     # `rows`, `length`: windows of a step and their tokens.
     rows: int = 8
     length: int = 256
@@ -55,12 +50,6 @@ class DistillOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", self.least_steps), ("samples", self.least_samples)):
-            value = getattr(self, name)
-            require(value is None or value >= least, name, value, f"{least} or more")
-        if self.steps is None:
-            fits = self.minutes is not None and 0 < self.minutes <= 100_000
-            require(fits, "minutes", self.minutes, "more than 0")
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
 
@@ -78,6 +67,27 @@ class DistillOptions:
     def batch(self, tokens: TokenFile, step: int, device: torch.device, extra: int = 0) -> torch.Tensor:
         """The windows of a step, with `extra` more tokens each. (rows, length + extra)"""
         return torch.from_numpy(tokens.batch(self.seed, step, self.rows, self.length + extra)).to(device)
+
+
+@dataclass(frozen=True)
+class DistillOptions(StepOptions):
+    """Options of all trainings of drafters."""
+
+    least_steps: ClassVar[int] = 1
+    least_samples: ClassVar[int] = 0
+
+    steps: int | None = None  # of the optimizer; None goes by `minutes`
+    minutes: float | None = 30.0  # time limit of everything, where `steps` is None
+    samples: int | None = None  # tokens that the target writes; None goes by the steps or by `minutes`
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", self.least_steps), ("samples", self.least_samples)):
+            value = getattr(self, name)
+            require(value is None or value >= least, name, value, f"{least} or more")
+        if self.steps is None:
+            fits = self.minutes is not None and 0 < self.minutes <= 100_000
+            require(fits, "minutes", self.minutes, "more than 0")
+        super().__post_init__()
 
 
 class DistillTask(ABC):

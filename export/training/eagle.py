@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.distill import KindOptions
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
+    ChainOptions,
     ChainTask,
     ModuleAttention,
     ModuleLayer,
@@ -41,18 +41,18 @@ _USUAL_LAYERS = 8
 
 
 @dataclass(frozen=True)
-class EagleOptions(KindOptions["EagleTask"]):
+class EagleOptions(ChainOptions["EagleTask"]):
     kind = "eagle"
 
     depth: int = 5  # steps of drafting that a window is unrolled over
-    # That the head can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-    tokens: int | None = None
+
+    @property
+    def places(self) -> int:
+        return self.depth
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.depth <= 16, "depth", self.depth, "from 1 to 16")
-        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
-        require(self.length >= 2 * self.depth, "length", self.length, f"{2 * self.depth} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> EagleTask:
         sizes = sizes_like(target)

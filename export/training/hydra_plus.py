@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.spec import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.distill import KindOptions
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
+    ChainOptions,
     ChainTask,
     ModuleAttention,
     ModuleLayer,
@@ -40,20 +40,20 @@ _USUAL_EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class HydraPlusOptions(KindOptions["HydraPlusTask"]):
+class HydraPlusOptions(ChainOptions["HydraPlusTask"]):
     kind = "hydra-plus"
 
     count: int = 4  # heads, and tokens of a draft; 4 in the paper
     layers: int = 4  # of each head; 4 in the paper
-    # That can be drafted, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-    tokens: int | None = None
+
+    @property
+    def places(self) -> int:
+        return self.count
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.count <= MOST_DRAFT_HEADS, "count", self.count, f"from 1 to {MOST_DRAFT_HEADS}")
         require(1 <= self.layers <= MOST_HEAD_LAYERS, "layers", self.layers, f"from 1 to {MOST_HEAD_LAYERS}")
-        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
-        require(self.length >= 2 * self.count, "length", self.length, f"{2 * self.count} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> HydraPlusTask:
         sizes = sizes_like(target)

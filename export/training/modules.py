@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.distill import DistillOptions, DistillTask
+from edgeinfer.export.training.distill import DistillOptions, DistillTask, KindOptions, T
 from edgeinfer.export.training.losses import divergence_from_logits
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
@@ -222,6 +222,24 @@ class ChainModule(torch.nn.Module):
     """A module with its own head over the tokens that it can draft."""
 
     lm_head: torch.nn.Linear  # (Vd, D)
+
+
+@dataclass(frozen=True)
+class ChainOptions(KindOptions[T]):
+    """Options of modules that draft token by token."""
+
+    # That the module can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
+    tokens: int | None = None
+
+    @property
+    @abstractmethod
+    def places(self) -> int:
+        """Tokens of a draft to learn from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
+        require(self.length >= 2 * self.places, "length", self.length, f"{2 * self.places} or more")
 
 
 class ChainTask(ModuleTask):
