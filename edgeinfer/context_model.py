@@ -211,11 +211,7 @@ class _Reader:
     """Finds or makes the rows of contexts after one prefix; `evaluated` counts the tokens it had to evaluate."""
 
     def __init__(
-        self,
-        parts: ModelParts,
-        prefix: tuple[int, ...],
-        adapter: str | None,
-        progress: Callable[[int], None] | None,
+        self, parts: ModelParts, prefix: tuple[int, ...], adapter: str | None, progress: Callable[[int], None] | None
     ) -> None:
         self._maker = ContextMaker(parts.engine, parts.decoder, prefix, progress)
         kind = parts.engine.backend.cache.snapshot(0, 0)

@@ -36,14 +36,9 @@ _BUNDLE = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-bit-([0-9a-z]{{1,
 _REVISION_LETTERS = 12
 # Files whose change means that a checkpoint's directory holds another model.
 _TELLING = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
-    "generation_config.json",
-)
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/tool_use.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

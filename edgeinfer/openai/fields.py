@@ -239,17 +239,9 @@ def _companion(name: str, value: Any) -> dict[str, Any]:
 
 # OpenAI's fields about the user, the price and storage.
 IGNORED = (
-    "metadata",
-    "model",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
+    "metadata", "model", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user",
+)  # fmt: skip
 MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # The same seed gives the same text with the same fingerprint.

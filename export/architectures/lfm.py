@@ -103,8 +103,8 @@ LFM2_MOE = Architecture(
 def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
     """LFM3: wider convolutions, windows in some layers, norms before and after, and a gate for each head."""
     if config.get("layer_types") is None:
-        kinds = ("sliding_attention", "conv", "full_attention", "conv")
-        listed = [kinds[layer % 4] if layer else "conv" for layer in range(config.integer("num_hidden_layers"))]
+        cycle = ("sliding_attention", "conv", "full_attention", "conv")
+        listed = [cycle[layer % 4] if layer else "conv" for layer in range(config.integer("num_hidden_layers"))]
         config = HFConfig(config.values | {"layer_types": listed})
     types, head_dim = config.get("layer_types"), config.head_dim()
     slides = [kind == "sliding_attention" for kind in types] if isinstance(types, list) else []

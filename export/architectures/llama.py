@@ -91,10 +91,7 @@ GRANITE = Architecture(
 # Half of each head is rotated, neighbours as pairs; biases of queries, keys and values.
 _GLM: dict[str, Any] = {"qkv_bias": flag("attention_bias"), "rope": neighbours}
 GLM = Architecture(
-    classes=("GlmForCausalLM",),
-    model_types=("glm",),
-    read=reader(**_GLM),
-    naming=Naming(gate_up=("mlp.gate_up_proj",)),
+    classes=("GlmForCausalLM",), model_types=("glm",), read=reader(**_GLM), naming=Naming(gate_up=("mlp.gate_up_proj",))
 )
 # GLM-4-0414: GLM with norms after attention and MLP too.
 GLM4 = Architecture(

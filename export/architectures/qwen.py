@@ -159,11 +159,7 @@ _HYBRID: dict[str, Any] = {
 }
 
 QWEN3_NEXT = Architecture(
-    classes=("Qwen3NextForCausalLM",),
-    model_types=("qwen3_next",),
-    read=_read_next,
-    refine=_refine_next,
-    **_HYBRID,
+    classes=("Qwen3NextForCausalLM",), model_types=("qwen3_next",), read=_read_next, refine=_refine_next, **_HYBRID
 )
 QWEN3_5 = Architecture(
     classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),

@@ -53,12 +53,8 @@ class PrefixCache:
         self._roots: dict[str | None, _Span] = {}  # by adapter
         self._spans: set[_Span] = set()
         self._kind: CacheSnapshot | None = None  # of no rows, which tells what more of them take
-        self._nbytes = 0
+        self.nbytes = 0
         self._clock = itertools.count(1)
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     @property
     def bytes_in_place(self) -> int:
@@ -154,17 +150,17 @@ class PrefixCache:
         assert span.parent is not None
         span.parent.children[int(span.tokens[0])] = span
         self._spans.add(span)
-        self._nbytes += span.nbytes
+        self.nbytes += span.nbytes
 
     def _split(self, span: _Span, at: int) -> None:
         assert span.rows is not None
-        self._nbytes -= span.nbytes
+        self.nbytes -= span.nbytes
         below = _Span(span.tokens[at:].copy(), span.rows.cut(at), span, span.used)
         span.tokens = span.tokens[:at].copy()
         below.children, span.children = span.children, {}
         for child in below.children.values():
             child.parent = below
-        self._nbytes += span.nbytes
+        self.nbytes += span.nbytes
         self._add(below)
 
     def _evict(self, keep_bytes: int, pinned: Collection[_Span]) -> None:
@@ -176,7 +172,7 @@ class PrefixCache:
             assert oldest.parent is not None
             del oldest.parent.children[int(oldest.tokens[0])]
             self._spans.remove(oldest)
-            self._nbytes -= oldest.nbytes
+            self.nbytes -= oldest.nbytes
 
 
 def shared_length(a: NDArray[Any], b: NDArray[Any]) -> int:  # (n,), (m,)

@@ -162,31 +162,25 @@ class DivergenceLimit:
 
     @property
     def bound(self) -> float:
-        """What the mean may be: it and one standard error, taken from a spread that is never below the mean.
-        Divergences are spread at least as widely as that; a few samples that happen to agree would say otherwise."""
-        if not self.sampled:
-            return 0.0
-        mean = self._sum / self.sampled
-        return mean + max(self._spread, mean) / math.sqrt(self.sampled)
+        """What the mean may be: it and one standard error."""
+        return self._sum / self.sampled + self._spread / math.sqrt(self.sampled) if self.sampled else 0.0
 
     @property
     def _spread(self) -> float:
+        """The samples' standard deviation or their mean: divergences are spread at least as widely as that, and a few
+        samples that happen to agree would say otherwise."""
         mean = self._sum / self.sampled
-        return math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0))
+        return max(math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0)), mean)
 
     @property
     def worst(self) -> float:
         """What a token is likely to diverge by at worst."""
-        if self.sampled < _ENOUGH:
-            return self._worst
-        mean = self._sum / self.sampled
-        return mean + _SPREADS * max(self._spread, mean)
+        return self._sum / self.sampled + _SPREADS * self._spread if self.sampled >= _ENOUGH else self._worst
 
     def expect(self, prompt: DivergenceLimit) -> None:
         """Take over from samples of the prompt what a token may diverge by at worst."""
         if prompt.sampled:
-            mean = prompt._sum / prompt.sampled
-            self._worst = mean + _SPREADS * max(prompt._spread, mean)
+            self._worst = prompt._sum / prompt.sampled + _SPREADS * prompt._spread
 
     def allows(self, further: int, reduced: int, tokens: int) -> bool:
         """Whether so many further tokens, at their worst, leave the reply's mean within the limit as it is now."""

@@ -16,11 +16,7 @@ from edgeinfer.options import format_size
 from edgeinfer.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.planning.candidates import (
-    USUAL_CONTEXT,
-    Drafting,
-    configurations,
-)
+from edgeinfer.runtime.planning.candidates import USUAL_CONTEXT, Drafting, configurations
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan, SpeedCurve, WayToRun, speed_curve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput

@@ -56,11 +56,7 @@ class StepRoutingDecoding(DecodingStrategy):
     """Takes a step of the small model's, or writes it with the large one where that expects to do so much better."""
 
     def __init__(
-        self,
-        given: StrategyArguments,
-        small: SmallModel,
-        ends: Callable[[int], bool],
-        parameters: float,
+        self, given: StrategyArguments, small: SmallModel, ends: Callable[[int], bool], parameters: float
     ) -> None:
         super().__init__(given.backend, given.sampler)
         self._least, self._chunk = (

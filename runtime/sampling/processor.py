@@ -139,8 +139,8 @@ class LogitsProcessor:
     before left, renormalised; at its edge the lower token id wins a tie."""
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:
-        self._config = config
-        self._seed = seed
+        self.config = config
+        self.seed = seed
         self._penalties = Penalties.from_config(config, vocab_size)
         self._vocab_size = vocab_size
         self._greedy, self._adjusts = config.greedy, self._penalties.active
@@ -152,14 +152,6 @@ class LogitsProcessor:
         self._weights = np.empty(most)
         self._noise = None if config.greedy else GumbelNoise(seed, vocab_size)
         self._truncates = most < vocab_size or config.top_p < 1 or config.min_p > 0
-
-    @property
-    def config(self) -> GenerationConfig:
-        return self._config
-
-    @property
-    def seed(self) -> int:
-        return self._seed
 
     @property
     def takes_likeliest(self) -> bool:
@@ -203,7 +195,7 @@ class LogitsProcessor:
                 kept, _ = self._truncated(row, chosen)
                 row, ids = row[kept], kept if allowed is None else allowed[kept]
                 chosen = int(row.argmax())
-            chosen = self._noise.draw(row, chosen, self._config.temperature, position, ids)
+            chosen = self._noise.draw(row, chosen, self.config.temperature, position, ids)
         return chosen if ids is None else int(ids[chosen])
 
     def sample_checked(
@@ -267,4 +259,4 @@ class LogitsProcessor:
 
     def _truncated(self, row: Logits, best: int) -> tuple[Ids, NDArray[np.float64]]:  # (A,) -> (S,), (S,)
         size = len(row)
-        return truncated(row, best, self._config, self._ids[:size], self._weights[:size])
+        return truncated(row, best, self.config, self._ids[:size], self._weights[:size])

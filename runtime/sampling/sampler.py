@@ -10,14 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces, TextCheck, weighed_draw
-from edgeinfer.runtime.sampling.distributions import (
-    Ids,
-    Logits,
-    TokenLogprobs,
-    draw_from,
-    token_logprobs,
-    uniform,
-)
+from edgeinfer.runtime.sampling.distributions import Ids, Logits, TokenLogprobs, draw_from, token_logprobs, uniform
 from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
 
 Probabilities = NDArray[np.float64]

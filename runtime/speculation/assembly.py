@@ -47,12 +47,7 @@ def _sequence_bytes(configuration: Configuration) -> int:
 
 
 OPTION_BYTES = OptionBytes(
-    drafting_bytes,
-    _sequence_bytes,
-    prefix_cache.planned_bytes,
-    context_shift.planned_bytes,
-    priors_of,
-    grammar_bytes,
+    drafting_bytes, _sequence_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes, priors_of, grammar_bytes
 )
 
 

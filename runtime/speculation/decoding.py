@@ -46,12 +46,7 @@ class RoundView:
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        draft: Draft,
-        logits: LogitRows,
-        position: int,
-        hidden: Floats | None = None,
+        self, sampler: Sampler, draft: Draft, logits: LogitRows, position: int, hidden: Floats | None = None
     ) -> None:
         self._sampler = sampler
         self._draft = draft

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -88,8 +88,6 @@ _STATUS = Path("/proc/self/status")
 _SIZES = re.compile(rb"^(VmHWM|VmRSS|RssAnon|RssFile|RssShmem):\s*(\d+)", re.MULTILINE)
 _MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Path("/proc/self/pagemap")
 _ROLLUP = Path("/proc/self/smaps_rollup")
-# Seconds between two readings of it.
-_ROLLUP_S = 1.0
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX, _M_MXFAST = -1, -3, -8, 1
@@ -127,28 +125,17 @@ def process_memory() -> ProcessMemory:
     return ProcessMemory(info.rss, max(peak, info.rss), info.rss, 0)
 
 
-class _Proportional:
-    """The latest reading of `proportional_bytes`."""
-
-    def __init__(self) -> None:
-        self._read, self._bytes = -math.inf, 0
-
-    def bytes(self) -> int:
-        if (now := time.monotonic()) - self._read >= _ROLLUP_S:
-            lines = _ROLLUP.read_text().splitlines()
-            self._bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-            self._read = now
-        return self._bytes
-
-
-_PROPORTIONAL = _Proportional()
+@lru_cache(maxsize=1)
+def _proportional(second: int) -> int:
+    lines = _ROLLUP.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def proportional_bytes() -> int | None:
     """Bytes in memory, each page divided by the processes that share it; None if unknown. The system looks at every
     page, which took 7 ms at 350 MB, so within a second the answer is the same."""
     try:
-        return _PROPORTIONAL.bytes()
+        return _proportional(int(time.monotonic()))
     except OSError:
         return None
 

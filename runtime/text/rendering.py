@@ -192,10 +192,7 @@ class Rendering:
             raise _not_compiled(error) from error
 
     def render(
-        self,
-        attempts: Sequence[Mapping[str, Any]],
-        moment: Mapping[str, str],
-        probes: Sequence[str] = (),
+        self, attempts: Sequence[Mapping[str, Any]], moment: Mapping[str, str], probes: Sequence[str] = ()
     ) -> list[Rendered]:
         """Render attempts, each the names given to the template, up to the first whose text has all probes."""
         self._environment.begin()

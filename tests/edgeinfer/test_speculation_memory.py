@@ -67,7 +67,7 @@ def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, 
             pytest.skip("planes need the native kernel")
         model.generate([5 + i % 300 for i in range(400)], speculation=who, ignore_eos=True)
         drafters = model._parts.speculator._drafters
-        small = model._parts.speculator._parts.model
+        small = model._parts.speculator.parts.model
         assert small is not None
         # The draft model has a term of its own.
         held = sum(
