@@ -247,11 +247,7 @@ class AsyncTokenStream:
 
     @property
     def result(self) -> Result:
-        """The finished reply.
-
-        Raises:
-            UsageError: the stream is not finished yet, or was cancelled before the reply started.
-        """
+        """The finished reply; UsageError before it is, and where the stream was cancelled before the reply started."""
         stream = None if self._production is None else self._production.stream
         if stream is None or not self._ended:
             raise UsageError("The reply is not finished.", "Iterate to the end, or close the stream first.")

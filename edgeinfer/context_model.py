@@ -122,11 +122,8 @@ class ContextModel:
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> TokenStream:
-        """Answer OpenAI-style messages, chunk by chunk; as `Model.stream_chat`.
-
-        Args:
-            progress: called with the tokens of each pass that evaluates contexts; its errors end the reply.
-        """
+        """Answer messages as `Model.stream_chat` does. `progress` is called with the tokens of each pass that evaluates
+        contexts; its errors end the reply."""
         started = time.perf_counter()
         config = GenerationConfig.for_chat(self._model.sampling, options)
         prefix, rest = self._model.split_chat(messages, prefill)

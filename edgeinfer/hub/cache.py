@@ -70,11 +70,7 @@ def existing(source: str | os.PathLike[str]) -> Path | None:
 
 
 def builtin() -> Path:
-    """The model that comes with edgeinfer.
-
-    Raises:
-        BundleError: this copy comes without it.
-    """
+    """The model that comes with edgeinfer; BundleError where this copy comes without it."""
     path = Path(__file__).parents[1] / "builtin" / BUILTIN
     if not is_bundle(path):
         hint = f"Reinstall edgeinfer, or export the model's checkpoint to {path}."
@@ -164,11 +160,8 @@ def gguf_name(repo_id: str, file: str, names: list[str]) -> str:
 
 
 def remove_cached(model: CachedModel) -> int:
-    """Removes the files of a model from the cache; the whole repository where it has no other model.
-
-    Returns:
-        Bytes that were freed.
-    """
+    """Removes a model's files from the cache, or the whole repository where it has no other; returns the bytes
+    freed."""
     hub = library()
     others = [other for other in cached_models() if other.repo_id == model.repo_id and other.path != model.path]
     if not others:

@@ -101,11 +101,7 @@ def find_place(name: str, bits: int | None = None) -> Place | None:
 
 
 def shown_name(model: str | Path | None) -> str:
-    """A model's name as people write it, for windows and lists: Qwen2.5 Coder 0.5B Instruct.
-
-    Args:
-        model: as `edgeinfer.load` takes it; only its manifest is read.
-    """
+    """A model's name as people write it: Qwen2.5 Coder 0.5B Instruct; only its manifest is read."""
     if model is None:
         return BUILTIN
     path = Path(model)

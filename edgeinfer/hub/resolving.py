@@ -118,11 +118,8 @@ def update(
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
 ) -> Path:
-    """Resolves a name as `resolve` does, and brings a hub model that is here up to date first.
-
-    Args:
-        revision: branch, tag or commit; None is the main branch.
-    """
+    """Resolves a name as `resolve` does, and brings a hub model that is here up to date first: to a branch, tag or
+    commit, or None for the main branch."""
     if existing(model) is not None or hub_name(model) is None:
         return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
     job = _job(name_of(model), bits, None, progress)
@@ -130,25 +127,14 @@ def update(
 
 
 def local(model: str | Path | None) -> Path | None:
-    """Where a model is on this machine; None where it would have to be fetched or converted first.
-
-    Args:
-        model: as `resolve` takes it.
-
-    Raises:
-        ModelError: no such path or name.
-    """
+    """Where a model is on this machine; None where it would have to be fetched or converted first, and ModelError where
+    there is no such path or name."""
     return find_model(model).path
 
 
 def find(source: str | Path) -> Path:
-    """The local directory of a bundle or checkpoint: an existing path, the built-in model by its name, or a hub id,
-    fetched unless it is cached.
-
-    Raises:
-        ModelError: no such path.
-        HubError: the repository could not be fetched.
-    """
+    """The local directory of a bundle or checkpoint: an existing path (else ModelError), the built-in model by its
+    name, or a hub id, fetched unless it is cached."""
     path = existing(source)
     if path is not None or source == BUILTIN:
         return path or builtin()
@@ -157,12 +143,8 @@ def find(source: str | Path) -> Path:
 
 
 def find_checkpoint(source: str | Path) -> Path:
-    """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached.
-
-    Raises:
-        ModelError: no such path, or the source is a bundle already.
-        HubError: the repository could not be fetched.
-    """
+    """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached; ModelError where
+    it is a bundle already."""
     path = find(source)
     if is_bundle(path):
         raise ModelError(f"{source} is already a bundle.", f"Run it: edgeinfer run -m {source}")

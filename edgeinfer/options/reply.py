@@ -237,11 +237,8 @@ class GenerationConfig(SamplingOptions, SearchSettings, ComputeSettings, ReplyDr
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """Options as callers write them: groups as objects or mappings, their options also by themselves.
-
-        Raises:
-            UsageError: an unknown option, or a value out of range.
-        """
+        """Options as callers write them, alone or in groups, which are objects or mappings; UsageError where one is
+        wrong."""
         options = flat_options(options, REPLY_GROUPS)
         if isinstance(options.get("logprobs"), bool):  # as OpenAI writes it: those of the tokens alone, or none
             options["logprobs"] = 0 if options["logprobs"] else None

@@ -92,11 +92,7 @@ class TunedSettings:
         return tuple(name for name, value in self.to_dict().items() if value not in (None, ""))
 
     def left_open_by(self, config: LoadConfig, proved_with: int) -> TunedSettings:
-        """Settings that the caller has not set himself.
-
-        Args:
-            proved_with: threads that the settings were proved with; with another number they were not measured.
-        """
+        """Settings that the caller left open; with other threads than `proved_with`, they were not measured."""
         if (config.threads or self.threads or usable_cores()) != proved_with:
             return UNTUNED
         own_weights = config.weights is not None or config.expert_memory is not None
@@ -113,11 +109,7 @@ class TunedSettings:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave.
-
-        Raises:
-            UsageError: anything is unknown, missing or impossible.
-        """
+        """Takes back what `to_dict` gave; UsageError where anything is unknown, missing or impossible."""
         try:
             return read_whole(cls, data)
         except MisfitError as misfit:

@@ -103,12 +103,8 @@ def _check(choices: Sequence[tuple[int, ...]], flat: _Ints, end_ids: _Ints) -> N
 
 
 def _levels(lengths: _Ints, flat: _Ints) -> tuple[_Ints, _Ints, NDArray[np.bool_]]:  # (K,), (T,)
-    """The trie of different choices in lexicographic order, without a loop over them.
-
-    Returns:
-        Token of each slot (N,); first slot of each node's children, and one past them (N + 3,); whether a reply may end
-        at each node (N + 2,).
-    """
+    """The trie of different choices in lexicographic order, without a loop over them: the token of each slot (N,), the
+    first slot of each node's children and one past them (N + 3,), and where a reply may end (N + 2,)."""
     count = len(lengths)
     starts = np.cumsum(lengths) - lengths
     total = len(flat)

@@ -179,11 +179,8 @@ class BestOf(DrawnSearch):
 
 
 def answer_of(text: str, kind: str) -> str:
-    """What of a text is counted: white space, capitals and punctuation at the end make no difference.
-
-    Args:
-        kind: one of `searching.ANSWERS`. A text without a number has its last line for an answer.
-    """
+    """What of a text is counted, by one of `searching.ANSWERS`: white space, capitals and punctuation at the end make
+    no difference. A text without a number has its last line for an answer."""
     lines = [line for line in text.splitlines() if line.strip()]
     if kind == "number" and (numbers := _NUMBER.findall(text)):
         return str(numbers[-1]).replace(",", "")

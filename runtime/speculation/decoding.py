@@ -295,13 +295,8 @@ class SpeculativeDecoding(DecodingStrategy):
         return resumption
 
     def _recheck(self, verdict: Verdict, target: RoundView, passed: Evaluated, base: int) -> tuple[Verdict, LogitRows]:
-        """Repeats the first choice that rounding may have decided, by the pass that plain decoding would run.
-
-        A pass over the root alone is that pass.
-
-        Returns:
-            The verdict, and the logits, which are copied before such a pass overwrites them, with what that gave.
-        """
+        """Repeats the first choice that rounding may have decided, by the pass over the root alone that plain decoding
+        would run; returns the verdict, and the logits with what that gave, copied before the pass overwrites them."""
         if not self._noise or len(passed.fed) == 1:
             return verdict, passed.logits
         for place, node in enumerate((-1, *verdict.accepted)):

@@ -450,13 +450,7 @@ class _DraftingSearch:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The layers that draft best.
-
-    Attributes:
-        exit: the early exit that drafts best.
-        skip: the set of skipped blocks that drafts best.
-        tuning: of these, what is predicted to pay.
-    """
+    """The early exit and the set of skipped blocks that draft best, and of these what is predicted to pay."""
 
     exit: SkipSet
     skip: SkipSet

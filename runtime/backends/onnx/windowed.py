@@ -141,12 +141,8 @@ class Window:
 
 
 class WindowedBackend(WrappedBackend[GraphBackend]):
-    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
-    states of one enter the next. Every row of the result is the same bits as without.
-
-    Args:
-        inner: a backend that can skip layers and resume from hidden states; closed with this one.
-    """
+    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside, which is
+    closed with it: the hidden states of one enter the next. Every row of the result has the same bits."""
 
     def __init__(self, inner: GraphBackend, meter: DiskMeter | None) -> None:
         super().__init__(inner)

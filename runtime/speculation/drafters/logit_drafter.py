@@ -87,14 +87,8 @@ class Follower:
         return max(0, len(head) - 1 - (self.shared(head, ()) if self.owns else 0))
 
     def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int) -> Floats:
-        """Feed what the cache lacks of a path and give the logits after its last tokens.
-
-        Args:
-            wanted: how many of the path's last tokens to give logits of; 0 is none.
-
-        Returns:
-            Logits, a view that the backend's next pass overwrites. (wanted, V)
-        """
+        """Feed what the cache lacks of a path and give the logits after so many of its last tokens (wanted, V), a view
+        that the backend's next pass overwrites."""
         if not self.owns:
             self.restart(self.start)
         total, shared = len(head) + len(drafted), self.shared(head, drafted)
@@ -144,11 +138,7 @@ _PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.93, 0.03, 0.08, 0.15, 0.2, 0
 
 
 class LogitDrafter(Drafter):
-    """Does what follows from having logits after any path.
-
-    Args:
-        vocabulary: V, the columns of the logits.
-    """
+    """Does what follows from having logits after any path, over a vocabulary of so many columns."""
 
     priors: Sequence[float] = _PRIORS
     draws = True

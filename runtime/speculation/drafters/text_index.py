@@ -40,11 +40,7 @@ class SuffixIndex:
         return len(self.tokens)
 
     def replace(self, tokens: Sequence[int]) -> int:
-        """Make this the text; what it shares with the last one from the start on is not touched.
-
-        Returns:
-            tokens that were shared.
-        """
+        """Make this the text; the tokens it shares with the last one from the start on are not touched, and counted."""
         tokens, mine = list(tokens), self.tokens
         shared = min(len(tokens), len(mine))
         if tokens[:shared] != mine[:shared]:
@@ -94,11 +90,8 @@ class SuffixIndex:
                     self._after[tokens[-1]] = known
 
     def longest(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
-        """The longest earlier occurrence, two tokens at least, of what text and drafted tokens end with.
-
-        Returns:
-            where it went on, of equally long ones the latest, and its length; (NONE, 0) where there is none.
-        """
+        """Where the longest earlier occurrence, two tokens at least, of what text and drafted tokens end with went on,
+        of equally long ones the latest, and its length; (NONE, 0) where there is none."""
         count = len(drafted)
         tail = list(drafted[-_LONGEST:]) if count >= _LONGEST else [*self.tokens[count - _LONGEST :], *drafted]
         best, size = NONE, 0
