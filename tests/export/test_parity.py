@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
 
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
-from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures import find_architecture
@@ -25,14 +25,11 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.factories import make_checkpoint
 from tests.tables import each_row
 
 TOLERANCE = 1e-4
-# Where edgeinfer was installed without a compiler, the graph of ONNX Runtime's operators alone.
-RUNNABLE = LAYOUTS if LIBRARY.is_file() else (PORTABLE,)
 
 
 def export_random(
@@ -49,47 +46,6 @@ def test_half_precision_and_sharded_sources_match_transformers(dtype: torch.dtyp
     assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 1
     logits, _ = runner.run(TOKENS, list(range(len(TOKENS))))
     assert np.abs(logits - expected_logits(model, TOKENS)).max() <= TOLERANCE
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    folder = tmp_path_factory.mktemp("llama")
-    model = make_checkpoint(folder / "checkpoint", "Llama")
-    return model, export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32))
-
-
-def test_no_logit_rows_give_no_logits_but_hidden_states(llama: tuple[Any, Path]) -> None:
-    model, bundle = llama
-    runner = Runner(bundle, rotary_tables(model, len(TOKENS)))
-    logits, hidden = runner.run(TOKENS, [])
-    assert logits.shape == (0, 320)
-    assert hidden.shape == (len(TOKENS), 64)
-
-
-def test_resuming_after_an_exit_layer_equals_one_pass(llama: tuple[Any, Path]) -> None:
-    model, bundle = llama
-    rows = list(range(len(TOKENS)))
-    first = np.array([True, True, False, False, False, False])
-    for layout in RUNNABLE:
-        runner = Runner(bundle, rotary_tables(model, len(TOKENS)), layout)
-        _, hidden = runner.run(TOKENS, [], mask=first)
-        runner.length = 0
-        logits, _ = runner.run(TOKENS, rows, mask=~first, hidden=hidden)
-        assert np.abs(logits - expected_logits(model, TOKENS)).max() <= TOLERANCE
-
-
-def test_masked_blocks_leave_hidden_states_and_cache_untouched(llama: tuple[Any, Path]) -> None:
-    model, bundle = llama
-    with torch.no_grad():
-        embedded = model.model.embed_tokens(torch.from_numpy(TOKENS[4:])).numpy()
-    for layout in RUNNABLE:
-        runner = Runner(bundle, rotary_tables(model, len(TOKENS)), layout)
-        runner.run(TOKENS[:4], [])
-        before = {name: buffer.copy() for name, buffer in runner.buffers.items()}
-        _, hidden = runner.run(TOKENS[4:], [], mask=np.zeros(6, np.bool_))
-        np.testing.assert_array_equal(hidden, embedded)
-        np.testing.assert_equal(runner.buffers, before)
-        assert any(buffer.any() for buffer in before.values())
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
