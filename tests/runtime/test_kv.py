@@ -13,7 +13,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import PORTABLE
@@ -22,10 +21,9 @@ from edgeinfer.errors import BackendError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, feed
 from tests.tables import each_row
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
@@ -258,13 +256,10 @@ def bundle() -> Bundle:
     return bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=PORTABLE), hidden_size=128)
 
 
-def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
-    rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits.copy()
-
-
 def test_a_grown_cache_keeps_its_rows(bundle: Bundle) -> None:
     whole, parts = (OnnxBackend(bundle, 600) for _ in range(2))
-    expected = run(whole, TEXT)
-    assert np.array_equal(np.concatenate([run(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected)
+    expected = feed(whole, TEXT)
+    assert np.array_equal(
+        np.concatenate([feed(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected
+    )
     assert parts.nbytes()["kv"] == 512 * bundle.manifest.geometry.kv_bytes_per_token()

@@ -18,7 +18,7 @@ from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY, switched_off
-from tests.runtime.models import make_graph_backend
+from tests.runtime.models import feed, make_graph_backend
 from tests.tables import each_row
 
 if TYPE_CHECKING:
@@ -65,14 +65,6 @@ def pair(request: pytest.FixtureRequest, backends: dict[str, Backend]) -> tuple[
     onnx.cache.trim(0)
     reference.cache.trim(0)
     return onnx, reference
-
-
-def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
-    """A chain in one pass, all logit rows."""
-    rows = np.arange(len(tokens))
-    return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **options)
-    ).logits.copy()
 
 
 def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int], **options: Any) -> Floats:  # (S, V)

@@ -25,7 +25,7 @@ from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of, feed, make_graph_backend
 from tests.runtime.test_parity import (
     CAPACITY,
     DRAFT,
@@ -33,7 +33,6 @@ from tests.runtime.test_parity import (
     PARENTS,
     TEXT,
     assert_close,
-    feed,
     feed_in,
     feed_tree,
     path,

@@ -27,8 +27,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalties": SAMPLED | {"repetition_penalty": 1.2, "presence_penalty": 0.2},
 }
 WHO = ("auto", "copy", "ngram", "recycle", "forced", "model", "copy,ngram,recycle,model")
-
-
 # An ordinary bundle of a checkpoint, a static one, and a shallow static one.
 EXPORTS: dict[str, StaticOptions | None] = {
     "ordinary": None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import mmap
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -42,8 +41,6 @@ from edgeinfer.runtime.weights.streaming import (
     dropped_windows,
     layer_runs,
     layer_windows,
-    pass_bytes,
-    reread_ms,
     streamed_bytes,
     streamed_runs,
     window_bytes,
@@ -55,8 +52,6 @@ from tests.runtime.models import bundle_of, make_graph_backend
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 
 LAYERS, CAPACITY = 4, 64
-
-
 # Layers large enough to show in a process's memory.
 LARGE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": LAYERS}
 
@@ -138,24 +133,6 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
             # Rows that a layer was skipped in are computed again before anything may read them.
             backend.cache.keep(start, range(asked["kept"] if asked["layer_mask"] is None else 0))
     same_cache(pair)
-
-
-def test_a_draft_is_resumed_behind_the_layers_that_made_it(pair: Pair) -> None:
-    """Early layers run, rows are taken back, and later ones go on where they stopped, as self-drafting does."""
-    tokens, positions = np.array([7, 8, 9]), np.arange(3)
-    early = np.repeat(np.arange(LAYERS) < 2, 2)
-    results = []
-    for backend in pair:
-        backend.cache.trim(0)
-        hidden = backend.forward(ForwardInput(tokens, positions, np.array([2]), layer_mask=early)).hidden
-        assert hidden is not None
-        hidden = hidden.copy()
-        backend.cache.trim(0)
-        results.append(backend.forward(ForwardInput(tokens, positions, np.arange(3), layer_mask=~early, hidden=hidden)))
-    same(results)
-    same_cache(pair)
-    pair[1].cache.trim(0)
-    same([results[0], pair[1].forward(ForwardInput(tokens, positions, np.arange(3)))])
 
 
 class _Inner:
@@ -277,17 +254,6 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
     streamed.close()
 
 
-@pytest.mark.skipif(not releases_pages(), reason="pages are not advised about here")
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
-def test_large_pages_are_asked_for_where_all_is_read() -> None:
-    require_kernel()
-    backend = make_graph_backend(small(NATIVE), CAPACITY)
-    assert backend.pages is not None
-    flags = re.findall(r"weights\.bin\n(?:[A-Z].*\n)*?VmFlags:(.*)", Path("/proc/self/smaps").read_text())
-    assert any(" hg" in each for each in flags)
-    backend.close()
-
-
 @pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
 def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> None:
     require_kernel()
@@ -301,20 +267,6 @@ def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> Non
     first.close()
     assert part.places and not mine & set(part.places)
     second.close()
-
-
-def test_converted_weights_are_found_where_they_lie() -> None:
-    require_kernel()
-    bundle = small(PORTABLE)
-    inner = make_graph_backend(bundle, CAPACITY, layout=NATIVE)
-    assert inner.pages is not None
-    tensors = tensors_in(bundle.manifest, NATIVE)
-    for layer in range(LAYERS):
-        blobs = [blob for t in tensors if t.name.startswith(f"layers.{layer}.") for blob in t.blobs]
-        ((offset, size),) = inner.pages.layers(layer, layer + 1).runs
-        assert offset == min(blob.offset for blob in blobs)
-        assert offset + size == max(blob.offset + blob.nbytes for blob in blobs)
-    inner.close()
 
 
 def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -343,21 +295,6 @@ def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPat
         (place,) = (tmp_path / "edgeinfer" / "disks").iterdir()
         place.write_text(damaged)
         assert disk_rate.kept_rate(path) is None, damaged
-
-
-def test_what_the_plan_reckons_with() -> None:
-    tensors = tensors_in(small(NATIVE).manifest, NATIVE)
-    layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))
-    embedding = tensors[0].nbytes
-    assert tensors[0].name == "embed"
-    assert embedding < layer
-    margin = streamed_bytes(tensors, 1, threads=1) - layer
-    sizes = [streamed_bytes(tensors, window, threads=1) - margin for window in (1, 2, LAYERS, 2 * LAYERS)]
-    assert sizes[:2] == [layer, 2 * layer] and LAYERS * layer < sizes[2] == sizes[3]
-    assert pass_bytes(tensors) == sum(t.nbytes for t in tensors) - embedding
-    # A window of six layers takes a quarter of what one of 24 does, and small arrays take faults of their own.
-    assert 4 * reread_ms(0, layers_decided=6) == pytest.approx(reread_ms(0, layers_decided=24))
-    assert reread_ms(2 * embedding, arrays=9) > 2 * reread_ms(embedding) > 0
 
 
 @pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
@@ -566,12 +503,3 @@ def test_what_is_read_ahead_is_not_kept_mapped(tmp_path: Path) -> None:
     assert next(line for line in lines if line.startswith("Rss:")).split()[1] == "0"
     reading.close()
     assert str(path) not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.parametrize("kept", [0, 8])
-def test_streaming_brings_back_the_experts_that_are_chosen_alone(kept: int) -> None:
-    way = Configuration(64, 8, "float32", "streamed", 1, (), 0, "kept", kept_layers=kept)
-    read = planner._Read(WEIGHTS, RUNS, 100, 0)
-    none, half, whole = (planner._streamed_again_ms(way, read, share) for share in (0.0, 0.5, 1.0))
-    assert none < half < whole
-    assert half - none == pytest.approx(whole - half)

@@ -19,14 +19,14 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of, feed, make_graph_backend
 from tests.speculation import load_eager
 from tests.tables import each_row
 
@@ -228,17 +228,6 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
     backend.close()
 
 
-def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows: list[int] = []
-    monkeypatch.setattr(ExpertCache, "used", lambda cache, ids: windows.append(len(ids)))
-    for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
-        backend = CachedExpertsBackend(make_graph_backend(bundle, CAPACITY), decoder_of(bundle), limit)
-        backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
-        assert len(windows) == expected
-        windows.clear()
-        backend.close()
-
-
 @each_row(
     ("layout", "share", "match"),
     [(NATIVE, 0.25, r"experts of one layer take .* use more memory"), (PORTABLE, 9.0, "cannot be loaded on demand")],
@@ -281,15 +270,10 @@ def hybrid(request: pytest.FixtureRequest) -> Bundle:
     return bundle_of(request.param, config, tie_word_embeddings=True, **KINDS[request.param])
 
 
-def run(backend: Backend, tokens: Any) -> Any:
-    size, start = len(tokens), backend.cache.length
-    return backend.forward(ForwardInput(tokens, np.arange(start, start + size), np.arange(size))).logits.copy()
-
-
 @pytest.mark.slow
 @releasing
 def test_passes_drafts_and_copies_have_the_bits_of_resident_experts(hybrid: Bundle) -> None:
-    whole = run(PagedBackend(hybrid, CONTEXT), TOKENS)
+    whole = feed(PagedBackend(hybrid, CONTEXT), TOKENS)
     decoder = hybrid.manifest.decoder
     assert decoder is not None
     takes = ExpertBytes.of(decoder, tensors_in(hybrid.manifest, NATIVE))
@@ -299,12 +283,12 @@ def test_passes_drafts_and_copies_have_the_bits_of_resident_experts(hybrid: Bund
     )
     for backend in others:
         for start, stop, kept in PASSES:
-            assert np.array_equal(run(backend, TOKENS[start:stop]), whole[start:stop])
+            assert np.array_equal(feed(backend, TOKENS[start:stop]), whole[start:stop])
             backend.cache.trim(kept)
         rows = backend.cache.snapshot()
-        assert np.array_equal(run(backend, TOKENS[50:]), whole[50:])
+        assert np.array_equal(feed(backend, TOKENS[50:]), whole[50:])
         backend.cache.restore(rows)
-        assert np.array_equal(run(backend, TOKENS[50:]), whole[50:])
+        assert np.array_equal(feed(backend, TOKENS[50:]), whole[50:])
         backend.close()
 
 

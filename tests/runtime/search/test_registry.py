@@ -70,18 +70,8 @@ def test_only_some_follow_a_constraint(name: str) -> None:
     config = GenerationConfig(**nested(options_of(name)), max_tokens=8)
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
-    parts = SearchParts(
-        backend,
-        sampler,
-        config,
-        frozenset({END}),
-        Letters(),
-        lambda: False,
-        tuple,
-        16,
-        continues=False,
-        small=LettersAnchor,
-    )
+    rest: dict[str, Any] = {"cancelled": lambda: False, "fed": tuple, "chunk": 16, "continues": False}
+    parts = SearchParts(backend, sampler, config, frozenset({END}), Letters(), **rest, small=LettersAnchor)
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):
             make_search(parts, forgets=False)

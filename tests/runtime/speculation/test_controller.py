@@ -24,13 +24,6 @@ def test_drafts_as_long_as_it_may_where_rows_are_free_and_guesses_right() -> Non
     assert run.plain_ms / run.ms > 10
 
 
-def test_drafts_nothing_where_every_row_costs_a_pass() -> None:
-    text = text_of(200)
-    run = decode([Prophet("copy", text, 0.9)], text, Prices(LINEAR))
-    assert run.ms <= 1.001 * run.plain_ms
-    assert sum(len(draft) for draft in run.drafts) == 0
-
-
 @pytest.mark.slow
 def test_beside_many_texts_no_drafter_is_asked_before_some_of_them_have_ended() -> None:
     text, sharing = text_of(100), 8
@@ -62,15 +55,6 @@ def test_takes_the_better_drafter_and_pays_for_it_only_where_it_must() -> None:
     sure, costly = Prophet("copy", text, 0.99), Prophet("model", text, 0.95, seed=1)
     decode([sure, costly], text, Prices(STAIRS, {"model": 1.0}))
     assert costly.asked < 60
-
-
-def test_a_costly_drafter_that_is_always_wrong_is_given_up_and_tried_again_now_and_then() -> None:
-    text = text_of(2000)
-    wrong = Prophet("model", text, 0.0)
-    wrong.priors = (0.8, 0.8)
-    run = decode([wrong], text, Prices(STAIRS, {"model": 4.0}))
-    assert run.ms <= 1.03 * run.plain_ms
-    assert wrong.asked > 2
 
 
 def test_drafts_keep_to_the_room_there_is() -> None:

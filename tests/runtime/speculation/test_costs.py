@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise, product
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 
 from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
@@ -32,6 +30,7 @@ from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafte
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.speculation.prophets import Prophet, decode, text_of
+from tests.runtime.test_engine import TableBackend, TableCache
 from tests.tables import each_row
 
 CURVES = st.builds(
@@ -145,52 +144,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-class TimedBackend(TrimmedCache):
+class TimedBackend(TableBackend):
     """A backend whose passes take a given time, and more the first time."""
 
     geometry = Geometry(1000, 4, 2, 1, 2, 4096)
 
-    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
-
     def __init__(self, clock: Clock, seconds: dict[int, float], capacity: int = 4096, noise: Sequence[float] = (1,)):
-        self.capacity, self.length = capacity, 30
-        self.passes: list[int] = []
+        super().__init__()
+        self.cache = TableCache(capacity)
+        self.cache.held += [1] * min(30, capacity)
         self._clock, self._seconds, self._noise = clock, seconds, noise
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        size = len(tokens)
-        assert self.length + size <= self.capacity
-        assert positions.tolist() == [self.length + row for row in rows.tolist()] and len(rows) == size
-        assert 0 <= tokens.min() <= tokens.max() < 1000
-        self.length += size
+        check_pass(self, batch)
+        size = len(batch.tokens)
+        assert len(batch.rows) == size
+        self.cache.held += batch.tokens.tolist()
         larger = min(m for m in self._seconds if m >= size)
         self._clock.now += self._seconds[larger] * self._noise[len(self.passes) % len(self._noise)]
         self.passes.append(size)
         return ForwardOutput(np.zeros((size, 1000), np.float32), None)
 
-    copyable = True
-
-    @property
-    def cache(self) -> TimedBackend:
-        return self
-
-    def trim(self, length: int) -> None:
-        assert length <= self.length
-        self.length = length
-
-    def snapshot(self, start: int, stop: int) -> CacheSnapshot:
-        assert start == stop
-        rows = (np.zeros((1, 0, 2), np.float32),) * 2
-        return CopiedRows(0, rows, rows)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        assert self.length == 0
-        assert all(a.shape == (1, snapshot.length, 2) for a in (*snapshot.keys, *snapshot.values))
-        self.length = snapshot.length
-
     def measure(self, **options: Any) -> PassCosts:
-        return measure_passes(cast(Backend, self), **options)
+        return measure_passes(self, **options)
 
 
 # Of a 0.5B on one core of a laptop, in seconds.
@@ -203,7 +179,7 @@ def test_measured_passes_are_the_undisturbed_ones(clock: Clock) -> None:
         noise = np.random.default_rng(0).choice([1.0, 1.0, 1.1, 3.0], 101).tolist()
         backend = TimedBackend(clock, tenth, noise=noise)
         curve = backend.measure(step=step)
-        assert backend.length == 0
+        assert backend.cache.length == 0
         for rows, seconds in tenth.items():
             assert curve.ms(rows - 1) <= curve.ms(rows) == pytest.approx(seconds * 1e3)
         assert curve.largest == 32

@@ -140,8 +140,6 @@ ESCAPES = [
     "{{ messages[0].items().__class__ }}",
 ]
 HOSTILE = [*EXAMPLES, *LOOPS, *TOO_LARGE, *_GROWING, *_OPERATIONS, *ESCAPES]
-
-
 ECHO = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 BOOT = render_process._BOOT

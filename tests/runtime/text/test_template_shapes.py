@@ -195,8 +195,6 @@ DIALECTS = {
     "last only": _LAST_ONLY,
     "nothing": _NOTHING,
 }
-
-
 TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # s, d, u, a: messages of system, developer, user, assistant; c: a call, C: two calls, b: a call with text; t: an
 # answer of a tool.

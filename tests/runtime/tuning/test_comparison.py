@@ -39,7 +39,7 @@ from edgeinfer.runtime.tuning.search import (
 from edgeinfer.runtime.tuning.stopwatch import DECODE, LOAD, LOADED, PREFILL, PROMPTS, TURN, VERIFY, Times
 from tests.cache import made
 from tests.factories import make_checkpoint
-from tests.runtime.speculation.drafters.models import EXPORTS, make_backend, take_in
+from tests.runtime.speculation.drafters.models import EXPORTS, make_backend
 from tests.tables import each_row
 
 SEEDS = range(60)
@@ -325,22 +325,6 @@ def test_blocks_that_do_nothing_are_found(planted: Backend, samples: list[Sample
     assert found.evaluations == 60
     assert planted.cache.length == 0
     SkipDrafter(planted, found.layer_mask)
-
-
-def test_matchness_is_of_a_pass_behind_the_whole_models_cache(planted: Backend, samples: list[Sample]) -> None:
-    found = best_skip_set(planted, samples, EVEN, evaluations=1)
-    right = 0
-    for sample in samples:
-        fed = [sample.prompt[-1], *sample.reply[:31]]
-        planted.cache.trim(0)
-        take_in(planted, sample.prompt[:-1])
-        whole = take_in(planted, fed)
-        planted.cache.trim(len(sample.prompt) - 1)
-        right += int((take_in(planted, fed, layer_mask=found.layer_mask).argmax(1) == whole.argmax(1)).sum())
-    assert found.match_rate == right / 64
-    assert 0 < found.match_rate < 1
-    # The first set that is scored is SWIFT's: the second layer and the fourth.
-    assert np.flatnonzero(~found.layer_mask).tolist() == [2, 3, 6, 7]
 
 
 def test_what_costs_nothing_is_not_worth_a_risk(planted: Backend, samples: list[Sample]) -> None:

@@ -87,14 +87,6 @@ def test_any_chain_of_passes_and_cuts(
         assert backend.cache.length == len(held)
 
 
-@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
-def test_wanted_rows(make_backend: Make, rows: list[int]) -> None:
-    backend = make_backend(kv="float32")
-    whole = feed(backend, TEXT[:3])
-    backend.cache.trim(0)
-    assert close(feed(backend, TEXT[:3], rows), whole[rows].reshape(-1, whole.shape[1]), NEAR["float32"])
-
-
 def test_more_rows_than_fit_a_pass_run_in_parts(make_backend: Make) -> None:
     whole = feed(make_backend(kv="float32", chunk=CAPACITY, draft_rows=CAPACITY), TEXT)
     backend = make_backend(kv="float32", chunk=10, draft_rows=4)

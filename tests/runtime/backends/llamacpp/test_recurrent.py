@@ -32,8 +32,6 @@ from tests.runtime.backends.llamacpp.test_llamacpp_backend import close, feed
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
-
-
 pytestmark = pytest.mark.gguf
 
 # Those that llama.cpp can take back row by row, and those that it cannot.

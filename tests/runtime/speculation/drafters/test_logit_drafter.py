@@ -14,7 +14,8 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
-from tests.runtime.speculation.drafters.models import committed, context, export, make_backend, take_in
+from tests.runtime.models import feed
+from tests.runtime.speculation.drafters.models import committed, context, export, make_backend
 
 
 class Given(LogitDrafter):
@@ -110,7 +111,7 @@ class Followed:
 
 def fresh(backend: Backend, path: Sequence[int], wanted: int) -> Floats:  # (wanted, V)
     backend.cache.trim(0)
-    return take_in(backend, path)[len(path) - wanted :]
+    return feed(backend, path)[len(path) - wanted :]
 
 
 paths = st.lists(st.integers(0, 3), max_size=5)
@@ -140,7 +141,7 @@ def test_any_path_gives_its_own_logits(
 
 def test_it_may_start_behind_rows_of_others(backends: tuple[Backend, Backend]) -> None:
     followed = Followed(backends[0])
-    take_in(backends[0], [1, 2, 3])
+    feed(backends[0], [1, 2, 3])
     followed.follower.restart(2)
     assert (followed.follower.start, followed.follower.end, backends[0].cache.length) == (2, 2, 2)
     np.testing.assert_array_equal(followed.follow([9], [8]), fresh(backends[1], [1, 2, 9, 8], 1))

@@ -22,13 +22,13 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
+from tests.runtime.models import feed
 from tests.runtime.speculation.drafters.models import (
     committed,
     context,
     export,
     make_backend,
     sampled,
-    take_in,
 )
 from tests.tables import each_row
 
@@ -53,7 +53,7 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int]], Floats]:
 
     def last(path: Sequence[int]) -> Floats:
         backend.cache.trim(0)
-        row: Floats = take_in(backend, path)[-1]
+        row: Floats = feed(backend, path)[-1]
         return row
 
     return last
@@ -164,7 +164,7 @@ def test_it_counts_its_backend(bundle: Bundle) -> None:
     with pytest.raises(StorageError, match="another drafter"):
         drafter.restore({"table": np.zeros(3)})
     drafter.close()
-    take_in(backend, [1])  # the backend is not closed with it
+    feed(backend, [1])  # the backend is not closed with it
     backend.close()
 
 
