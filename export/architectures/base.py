@@ -332,6 +332,12 @@ def neighbours(config: HFConfig) -> RopeSpec:
     return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
 
 
+def rope_fields(whole: RopeSpec, local: RopeSpec, slides: list[bool]) -> dict[str, Any]:
+    """One rotation, and another of the layers that slide, if any does."""
+    others = {"more_ropes": (local,), "rope_layers": tuple(map(int, slides))} if any(slides) else {}
+    return {"rope": whole, **others}
+
+
 def mixture(config: HFConfig, size: str = "intermediate_size", **parts: Any) -> MoESpec:
     """Experts of the usual fields, with their width in the field `size`."""
     return MoESpec(config.experts(), config.integer("num_experts_per_tok"), config.integer(size), **parts)

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.bundle.parts import ConvSpec, Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture, rope_fields
 from edgeinfer.export.architectures.tensors import MixtureNaming
 from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
@@ -112,21 +112,17 @@ def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
     # The rotation of the layers there are comes first, so that every table is read.
     kinds = [kind for kind, there in (("full_attention", attends), ("sliding_attention", slides)) if any(there)]
     ropes = [config.rope(head_dim, kind) for kind in kinds] or [config.rope(head_dim, "full_attention")]
-    further: dict[str, Any] = {}
-    if len(ropes) == 2:
-        further = {"more_ropes": tuple(ropes[1:]), "rope_layers": tuple(map(int, slides))}
     bias = config.flag("attention_bias")
     return _hybrid(
         config,
         tied,
         width=7,
-        rope=ropes[0],
         windows=config.windows_of(slides),
         qkv_bias=bias,
         output_bias=bias,
         output_gate="head" if config.flag("use_attention_gate", True) else "",
         post_norm=config.flag("use_sandwich_norm", True),
-        **further,
+        **rope_fields(ropes[0], ropes[-1], slides if len(ropes) == 2 else []),
     )
 
 

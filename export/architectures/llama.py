@@ -18,6 +18,7 @@ from edgeinfer.export.architectures.base import (
     flag,
     neighbours,
     reader,
+    rope_fields,
 )
 from edgeinfer.export.architectures.mixtures import (
     GRANITE_MOE_NAMES,
@@ -155,9 +156,8 @@ def _read_olmo3(config: HFConfig, tied: bool) -> DecoderSpec:
     """OLMo 3: OLMo 2 with windows, and a scaled rotation in the other layers alone."""
     slides, head_dim = config.slides(_PATTERN), config.head_dim()
     whole, local = config.rope(head_dim, "full_attention"), config.local_rope(head_dim)
-    apart = any(slides) and whole != local
-    further = {"more_ropes": (local,), "rope_layers": tuple(map(int, slides))} if apart else {}
-    return reader(**_OLMO2, windows=config.windows_of(slides), rope=whole, **further)(config, tied)
+    ropes = rope_fields(whole, local, slides if whole != local else [])
+    return reader(**_OLMO2, windows=config.windows_of(slides), **ropes)(config, tied)
 
 
 def _read_exaone4(config: HFConfig, tied: bool) -> DecoderSpec:
