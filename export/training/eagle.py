@@ -20,17 +20,12 @@ from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
     ChainOptions,
+    ChainShape,
     ChainTask,
     ModuleAttention,
     ModuleLayer,
-    ModuleShape,
     Taught,
-    common_config,
-    drafted_tokens,
     draw_matrices,
-    mapped_tokens,
-    save_module,
-    sizes_like,
 )
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.options import require
@@ -55,10 +50,8 @@ class EagleOptions(ChainOptions["EagleTask"]):
         require(1 <= self.depth <= 16, "depth", self.depth, "from 1 to 16")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> EagleTask:
-        sizes = sizes_like(target)
         taps = _default_taps(target.config.get_text_config().num_hidden_layers)
-        shape = HeadShape(**sizes, drafted=drafted_tokens(self.tokens, sizes["vocabulary"]), taps=taps)
-        return EagleTask(target, sources, self, shape)
+        return EagleTask(target, sources, self, HeadShape(**self._sizes(target), taps=taps))
 
 
 def _default_taps(layers: int) -> tuple[int, int, int]:
@@ -69,8 +62,7 @@ def _default_taps(layers: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class HeadShape(ModuleShape):
-    drafted: int  # Vd, tokens that it can draft
+class HeadShape(ChainShape):
     taps: tuple[int, ...]  # layers of the target before which it reads states
 
 
@@ -82,20 +74,12 @@ class EagleTask(ChainTask):
     shape: HeadShape
 
     def __init__(self, target: Target, sources: tuple[TokenFile, ...], options: EagleOptions, shape: HeadShape) -> None:
-        super().__init__(target, sources, options, {"depth": options.depth}, options.depth, shape.drafted)
-        self.shape = shape
+        super().__init__(target, sources, options, {"depth": options.depth}, options.depth, shape)
         self.module = self._draw(lambda: EagleHead(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        config = common_config(self.shape, _EPS) | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": self.shape.drafted,
-            "eagle_aux_hidden_state_layer_ids": list(self.shape.taps),
-            "tie_word_embeddings": False,
-        }
-        save_module(folder, self.module, mapped_tokens(self.tokens, self.shape.vocabulary), config)
+        taps = {"eagle_aux_hidden_state_layer_ids": list(self.shape.taps)}
+        self._write(folder, _EPS, {"architectures": ["LlamaForCausalLMEagle3"], **taps}, {})
 
     def _read_states(self, output: Any) -> Tensor:  # (1, S, W)
         return torch.cat([output.hidden_states[tap].float() for tap in self.shape.taps], -1)

@@ -21,17 +21,12 @@ from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
     ChainOptions,
+    ChainShape,
     ChainTask,
     ModuleAttention,
     ModuleLayer,
-    ModuleShape,
     Taught,
-    common_config,
-    drafted_tokens,
     draw_matrices,
-    mapped_tokens,
-    save_module,
-    sizes_like,
 )
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.options import require
@@ -56,22 +51,15 @@ class HydraPlusOptions(ChainOptions["HydraPlusTask"]):
         require(1 <= self.layers <= MOST_HEAD_LAYERS, "layers", self.layers, f"from 1 to {MOST_HEAD_LAYERS}")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> HydraPlusTask:
-        sizes = sizes_like(target)
-        shape = HydraShape(
-            **sizes,
-            drafted=drafted_tokens(self.tokens, sizes["vocabulary"]),
-            places=self.count,
-            layers=self.layers,
-            eps=float(getattr(target.config.get_text_config(), "rms_norm_eps", _USUAL_EPS)),
-        )
+        eps = float(getattr(target.config.get_text_config(), "rms_norm_eps", _USUAL_EPS))
+        shape = HydraShape(**self._sizes(target), places=self.count, layers=self.layers, eps=eps)
         return HydraPlusTask(target, sources, self, shape)
 
 
 @dataclass(frozen=True)
-class HydraShape(ModuleShape):
+class HydraShape(ChainShape):
     """Sizes of a module; the inherited ones are the prefix layer's."""
 
-    drafted: int  # Vd, tokens that it can draft
     places: int  # heads, one for each place of a draft
     layers: int  # of each head
     eps: float  # of the norms
@@ -87,22 +75,15 @@ class HydraPlusTask(ChainTask):
     def __init__(
         self, target: Target, sources: tuple[TokenFile, ...], options: HydraPlusOptions, shape: HydraShape
     ) -> None:
-        super().__init__(target, sources, options, {}, shape.places, shape.drafted)
+        super().__init__(target, sources, options, {}, shape.places, shape)
         self._state_norm = _final_norm(target, shape.width)
-        self.shape = shape
         self.module = self._draw(lambda: HydraModule(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        config = common_config(self.shape, self.shape.eps) | {
-            "architectures": ["HydraPlusPlusModel"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": self.shape.drafted,
-            "tie_word_embeddings": False,
-            "hydra_config": {"num_heads": self.shape.places, "num_layers": self.shape.layers},
-        }
-        more = mapped_tokens(self.tokens, self.shape.vocabulary) | {"state_norm.weight": self._state_norm.cpu()}
-        save_module(folder, self.module, more, config)
+        shape = self.shape
+        heads = {"num_heads": shape.places, "num_layers": shape.layers}
+        config: dict[str, object] = {"architectures": ["HydraPlusPlusModel"], "hydra_config": heads}
+        self._write(folder, shape.eps, config, {"state_norm.weight": self._state_norm.cpu()})
 
     def _read_states(self, output: Any) -> Tensor:  # (1, S, D)
         # transformers gives the last one after the final norm.
