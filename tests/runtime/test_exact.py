@@ -263,21 +263,3 @@ def test_a_row_depends_on_its_path_alone(backend: PagedBackend) -> None:
             sizes = random.choice([1, 2, 3, 5, 9], len(together))
             company.feed([draw(company, texts[n], random, int(s)) for n, s in zip(together, sizes, strict=True)])
             change(company, texts, random)
-
-
-def test_a_prompt_is_the_same_in_any_pieces(backend: PagedBackend) -> None:
-    random = np.random.default_rng(5)
-    text = random.integers(0, VOCABULARY, 300)
-    whole = pieces(backend, text, [])
-    for count in (1, 4, 40):
-        cuts = sorted(random.choice(np.arange(1, len(text)), count, replace=False).tolist())
-        np.testing.assert_array_equal(pieces(backend, text, cuts), whole)
-
-
-def pieces(backend: PagedBackend, text: NDArray[np.int64], cuts: Sequence[int]) -> Floats:  # (S, V)
-    backend.cache.clear()
-    found = []
-    for part in np.split(text, cuts):
-        positions = backend.cache.length + np.arange(len(part))
-        found.append(backend.forward(ForwardInput(part, positions, np.arange(len(part)))).logits.copy())
-    return np.concatenate(found)

@@ -234,14 +234,6 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     part = PromptStates(backend, PROMPT, 4)
     part.forward(ForwardInput(np.array(PROMPT[5:]), np.arange(5, len(PROMPT)), np.zeros(0, np.int64)))
     assert np.array_equal(part.states(), again)
-    # No more than the last tokens' are kept, wherever a pass begins.
-    monkeypatch.setattr("edgeinfer.runtime.layer_skip.calibrated._MOST", 6)
-    backend.cache.trim(0)
-    tail = PromptStates(backend, PROMPT, 4)
-    list(feed(lambda tokens, places, rows: tail.forward(ForwardInput(tokens, places, rows)).logits, PROMPT, 0, [], 4))
-    assert sum(states.shape[1] for _, states in tail._seen) == 6
-    before = blocks[0]
-    assert np.array_equal(tail.states(), again[:, -6:]) and blocks[0] == before
 
 
 def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,14 +108,9 @@ ARRAYS = st.dictionaries(
 @given(ARRAYS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arrays_of_any_shape_come_back(folder: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    arrays |= {name: array.T for name, array in arrays.items() if array.ndim == 2}
     DeviceProfile.open(folder).save_arrays("some", arrays)
     assert_same(DeviceProfile.open(folder).arrays("some"), arrays)
-
-
-def test_a_transposed_array_is_kept(folder: Path) -> None:
-    array = np.arange(6).reshape(2, 3).T
-    DeviceProfile.open(folder).save_arrays("some", {"a": array})
-    assert_same(DeviceProfile.open(folder).arrays("some"), {"a": array})
 
 
 def test_saving_nothing_or_dropping_forgets_an_array(kept: Path) -> None:

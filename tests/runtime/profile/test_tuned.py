@@ -111,34 +111,20 @@ def damaged(**changes: Any) -> str:
     return json.dumps(json.loads(PROFILE.to_json()) | changes)
 
 
+MACHINES = ({"cores": 0}, {"engine": 4}, {"engine": "e" * 1000})
+DAMAGED = ({"threads": -1}, {"affinity": "2"}, {"unknown": 1})
+
+
 @each_row(
     "text",
     [
-        "",
-        "{",
-        "null",
-        "[1]",
-        '"text"',
-        "[" * 20_000,
-        "\x00\xff",
-        damaged(format=2),
-        damaged(extra=1),
-        damaged(model="x"),
-        damaged(model=None),
-        damaged(name="n" * 1000),
-        damaged(threads=2),
-        damaged(threads=None),
-        damaged(threads="3"),
-        damaged(threads=10**30),
-        damaged(machine={}),
-        damaged(machine=None),
-        damaged(machine=dataclasses.asdict(MACHINE) | {"cores": 0}),
-        damaged(machine=dataclasses.asdict(MACHINE) | {"engine": 4}),
-        damaged(machine=dataclasses.asdict(MACHINE) | {"engine": "e" * 1000}),
-        damaged(settings={}),
-        damaged(settings=SETTINGS.to_dict() | {"threads": -1}),
-        damaged(settings=SETTINGS.to_dict() | {"affinity": "2"}),
-        damaged(settings=SETTINGS.to_dict() | {"unknown": 1}),
+        *("", "{", "null", "[1]", '"text"', "[" * 20_000, "\x00\xff"),
+        *(damaged(**change) for change in ({"format": 2}, {"extra": 1}, {"name": "n" * 1000}, {"settings": {}})),
+        *(damaged(model=wrong) for wrong in ("x", None)),
+        *(damaged(threads=wrong) for wrong in (2, None, "3", 10**30)),
+        *(damaged(machine=wrong) for wrong in ({}, None)),
+        *(damaged(machine=dataclasses.asdict(MACHINE) | wrong) for wrong in MACHINES),
+        *(damaged(settings=SETTINGS.to_dict() | wrong) for wrong in DAMAGED),
     ],
 )
 def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: str) -> None:

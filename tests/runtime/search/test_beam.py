@@ -76,19 +76,6 @@ def test_beams_share_rows() -> None:
     assert (use.passes, use.rows) == (19 * 4 + 2, 19 * 4 + 19)
 
 
-def test_a_reply_that_ended_wins_over_worse_ones() -> None:
-    """Over many texts some replies end, and none is found that another found reply beats."""
-    ended = 0
-    for token in range(V):
-        trial = Trial(LettersBackend(), search="beam", beams=4, max_tokens=10, prompt=[token, 3])
-        tokens, texts = trial.tokens(), trial.strategy.search_use().texts
-        assert list(texts[0].token_ids) == tokens
-        assert all(END not in text.token_ids[:-1] for text in texts)
-        ended += texts[0].finish_reason == "stop"
-        assert texts[0].score == pytest.approx(np.max([text.score for text in texts]))
-    assert ended > 0
-
-
 class AnyConstraint(ChoiceConstraint):
     """A list of choices that is followed as grammars are."""
 

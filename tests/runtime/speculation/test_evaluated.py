@@ -158,13 +158,6 @@ def test_nothing_is_told_of_tokens_whose_round_failed(drafts: LongDrafts) -> Non
         assert part == whole[: len(part)]
 
 
-def test_a_pass_counts_as_one_of_its_size_only_with_all_its_rows(drafts: LongDrafts) -> None:
-    drafts.told()
-    # The first draft is refused at once, so that the head does not run for its last rows.
-    counted = [rows for rows, _ in drafts.statistics.timed_passes]
-    assert (counted, drafts.heads, drafts.statistics.rounds) == ([8, 8, 8, 2], 3, 5)
-
-
 def test_drafts_have_no_more_rows_at_once_than_planned_where_rounding_may_decide(drafts: LongDrafts) -> None:
     text = drafts.told()
     assert drafts.told(noise=1e-6) == text

@@ -17,14 +17,9 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController
-from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
-from edgeinfer.runtime.speculation.verification.rule import find_verification
-from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 from tests.runtime.test_engine import TableBackend
 
 V = 4
@@ -77,12 +72,8 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     backend = Target()
     processor = LogitsProcessor(config, V, config.seed or 0)
     sampler = Sampler(processor, PROMPT)
-    drafter, verification = Drafter(V), find_verification(config.verification)
-    acceptance = Acceptance()
-    acceptance.add("model", [0.9] * len(drafter.priors))
-    kind = StochasticController if verification.stochastic else DraftController
-    controller = kind([drafter], Prices(FLAT), acceptance, 9, width)
-    rounds = SpeculativeDecoding(backend, sampler, [drafter], controller, verification, on_plain_ms=lambda ms: None)
+    verification = config.verification
+    rounds = eager_rounds(backend, sampler, [Drafter(V)], Prices(FLAT), verification=verification, most=9, width=width)
     steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
     assert rounds.statistics.drafted > 0

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.load import MERGING
 from edgeinfer.options.reply import GenerationConfig
@@ -24,14 +23,11 @@ from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
-from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
-from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 
 CAPACITY = 48
 CYCLE = [40, 51, 62, 73, 84, 95]
@@ -85,12 +81,7 @@ class Writer:
         if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
-        acceptance = Acceptance()
-        for drafter in made:
-            acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-        controller = DraftController(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
-        verification = find_verification(config.verification)
-        return SpeculativeDecoding(self.backend, sampler, made, controller, verification, on_plain_ms=lambda ms: None)
+        return eager_rounds(self.backend, sampler, made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}))
 
 
 @pytest.fixture(scope="module", params=[("8-bit", "native"), ("4-bit", "portable")], ids="-".join)
@@ -170,30 +161,6 @@ def test_what_came_before_never_changes_a_reply(writer: Callable[..., Writer], d
         text = [*prompt, *reply]
     for prompt_, reply_ in expected.items():
         assert writer(policy).write(prompt_, GREEDY, 6)[0] == reply_
-
-
-@each_policy
-def test_a_failed_overflow_is_never_continued_from(
-    writer: Callable[..., Writer], policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = writer(policy).write(CYCLE, SAMPLED, 60)[0]
-    subject = writer(policy)
-    whole = subject.backend.cache.rewrite
-
-    def fails(edit: Any) -> None:
-        def second(layer: int, keys: Floats, values: Floats) -> Any:
-            if layer == 1:
-                raise BackendError("broken")
-            return edit(layer, keys, values)
-
-        whole(second)
-
-    monkeypatch.setattr(subject.backend.cache, "rewrite", fails)
-    with pytest.raises(BackendError, match="broken"):
-        subject.write(CYCLE, SAMPLED, 60)
-    monkeypatch.undo()
-    assert subject.backend.cache.length == 0
-    assert subject.write(CYCLE, SAMPLED, 60)[0] == expected
 
 
 def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:

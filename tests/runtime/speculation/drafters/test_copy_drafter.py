@@ -115,27 +115,6 @@ def test_what_it_knew_before_changes_nothing(
 
 
 @settings(deadline=None)
-@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS.filter(bool)), max_size=6), st.integers(1, 4))
-def test_guesses_are_of_the_text_and_disturb_nothing(
-    prompt: list[int], rounds: list[tuple[list[int], list[int]]], width: int
-) -> None:
-    asked, left_alone = told(prompt), told(prompt)
-    text = list(prompt)
-    for path, committed in rounds:
-        for length in (len(path), 0, len(path) // 2):
-            found = ask(asked, path[:length], width)
-            assert found == ask(asked, path[:length], width)
-            tokens = [guess.token for guess in found]
-            assert len(tokens) == len(set(tokens)) <= width
-            assert set(tokens) <= {*text, *path}
-            assert all(0 <= guess.sign < len(asked.priors) for guess in found)
-        for drafter in (asked, left_alone):
-            drafter.observe(settled(committed))
-        text += committed
-        assert ask(asked, path, width) == ask(left_alone, path, width)
-
-
-@settings(deadline=None)
 @given(TOKENS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_the_size_of_rounds_does_not_matter(prompt: list[int], committed: list[int]) -> None:
     at_once = told(prompt)

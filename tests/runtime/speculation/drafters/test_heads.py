@@ -19,15 +19,12 @@ from edgeinfer.runtime.research.heads import Matrix
 from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.controller import DraftController
-from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.module_drafter import TargetStates, Unread
-from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.heads import random_heads
 from tests.runtime.speculation.drafters.models import export
-from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 from tests.tables import each_row
 
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51]
@@ -85,13 +82,8 @@ class Resting(DraftController):
 def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[DraftController]) -> None:
     backend = ReferenceBackend(bundle, 64)
     drafter = Listener(backend, random_heads(bundle, "medusa"))
-    acceptance = Acceptance()
-    acceptance.add(drafter.name, [0.9] * len(drafter.priors))
     sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
-    controller = kind([drafter], Prices(FLAT), acceptance, 3, 1)
-    rounds = SpeculativeDecoding(
-        backend, sampler, [drafter], controller, find_verification("keyed"), on_plain_ms=lambda ms: None
-    )
+    rounds = eager_rounds(backend, sampler, [drafter], Prices(FLAT), kind=kind, most=3)
     steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3

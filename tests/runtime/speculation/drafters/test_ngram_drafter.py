@@ -16,8 +16,6 @@ from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from tests.runtime.speculation.drafters.rounds import ask, chain, settled
 
 V = 50
-TOKENS = st.lists(st.integers(0, V - 1), max_size=40)
-FEW = st.lists(st.integers(0, 3), max_size=60)
 
 
 def taught(*texts: list[int], bits: int = 12) -> NgramDrafter:
@@ -93,48 +91,6 @@ def test_a_full_table_takes_in_new_contexts_and_keeps_frequent_ones() -> None:
         drafter.begin([3, 4])
         drafter.close()
     assert ask(drafter, [3])[0].token == 4
-
-
-def test_long_contexts_are_entered_when_they_come_again() -> None:
-    used = []
-    for times in (1, 2):
-        drafter = taught(*[list(range(12))] * times)
-        used.append(int(np.count_nonzero(drafter.state()["tags"])))
-    assert used[0] <= 3 * 11 < used[1]
-
-
-def test_contexts_are_found_in_either_slot() -> None:
-    for bits in (1, 2, 4):
-        crowded = NgramDrafter(V, bits)
-        for token in range(V - 1):
-            alone = taught(*[[token, token + 1]] * 3)
-            for _ in range(3):
-                crowded.begin([token, token + 1])
-                crowded.close()
-            assert ask(crowded, [token]) == ask(alone, [token]) != []
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(FEW, FEW.filter(bool)), max_size=5), TOKENS, st.integers(1, 5))
-def test_guesses_are_tokens_and_disturb_nothing(
-    conversations: list[tuple[list[int], list[int]]], path: list[int], width: int
-) -> None:
-    asked, left_alone = NgramDrafter(V, 6), NgramDrafter(V, 6)
-    for prompt, reply in conversations:
-        for drafter in (asked, left_alone):
-            drafter.begin(prompt)
-        found = ask(asked, path, width)
-        assert found == ask(asked, path, width)
-        tokens = [guess.token for guess in found]
-        assert len(tokens) == len(set(tokens)) <= width
-        assert all(0 <= token < V for token in tokens)
-        assert all(0 <= guess.sign < len(asked.priors) for guess in found)
-        assert ask(asked, path) == found[:1]
-        for drafter in (asked, left_alone):
-            drafter.observe(settled(reply))
-    same_tables(asked.state(), left_alone.state())
-    restored = NgramDrafter(V, 6)
-    restored.restore(asked.state())  # what was learnt passes its own checks
 
 
 def test_priors_rise_with_the_evidence() -> None:

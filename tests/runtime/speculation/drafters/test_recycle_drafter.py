@@ -70,29 +70,6 @@ def test_rows_are_those_of_the_papers_rule_on_plain_lists(rounds: list[tuple[lis
             assert candidates(drafter, token) == plain.get(token, [])
 
 
-@settings(deadline=None)
-@given(TOKENS, st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=4), max_size=5), TOKENS, st.integers(1, 9))
-def test_guesses_are_tokens_and_disturb_nothing(
-    prompt: list[int], rounds: list[list[int]], path: list[int], width: int
-) -> None:
-    asked, left_alone = RecycleDrafter(V), RecycleDrafter(V)
-    for drafter in (asked, left_alone):
-        drafter.begin(prompt)
-    for number, committed in enumerate(rounds):
-        found = ask(asked, path, width)
-        tokens = [guess.token for guess in found]
-        assert len(tokens) == len(set(tokens)) <= min(width, 8)
-        assert all(0 <= token < V for token in tokens)
-        assert all(0 <= guess.sign < len(asked.priors) for guess in found)
-        assert ask(asked, path) == found[:1]
-        for drafter in (asked, left_alone):
-            drafter.observe(settled(committed, committed, logits(number, len(committed))))
-    for name, array in asked.state().items():
-        np.testing.assert_array_equal(array, left_alone.state()[name])
-    restored = RecycleDrafter(V)
-    restored.restore(asked.state())  # what was learnt passes its own checks
-
-
 def test_a_first_candidate_that_keeps_coming_is_trusted_more() -> None:
     drafter = RecycleDrafter(V)
     drafter.begin([3, 11, 3])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Verdict
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from tests.runtime.speculation.verification.enumeration import (
-    Laws,
     TableTarget,
     check_lossless,
     drafts,
@@ -53,36 +50,3 @@ def test_a_draft_is_followed_along_the_targets_choices(
 def test_output_is_lossless_however_guesses_come_about() -> None:
     target, drafter = random_laws(1, 3), random_laws(2, 3)
     check_lossless(verify_keyed, drafts(lambda path: [drafter(path), 1], 2, repeats=False), target, 2)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(0, 2**32), st.data())
-def test_text_is_that_of_plain_decoding(seed: int, data: st.DataObject) -> None:
-    distributions: Laws = random_laws(seed, 4, sharpness=3.0)
-    numbers = np.random.default_rng(seed).random(40).tolist()
-
-    def choose(text: list[int]) -> int:
-        return TableTarget(
-            Draft(), lambda path: distributions(tuple(text)), lambda depth, draw: numbers[len(text)]
-        ).token(-1)
-
-    plain: list[int] = []
-    while len(plain) < 16:
-        plain.append(choose(plain))
-    text: list[int] = []
-    while len(text) < 16:
-        size, likely = data.draw(st.integers(0, 6)), plain[len(text) : len(text) + 3]
-        nodes = [
-            # Half of the guesses are right where their parents are.
-            (data.draw(st.integers(-1, n - 1)), data.draw(st.sampled_from([0, 1, 2, 3, *likely])), None)
-            for n in range(size)
-        ]
-        draft, start = make_draft(*nodes), len(text)
-        view = TableTarget(
-            draft,
-            lambda path, start=tuple(text): distributions((*start, *path)),  # type: ignore[misc]
-            lambda depth, draw, start=start: numbers[start + depth],  # type: ignore[misc]
-        )
-        verdict = verify_keyed(draft, view)
-        text += [*(draft.guesses[node].token for node in verdict.accepted), verdict.token]
-    assert text[:16] == plain
