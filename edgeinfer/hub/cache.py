@@ -23,21 +23,13 @@ Kind = Literal["bundle", "gguf", "checkpoint"]
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model in the cache of the hub's library.
+    """A model in the cache of the hub's library."""
 
-    Attributes:
-        name: what loads it.
-        repo_id: ORG/NAME of its repository.
-        kind: a checkpoint is converted before it runs.
-        path: a bundle's or checkpoint's directory, or the (first) GGUF file.
-        files: all files that belong to it alone.
-    """
-
-    name: str
-    repo_id: str
-    kind: Kind
-    path: Path
-    files: tuple[Path, ...]
+    name: str  # what loads it
+    repo_id: str  # ORG/NAME of its repository
+    kind: Kind  # a checkpoint is converted before it runs
+    path: Path  # a bundle's or checkpoint's directory, or the (first) GGUF file
+    files: tuple[Path, ...]  # all that belong to it alone
 
     @property
     def bytes(self) -> int:

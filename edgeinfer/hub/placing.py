@@ -24,24 +24,15 @@ Origin = Literal["built-in", "converted", "hub", "folder"]
 
 @dataclass(frozen=True)
 class Place:
-    """A model on this machine.
+    """A model on this machine."""
 
-    Attributes:
-        name: what loads it: a short name, or its path where another model has that.
-        path: the bundle's directory or the (first) GGUF file.
-        hub_id: ORG/NAME that it came from; None where it came from elsewhere.
-        also: further names that mean it, unless they mean others as well.
-        files: removed with it.
-        source_bytes: of the checkpoint that it was converted from, where that is still in the hub's cache.
-    """
-
-    name: str
-    path: Path
+    name: str  # what loads it: a short name, or its path where another model has that
+    path: Path  # the bundle's directory or the (first) GGUF file
     origin: Origin
-    hub_id: str | None = None
-    also: tuple[str, ...] = ()
-    files: tuple[Converted | CachedModel, ...] = ()
-    source_bytes: int = 0
+    hub_id: str | None = None  # ORG/NAME that it came from; None where it came from elsewhere
+    also: tuple[str, ...] = ()  # further names that mean it, unless they mean others as well
+    files: tuple[Converted | CachedModel, ...] = ()  # removed with it
+    source_bytes: int = 0  # of the checkpoint that it was converted from, where that is still in the hub's cache
 
     @property
     def converted(self) -> Converted | None:

@@ -30,27 +30,20 @@ _HYDRA_TOKENS = 1024
 
 @dataclass(frozen=True)
 class HeadsOptions(KindOptions["HeadsTask"]):
-    """How heads are trained.
-
-    Attributes:
-        samples: tokens that the target writes; None is a tenth of what the training reads (Medusa's self-distillation).
-        count: heads, which predict one place each.
-        tokens: that can be predicted, the most frequent ones; None is all of them for Medusa, 1024 for Hydra.
-    """
-
     weight_decay = 0.0
     most_warmup = 20
 
     steps: int | None = 600
     length: int = 128
-    count: int = 3
+    count: int = 3  # heads, which predict one place each
+    # That can be predicted, the most frequent ones; None is all of them for Medusa, 1024 for Hydra.
     tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.count <= 8, "count", self.count, "between 1 and 8")
         require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
-        if self.samples is None and self.steps is not None:
+        if self.samples is None and self.steps is not None:  # Medusa's self-distillation
             object.__setattr__(self, "samples", self.steps * self.rows * self.length // 10)
 
 
