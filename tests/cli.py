@@ -78,6 +78,19 @@ def edgeinfer_process(*arguments: str | Path, stdin: bytes = b"") -> subprocess.
     )
 
 
+def python(code: str, *arguments: str | Path, **variables: str) -> str:
+    """Runs code in a process of its own, which must end well and warn of nothing; returns what it prints.
+
+    Args:
+        variables: of its environment.
+    """
+    line = [sys.executable, "-c", code, *map(str, arguments)]
+    env = environment() | variables
+    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
 class Child(subprocess.Popen[bytes]):
     """A process with its output piped that does not outlive its `with`, and for which nothing waits without end."""
 

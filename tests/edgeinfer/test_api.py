@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,11 +23,10 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
-from tests.cli import TIME_LIMIT
+from tests.cli import python
 from tests.speculation import load_eager, random_bundle
 from tests.tables import each_row
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time there was a little dog."
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "ignore_eos": True}
 
@@ -111,10 +108,7 @@ print(json.dumps(model.generate("There was a little dog " * 30, max_tokens=100, 
 @each_row("budget", ["none", "tight"])
 def test_a_fresh_process_stays_within_its_plan(small_bundle: Path, budget: str) -> None:
     """Its own minimum is a budget that loads, and that it keeps."""
-    command = [sys.executable, "-W", "error", "-c", RUN, str(small_bundle), budget]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    memory = json.loads(done.stdout)
+    memory = json.loads(python(RUN, small_bundle, budget))
     assert memory["peak_rss_bytes"] <= memory["planned_bytes"]
     assert memory["budget_bytes"] is None or memory["planned_bytes"] <= memory["budget_bytes"]
     assert memory["anonymous_bytes"] + memory["file_bytes"] <= memory["peak_rss_bytes"]

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from tests.cache import export_checkpoint, made
-from tests.cli import TIME_LIMIT, environment
+from tests.cli import TIME_LIMIT, python
 from tests.factories import make_checkpoint
 from tests.speculation import load_eager
 from tests.waiting import wait_until
@@ -275,11 +274,7 @@ def test_tokens_of_replies_side_by_side_get_what_the_budget_leaves() -> None:
 @pytest.mark.slow
 def test_replies_side_by_side_stay_within_what_was_planned_for_them(tmp_path: Path) -> None:
     bundle = export_checkpoint(made(make_wide) / "wide", tmp_path / "wide", ExportConfig(bits=4, group_size=32))
-    done = subprocess.run(
-        [sys.executable, "-c", _EIGHT, bundle], env=environment(), capture_output=True, check=False, timeout=TIME_LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    most, planned, sequences, rows = json.loads(done.stdout)
+    most, planned, sequences, rows = json.loads(python(_EIGHT, bundle))
     assert sequences > 7 * 4 * 150_000 and rows > 0
     # A plan without them would be exceeded.
     assert planned - sequences - rows < most < planned

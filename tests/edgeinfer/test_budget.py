@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,11 @@ import edgeinfer
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.system.memory import ProcessMemory
-from tests.cli import TIME_LIMIT, edgeinfer_process, refuses
 from tests.cli import edgeinfer as command
+from tests.cli import edgeinfer_process, python, refuses
 from tests.speculation import PROMPT, load_eager, needs_builtin, plain, same
 from tests.tables import each_row
 
-ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000
 
 
@@ -142,29 +138,12 @@ def test_streamed_weights_give_the_same_text(tmp_path: Path) -> None:
     )
 
     def replies(budget: int | None) -> Any:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", run, json.dumps(budget)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-            timeout=TIME_LIMIT,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
+        return json.loads(python(run, json.dumps(budget), XDG_CACHE_HOME=str(tmp_path)))
 
     texts, _, choice = replies(None)
     assert choice["tokenizer"] == "kept"
-    probe = subprocess.run(
-        [sys.executable, "-c", "import edgeinfer; print(edgeinfer.plan(context=512, kv='float32').minimum_bytes)"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        timeout=TIME_LIMIT,
-    )
-    tight, least, chosen = replies(int(probe.stdout))
+    least_bytes = python("import edgeinfer; print(edgeinfer.plan(context=512, kv='float32').minimum_bytes)")
+    tight, least, chosen = replies(int(least_bytes))
     assert chosen["kv"] == "float32" and tight == texts
     assert least["peak_rss_bytes"] <= least["planned_bytes"] <= least["budget_bytes"]
 

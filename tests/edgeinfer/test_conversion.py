@@ -31,7 +31,7 @@ from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint
-from tests.cli import contents
+from tests.cli import contents, edgeinfer, refuses
 from tests.factories import make_checkpoint
 from tests.tables import each_row
 
@@ -248,27 +248,15 @@ def test_the_command(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert contents(out) == contents(given.path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code", "says"),
     [
-        (["{bundle}", "{out}", "--to", "native"], 2, "already has the native layout"),
-        (["{bundle}", "{bundle}", "--to", "portable"], 5, "already exists"),
-        (["{bundle}", "{out}", "--to", "upright"], 2, "--to cannot be 'upright'"),
-        (["{bundle}", "{out}"], 2, "--to"),
-        (["{out}", "{out}", "--to", "native"], 3, "No model at"),
+        ("{bundle} {bundle} --to portable", 5, "already exists"),
+        ("{bundle} {out} --to upright", 2, "--to cannot be 'upright'"),
+        ("{out} {out} --to native", 3, "No model at"),
     ],
 )
-def test_the_command_refuses_in_one_line(
-    bundle: Bundle,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    says: str,
-) -> None:
-    filled = [a.format(bundle=bundle.path, out=tmp_path / "out") for a in arguments]
-    before = contents(tmp_path)
-    assert main(["convert", *filled]) == code
-    stdout, stderr = capsys.readouterr()
-    assert stdout == "" and says in stderr and stderr.startswith("error: ") and stderr.count("\n") == 1
-    assert contents(tmp_path) == before
+def test_the_command_refuses_in_one_line(bundle: Bundle, tmp_path: Path, arguments: str, code: int, says: str) -> None:
+    words = arguments.format(bundle=bundle.path, out=tmp_path / "out").split()
+    refuses(code, says, edgeinfer("convert", *words))
+    assert not list(tmp_path.iterdir())

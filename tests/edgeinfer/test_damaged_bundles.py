@@ -123,21 +123,25 @@ def test_no_fault_gives_text(rich_bundle: Path, tmp_path: Path) -> None:
     assert given == []
 
 
-def test_large_weights_are_awaited_by_the_first_token(
-    small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading continues meanwhile; no text comes before the verdict, and every request is refused after it."""
-    monkeypatch.setattr(verification, "SMALL_BYTES", 1000)
-    data = flip((small_bundle / WEIGHTS).read_bytes(), random.Random(3))
-    copy = damaged_copy(small_bundle, tmp_path / "copy", WEIGHTS, data)
-    go = threading.Event()
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that large weights are not verified before; those of small models are large."""
+    event = threading.Event()
 
     def hash_late(path: Path, stopped: Callable[[], bool]) -> object:
         if path.name == WEIGHTS:
-            assert go.wait(TIME_LIMIT)
+            assert event.wait(TIME_LIMIT)
         return hash_file(path, stopped)
 
+    monkeypatch.setattr(verification, "SMALL_BYTES", 1000)
     monkeypatch.setattr(verification, "hash_file", hash_late)
+    return event
+
+
+def test_large_weights_are_awaited_by_the_first_token(small_bundle: Path, tmp_path: Path, go: threading.Event) -> None:
+    """Loading continues meanwhile; no text comes before the verdict, and every request is refused after it."""
+    data = flip((small_bundle / WEIGHTS).read_bytes(), random.Random(3))
+    copy = damaged_copy(small_bundle, tmp_path / "copy", WEIGHTS, data)
     with edgeinfer.load(copy, threads=1, speculation="off") as model:
         assert model.info.verified == "pending"
         stream = model.stream(PROMPT, max_tokens=4, ignore_eos=True)
@@ -154,16 +158,10 @@ def test_large_weights_are_awaited_by_the_first_token(
         assert model.info.verified == "failed"
 
 
-def test_a_reply_that_awaits_the_verdict_can_be_cancelled(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "SMALL_BYTES", 1000)
-    asked, go = threading.Event(), threading.Event()
-
-    def hash_late(path: Path, stopped: Callable[[], bool]) -> object:
-        if path.name == WEIGHTS:
-            assert go.wait(TIME_LIMIT)
-        return hash_file(path, stopped)
-
-    monkeypatch.setattr(verification, "hash_file", hash_late)
+def test_a_reply_that_awaits_the_verdict_can_be_cancelled(
+    small_bundle: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
     with edgeinfer.load(small_bundle, threads=1, speculation="off") as model:
         stream = model.stream(PROMPT, max_tokens=4, ignore_eos=True)
         assert stream.prepare(1000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fnmatch
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
 from edgeinfer.errors import BundleError, EdgeInferError, HubError, InternalError, ModelError, StorageError
 from edgeinfer.hub.conversion import FetchJob, fetch
-from tests.cli import TIME_LIMIT
+from tests.cli import python
 from tests.hub_server import COMMIT, bundle_files, hub_environment, serving
 
 DIGEST = "0" * 64
@@ -294,13 +293,8 @@ def test_what_is_cached_is_listed_and_holds_no_code(tmp_path: Path) -> None:
     files = {f"{name}.gguf": b"GGUF" + name.encode() for name in names}
     bundle = bundle_files(tmp_path / "source")
     with serving({"org/bundle": bundle | code, "org/checkpoint": checkpoint | code, "org/gguf": files}) as server:
-        env = hub_environment(server.url, tmp_path, online=True) | {
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2])
-        }
-        line = [sys.executable, "-c", LISTINGS]
-        done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, check=False, timeout=TIME_LIMIT)
-    assert (done.returncode, done.stderr) == (0, b"")
-    empty, (found, local), damaged, is_whole = json.loads(done.stdout)
+        said = python(LISTINGS, **hub_environment(server.url, tmp_path))
+    empty, (found, local), damaged, is_whole = json.loads(said)
     assert empty == [[], [None] * 4]
     assert [Path(name).name for name in found] == ["toy-Q4_0.gguf", "toy-Q8_0-00001-of-00002.gguf", "bundle"]
     assert found[2] == "org/bundle"

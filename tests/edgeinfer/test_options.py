@@ -111,6 +111,8 @@ WRONG: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: edgeinfer.Search("beam", beams=99), "beams=99", "from 1 to 16"),
     (lambda: edgeinfer.Search("extract"), "passage", "Give both"),
     (lambda: edgeinfer.ReducedCompute("unified", skip_cache="below"), "skip_cache", "Leave"),
+    (lambda: GenerationConfig(json_schema={}, regex="a"), "json_schema and regex cannot be combined", ""),
+    (lambda: GenerationConfig(choices=("a",), json_object=True), "choices and json_object", ""),
     (lambda: edgeinfer.Sampling(logit_bias={"a": 1}), "logit_bias", "token ids"),  # type: ignore[dict-item]
 ]
 
@@ -217,6 +219,10 @@ WRONG_TYPE: list[dict[str, Any]] = [
     {"logit_bias": {"a": 1.0}},
     {"logit_bias": {1: "b"}},
     {"ignore_eos": "no"},
+    {"json_schema": 5},
+    {"json_object": "yes"},
+    {"regex": 5},
+    {"grammar": b"a"},
 ]
 
 

@@ -201,22 +201,6 @@ def test_response_formats(tales: edgeinfer.Model) -> None:
     assert text == answer(tales, asked)
 
 
-@each_row(
-    ("options", "says"),
-    [
-        ({"json_schema": {}, "regex": "a"}, "json_schema and regex cannot be combined"),
-        ({"choices": ("a",), "json_object": True}, "choices and json_object"),
-        ({"json_schema": 5}, "json_schema=5"),
-        ({"json_object": "yes"}, "json_object="),
-        ({"regex": 5}, "regex=5"),
-        ({"grammar": b"a"}, "grammar="),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        GenerationConfig(**options)
-
-
 @pytest.mark.gguf
 def test_a_gguf_vocabulary_is_followed_as_well() -> None:
     pytest.importorskip("llama_cpp")

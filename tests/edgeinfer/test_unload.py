@@ -16,7 +16,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import StorageError, UsageError
-from tests.cli import TIME_LIMIT
+from tests.cli import TIME_LIMIT, python
 from tests.speculation import BUILTIN, known_costs, needs_builtin
 from tests.timers import Timers
 from tests.waiting import wait_until
@@ -133,9 +133,7 @@ model.unload()
 again = process_memory()
 print(low.anonymous, high.anonymous, again.anonymous, low.file, high.file)
 """
-    command = [sys.executable, "-c", code, str(BUILTIN)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
-    low, high, again, low_file, high_file = map(int, done.stdout.split())
+    low, high, again, low_file, high_file = map(int, python(code, BUILTIN).split())
     with edgeinfer.load(BUILTIN, threads=1) as model:
         weights = sum(tensor.nbytes for tensor in model._lifecycle.facts.tensors)
     assert high + high_file - low - low_file > 0.5 * weights
@@ -181,10 +179,7 @@ model.generate("Hello", max_tokens=2)
 model.unload()
 print(len(list(Path(sys.argv[2], "edgeinfer", "aside").iterdir())))
 """
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code, str(small_bundle), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
-    assert int(done.stdout) == 1
+    assert int(python(code, small_bundle, tmp_path, XDG_CACHE_HOME=str(tmp_path))) == 1
     assert list((tmp_path / "edgeinfer" / "aside").iterdir()) == []
 
 
