@@ -35,11 +35,8 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def handling(number: signal.Signals, action: signal.Handlers | None = None) -> Iterator[None]:
-    """Set the action of a signal in the block and in processes started there, even if the tests run under nohup.
-
-    Args:
-        action: None is Python's default.
-    """
+    """Set the action of a signal, Python's default if None, in the block and in processes started there, even if the
+    tests run under nohup."""
     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     before = signal.signal(number, default if action is None else action)
     try:

@@ -91,12 +91,7 @@ def make_drafter(
 
 
 class ReferenceDrafter:
-    """What a drafter fills a block with: each row from scratch, of the states that the target's own code gives.
-
-    Args:
-        folder: of the drafter.
-        target: checkpoint of its model.
-    """
+    """What a drafter fills a block with: each row from scratch, of the states that the target's own code gives."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

@@ -82,10 +82,8 @@ def vast_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def with_mount(folder: Path, options: str, script: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a shell script with a file system in memory at `folder`, or skip.
-
-    The script gets the folder as $1 and edgeinfer as the rest of its arguments.
-    """
+    """Run a shell script with a file system in memory at `folder`, or skip. The script gets the folder as $1 and
+    edgeinfer as the rest of its arguments."""
     mount = f'mount -t tmpfs -o {options} none "$1" || exit 77; '
     namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if shutil.which("unshare") is None:

@@ -104,15 +104,8 @@ def served(
     contexts: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[Local]:
-    """Serve the built-in model on a free port for the block.
-
-    Args:
-        aliases: further names of the model.
-        queued: most requests waiting.
-        models: whether requests may name other models of this machine.
-        contexts: files that requests may name.
-        options: LoadConfig fields.
-    """
+    """Serve the built-in model on a free port for the block, with options of LoadConfig; `models` lets requests name
+    other models of this machine, and they may name the files of `contexts`."""
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
     switch = ModelSwitch(host, None, {"threads": 1} | options, queue=queued) if models else None

@@ -37,11 +37,7 @@ class App:
 
 @contextlib.contextmanager
 def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | None = None) -> Iterator[App]:
-    """Run the app with its data in a folder for the block.
-
-    Args:
-        variables: of its environment, in addition to the usual ones.
-    """
+    """Run the app with its data in a folder for the block; `variables` are added to its environment."""
     words = command("chat", "--no-window", "--port", "0", "--data", data, *arguments)
     env = environment() | dict(variables or {})
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
