@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import logging
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
@@ -128,6 +130,18 @@ def refuses(code: int, says: str, done: subprocess.CompletedProcess[bytes]) -> N
     assert line.count("\n") == 1
     assert "error: unexpected " not in line
     assert done.stdout == b""
+
+
+def leave_out(module: str, needed_by: str, patch: pytest.MonkeyPatch) -> None:
+    """Have imports of modules whose names begin with `needed_by` fail for want of a module."""
+    real = builtins.__import__
+
+    def without(name: str, *others: Any, **more: Any) -> Any:
+        if name.startswith(needed_by):
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return real(name, *others, **more)
+
+    patch.setattr(builtins, "__import__", without)
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 _READ = 65_536
@@ -39,9 +38,7 @@ class Link:
         self._started.wait(timeout=_PATIENCE_S)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
