@@ -146,13 +146,9 @@ def make_checkpoint(
     seed: int = 0,
     **overrides: Any,
 ) -> Any:
-    """Saves a random checkpoint with a byte-level tokenizer and returns the float32 model that it holds.
-
-    Args:
-        arch: a key of ARCHITECTURES, VARIANTS or MIXTURES.
-        dtype: type of the stored tensors; the returned model holds the same rounded values.
-        overrides: fields of the model's configuration.
-    """
+    """Saves a random checkpoint with a byte-level tokenizer and returns the float32 model that it holds, its values
+    rounded to `dtype`, in which they are stored. `arch` is a key of ARCHITECTURES, VARIANTS or MIXTURES, and overrides
+    are fields of the model's configuration."""
     config = make_config(arch, **overrides)
     model = getattr(transformers, config.architectures[0])(config).eval()
     randomise(model, seed)

@@ -256,6 +256,12 @@ def _given(args: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _options(args: argparse.Namespace, *kinds: Any) -> Any:
+    """The options of the training that the user named."""
+    kind = next(each for each in kinds if each.kind == args.kind)
+    return kind(**_given(args, kind))
+
+
 def _require_free(out: Path) -> None:
     """Refuse, before hours of work, a path that could not be written after them."""
     if out.exists():
@@ -422,9 +428,7 @@ def _distill_module(args: argparse.Namespace) -> int:
 
         if hub.is_bundle(source):
             require_attachable(open_bundle(source))
-        kinds: tuple[type[Any], ...] = (EagleOptions, DflashOptions, HydraPlusOptions)
-        kind = next(each for each in kinds if each.kind == args.kind)
-        options = kind(**_given(args, kind))
+        options = _options(args, EagleOptions, DflashOptions, HydraPlusOptions)
         with _training(args, source, options.device, any_family=True) as (target, text, work, bar):
             with _replier(source) as replier:
                 trained: Distilled[ModuleTask] = distill(target, text, options, work, replier, bar)
@@ -459,9 +463,7 @@ def _distill_heads(args: argparse.Namespace) -> int:
         from edgeinfer.export.training.heads import HydraOptions, MedusaOptions
         from edgeinfer.export.training.routers import RoutersOptions
 
-        kinds: tuple[type[Any], ...] = (MedusaOptions, HydraOptions, RoutersOptions)
-        kind = next(each for each in kinds if each.kind == args.kind)
-        options = kind(**_given(args, kind))
+        options = _options(args, MedusaOptions, HydraOptions, RoutersOptions)
         with _training(args, source, options.device) as (target, text, work, bar), _replier(source) as replier:
             trained = distill(target, text, options, work, replier, bar)
             notes = {name: f"{value:.4f}" for name, value in trained.after.items()} | {"target": target.digest}

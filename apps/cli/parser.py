@@ -130,10 +130,7 @@ class _ShowHelp(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError instead of exiting.
-
-    --help leaves out options marked `advanced`, which --help-all shows.
-    """
+    """An argument parser that raises UsageError instead of exiting; only --help-all shows options marked `advanced`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         settings = {"add_help": False, "allow_abbrev": False, "exit_on_error": False} | settings
