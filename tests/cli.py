@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -109,6 +110,23 @@ class Child(subprocess.Popen[bytes]):
             super().__exit__(kind, error, trace)
         finally:
             self.kill()
+
+
+@dataclass
+class Logged:
+    """A command that runs in a process of its own until it is stopped."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode()
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Stop it by a signal, as Ctrl-C does, and return its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=TIME_LIMIT)
 
 
 def start(*arguments: str | Path, stdin: int | None = None) -> Child:

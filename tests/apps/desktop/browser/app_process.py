@@ -5,34 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from tests.cli import TIME_LIMIT, command, environment
+from tests.cli import Logged, command, environment
 from tests.speculation import BUILTIN
 
 
 @dataclass
-class App:
+class App(Logged):
     """A running app. `address` has the key that signs a window in."""
 
     address: str
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-
-    def logged(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode()
-
-    def stop(self) -> None:
-        """Stop the app as Ctrl-C does."""
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
@@ -44,7 +31,7 @@ def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | N
         process = stack.enter_context(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=log))
         stack.callback(process.kill)
         assert process.stdout is not None
-        app = App(process.stdout.readline().decode().strip(), process, log)
+        app = App(process, log, process.stdout.readline().decode().strip())
         assert app.address, app.logged()
         yield app
         app.stop()
