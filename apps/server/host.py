@@ -104,16 +104,7 @@ class HostReply:
         """Cancel the reply within the current pass."""
         self._worker.cancel(self._job)
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self._chunks()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cancel()
-
-    async def _chunks(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
             for item in await self._items.get():
                 if isinstance(item, Exception):
@@ -125,6 +116,12 @@ class HostReply:
                     self.result = item.result
                     return
                 yield item
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
 
 
 class ModelHost:

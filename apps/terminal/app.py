@@ -154,7 +154,8 @@ class TerminalChat:
         if sys.stdin is None and read is None:
             raise PromptError("stdin is closed.", "Pipe the messages into it, or start it in a terminal.")
         self._interactive = sys.stdin.isatty() if interactive is None else interactive
-        self._read = read or (keyboard() if self._interactive else _lines(sys.stdin))
+        lines = _lines(sys.stdin)
+        self._read = read or (keyboard() if self._interactive else lambda _: next(lines))
         self._say_setting = say
         self._last: Result | None = None
         self._leaving = False
@@ -348,12 +349,7 @@ def _parsed(value: str) -> Any:
     return value
 
 
-def _lines(source: TextIO) -> Callable[[str], str]:
-    lines = _checked(source)
-    return lambda prompt: next(lines)
-
-
-def _checked(source: TextIO) -> Iterator[str]:
+def _lines(source: TextIO) -> Iterator[str]:
     file: BinaryIO | None = getattr(source, "buffer", None)
     # Decoded here, as Python expects ASCII in the C locale. A stand-in for stdin may have text only.
     if file is None:
