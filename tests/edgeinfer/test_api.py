@@ -1,8 +1,9 @@
-"""Loading, planning and asking: budgets, backends, arguments of the wrong kind, results as JSON, measuring, closing."""
+"""Loading, planning and asking; one reply as a stream: its chunks, its end, leaving it, and what its result says."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,6 +16,7 @@ from edgeinfer import hub
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import (
+    BackendError,
     BudgetError,
     ContextLengthError,
     EdgeInferError,
@@ -23,7 +25,7 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
-from tests.cli import python
+from tests.cli import TIME_LIMIT, python
 from tests.speculation import load_eager, random_bundle
 from tests.tables import each_row
 
@@ -52,12 +54,6 @@ def test_a_plan_as_json(small_bundle: Path) -> None:
     assert (data["fits"], data["budget_bytes"]) == (True, 2 * 10**9)
     assert data["planned_bytes"] == sum(data["terms"].values())
     assert (data["choice"]["context"], data["choice"]["prefill_chunk"]) == (100, 16)
-
-
-def test_a_larger_context_takes_more(small_bundle: Path) -> None:
-    small, large = (edgeinfer.plan(small_bundle, context=c).terms["kv"] for c in (64, 512))
-    per_token = 2 * 3 * 2 * 16 * 4
-    assert large - small == (512 - 64) * per_token
 
 
 def test_options_reach_the_model(small_bundle: Path) -> None:
@@ -118,35 +114,6 @@ def test_a_prompt_longer_than_the_context(model: edgeinfer.Model) -> None:
     with pytest.raises(ContextLengthError, match="513"):
         model.stream([5] * 513)
     assert model.generate([5] * 512).finish_reason == "length"
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 200])
-def test_text_does_not_depend_on_the_prefill_chunk(model: edgeinfer.Model, small_bundle: Path, chunk: int) -> None:
-    with load_eager(small_bundle, prefill_chunk=chunk) as other:
-        assert other.plan.prefill_chunk == chunk != model.plan.prefill_chunk
-        assert len(model.tokenize(PROMPT * 8)) > model.plan.prefill_chunk
-        for options in ({"max_tokens": 30, "ignore_eos": True}, SAMPLED):
-            assert other.generate(PROMPT * 8, **options).token_ids == model.generate(PROMPT * 8, **options).token_ids
-
-
-def test_text_does_not_depend_on_what_is_cached(model: edgeinfer.Model, small_bundle: Path) -> None:
-    ids = model.tokenize(PROMPT * 2)
-    for shared in (1, 4, 9):
-        model.generate(ids[:shared] + [7] * 5, max_tokens=4)
-        reply = model.generate(ids, **SAMPLED)
-        assert reply.timings.cached_prompt_tokens == shared
-        with load_eager(small_bundle) as fresh:
-            assert fresh.generate(ids, **SAMPLED).token_ids == reply.token_ids
-
-
-def test_the_reference_backend_agrees(model: edgeinfer.Model, small_bundle: Path) -> None:
-    """Int8 activations cost some agreement, so it is the perplexity that must be near."""
-    ids = model.tokenize(PROMPT)
-    with load_eager(small_bundle, backend="reference") as reference:
-        assert reference.info.backend == "reference"
-        assert len(reference.generate(ids, max_tokens=3, ignore_eos=True).token_ids) == 3
-        theirs = reference.score(ids).perplexity
-    assert model.score(ids).perplexity == pytest.approx(theirs, rel=0.05)
 
 
 def test_scores_are_log_probabilities(model: edgeinfer.Model) -> None:
@@ -236,6 +203,8 @@ CALLS: tuple[tuple[Call, type[EdgeInferError], str], ...] = (
     (lambda model: model.generate(b"Once"), PromptError, "The prompt is b'Once'"),
     (lambda model: model.generate_batch("Once"), PromptError, "The prompts are one text, 'Once'."),
     (lambda model: model.stream("a\udce9b"), PromptError, "Unicode"),
+    (lambda model: model.generate([5, -1]), UsageError, "vocabulary"),
+    (lambda model: model.generate([5, 10**6]), UsageError, "vocabulary"),
     (lambda model: model.tokenize(None), PromptError, "The text is None"),
     (lambda model: model.detokenize([-1]), PromptError, "The token id -1 is outside"),
     (lambda model: model.detokenize([0, 2**31]), PromptError, f"The token id {2**31} is outside"),
@@ -303,3 +272,169 @@ def test_the_builtin_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
     assert hub.find(hub.BUILTIN) == hub.builtin()
     (tmp_path / hub.BUILTIN).mkdir()
     assert hub.find(hub.BUILTIN) == Path(hub.BUILTIN)
+
+
+BEGINNING = "Once upon a time"
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 40, "ignore_eos": True}
+
+
+def in_thread(work: Any) -> list[Any]:
+    """Runs work in another thread; returns what it returned or raised."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except EdgeInferError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=TIME_LIMIT)
+    return outcome
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise BackendError("The engine broke.")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stream_and_generate_agree(model: edgeinfer.Model, seed: int) -> None:
+    options = DRAWN | {"seed": seed}
+    stream = model.stream(BEGINNING, **options)
+    chunks = list(stream)
+    result = model.generate(BEGINNING, **options)
+    assert "".join(chunk.text for chunk in chunks) == result.text == stream.result.text
+    assert tuple(i for chunk in chunks for i in chunk.token_ids) == result.token_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert model.detokenize(result.token_ids) in (result.text, result.text.strip())
+
+
+def test_seeds_reproduce_and_differ(model: edgeinfer.Model) -> None:
+    first, again, other = (model.generate(BEGINNING, **DRAWN | {"seed": s}).token_ids for s in (1, 1, 2))
+    assert first == again != other
+    options = DRAWN | {"seed": None}
+    assert model.generate(BEGINNING, **options).token_ids != model.generate(BEGINNING, **options).token_ids
+    assert (
+        model.generate(BEGINNING, max_tokens=20).token_ids == model.generate(BEGINNING, max_tokens=20, seed=3).token_ids
+    )
+
+
+def test_a_stop_string_ends_the_reply_before_itself(model: edgeinfer.Model) -> None:
+    whole = model.generate(BEGINNING, **DRAWN).text
+    middle = len(whole) // 2
+    stop = whole[middle : middle + 3]
+    stream = model.stream(BEGINNING, stop=[stop], **DRAWN)
+    streamed = "".join(chunk.text for chunk in stream)
+    assert stream.result.text == streamed == whole[: whole.index(stop)]
+    assert stream.result.finish_reason == "stop"
+
+
+def test_a_stop_string_that_never_comes_loses_no_text(model: edgeinfer.Model) -> None:
+    whole = model.generate(BEGINNING, **DRAWN)
+    # The last characters begin the stop string, so they are held back until the end.
+    result = model.generate(BEGINNING, stop=[whole.text[-2:] + "never"], **DRAWN)
+    assert (result.text, result.finish_reason) == (whole.text, "length")
+
+
+def test_stop_token_ids(model: edgeinfer.Model) -> None:
+    whole = model.generate(BEGINNING, **DRAWN).token_ids
+    stop = next(token for token in whole[9:] if token != whole[0])
+    result = model.generate(BEGINNING, stop_token_ids=[stop], **DRAWN)
+    assert result.token_ids == whole[: whole.index(stop) + 1]
+    assert result.finish_reason == "stop"
+    assert result.text == model.generate(BEGINNING, **DRAWN | {"max_tokens": whole.index(stop)}).text
+
+
+def test_end_of_text(model: edgeinfer.Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "logit_bias": {1: 1000.0}}
+    result = model.generate(BEGINNING, **options)
+    assert (result.token_ids, result.text, result.finish_reason) == ((1,), "", "stop")
+    ignored = model.generate(BEGINNING, ignore_eos=True, **options)
+    assert (ignored.token_ids, ignored.finish_reason) == ((1,) * 6, "length")
+
+
+def test_the_result_comes_at_the_end(model: edgeinfer.Model) -> None:
+    stream = model.stream(BEGINNING, max_tokens=4, ignore_eos=True)
+    next(stream)
+    with pytest.raises(UsageError, match="not finished"):
+        _ = stream.result
+    list(stream)
+    assert len(stream.result.token_ids) == 4
+
+
+def test_timings(model: edgeinfer.Model) -> None:
+    # Plainly: tokens of one pass come together, so that most of them may have taken no time of their own.
+    timings = model.generate(BEGINNING, max_tokens=12, ignore_eos=True, speculation="off").timings
+    assert timings.load_ms > 0
+    assert 0 < timings.prompt_ms <= timings.ttft_ms
+    assert 0 < timings.per_token_p50_ms <= timings.per_token_p95_ms
+    assert timings.tokens_per_second == pytest.approx(1e3 / timings.per_token_ms)
+    single = model.generate(BEGINNING, max_tokens=1).timings
+    assert single.ttft_ms > 0
+    assert (single.per_token_ms, single.per_token_p95_ms, single.tokens_per_second) == (0, 0, 0)
+
+
+def test_cancelling_before_the_first_chunk(model: edgeinfer.Model) -> None:
+    stream = model.stream(BEGINNING, **DRAWN)
+    stream.cancel()
+    assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
+    assert stream.result.token_ids == ()
+
+
+def test_cancelling_a_finished_reply_leaves_the_next_alone(model: edgeinfer.Model) -> None:
+    stream = model.stream(BEGINNING, max_tokens=3, ignore_eos=True)
+    list(stream)
+    stream.cancel()
+    assert stream.result.finish_reason == "length"
+    assert len(model.generate(BEGINNING, max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_a_stream_left_early_makes_room_for_the_next(model: edgeinfer.Model) -> None:
+    expected = model.generate("Another prompt", **DRAWN).text
+    left = model.stream(BEGINNING, **DRAWN)
+    pieces = [next(left).text for _ in range(3)]
+    assert model.generate("Another prompt", **DRAWN).text == expected
+    assert left.result.finish_reason == "cancelled"
+    assert left.result.text == "".join(pieces)
+    assert list(left) == []
+
+
+def test_a_with_block_finishes_the_reply(model: edgeinfer.Model) -> None:
+    with model.stream(BEGINNING, **DRAWN) as stream:
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+    stream.close()
+    assert len(stream.result.token_ids) == 1
+
+
+def test_a_reply_closed_before_its_first_chunk(model: edgeinfer.Model) -> None:
+    model.generate(BEGINNING, max_tokens=1)
+    model.generate(BEGINNING, max_tokens=1)  # reuses the prompt
+    stream = model.stream(BEGINNING, **DRAWN)
+    stream.close()
+    assert (stream.result.text, stream.result.token_ids, stream.result.finish_reason) == ("", (), "cancelled")
+    # Nothing was evaluated or reused for it.
+    assert (stream.result.timings.prompt_ms, stream.result.timings.cached_prompt_tokens) == (0, 0)
+
+
+def test_another_thread_cannot_end_a_running_reply(model: edgeinfer.Model) -> None:
+    expected = model.generate(BEGINNING, **DRAWN).text
+    stream = model.stream(BEGINNING, **DRAWN)
+    pieces = [next(stream).text]
+    (refused,) = in_thread(lambda: model.generate("Hello", max_tokens=2))
+    assert isinstance(refused, UsageError)
+    assert "Another thread" in refused.message
+    pieces += [chunk.text for chunk in stream]
+    assert "".join(pieces) == expected
+    (allowed,) = in_thread(lambda: model.generate("Hello", max_tokens=2))
+    assert isinstance(allowed, edgeinfer.Result)
+
+
+def test_a_reply_that_failed_does_not_block_other_threads(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load_eager(small_bundle) as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(model._parts.engine.backend, "forward", broken)
+            (failed,) = in_thread(lambda: model.generate(BEGINNING, max_tokens=2))
+        assert isinstance(failed, BackendError) and "broke" in failed.message
+        assert len(model.generate(BEGINNING, max_tokens=2, ignore_eos=True).token_ids) == 2

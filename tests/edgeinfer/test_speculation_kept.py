@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import CapabilityError, StorageError, UsageError
+from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile import device_profile
@@ -206,14 +206,6 @@ def test_a_cache_that_cannot_be_written(
         patch.setattr(device_profile, "write_file", full)
         assert learn(small_bundle).text == expected
     assert contents(folder) == before
-
-
-def test_no_home_for_a_profile(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise StorageError("This user has no home folder.", "Set HOME.")
-
-    monkeypatch.setattr(device_profile, "user_cache", homeless)
-    assert learn(small_bundle).speculation.rounds > 0
 
 
 # Tuning.

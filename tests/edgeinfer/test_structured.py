@@ -162,16 +162,6 @@ def test_costs_are_told(tales: edgeinfer.Model) -> None:
         assert stream.grammar_costs is None
 
 
-def test_a_small_model_and_a_chat(model: edgeinfer.Model) -> None:
-    """Random weights, which prefer nothing: whatever comes is by the grammar alone."""
-    for form in ("schema", "regex"):
-        chat = model.chat("Be brief.")
-        for seed in range(3):
-            reply = chat.send("Hello", max_tokens=120, temperature=1.0, seed=seed, **FORMS[form])
-            if reply.finish_reason == "stop":
-                check(form, reply.text)
-
-
 def answer(model: edgeinfer.Model, response_format: Any, **options: Any) -> str:
     found = model.create_chat_completion(
         [{"role": "user", "content": "Hello"}], response_format=response_format, **{"max_tokens": 60} | options
