@@ -1,8 +1,5 @@
-"""Loading a model and asking it for text.
-
-The way of the data: `load` has bundles opened and the parts of a model made (`loading`); `Model.stream` turns a prompt
-into tokens and hands them to a `TokenStream`.
-"""
+"""Loading a model and asking it for text. The way of the data: `load` has bundles opened and the parts of a model made
+(`loading`); `Model.stream` turns a prompt into tokens and hands them to a `TokenStream`."""
 
 from __future__ import annotations
 

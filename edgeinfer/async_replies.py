@@ -107,11 +107,9 @@ class Production:
 
 
 class ReplyThread:
-    """The one thread on which a model starts replies for event loops, in the order of the requests.
-
-    A single reply has the model to itself. When others come, they share passes if the model supports that and was
-    loaded for several; replies that cannot share, such as searches, are made before or after these.
-    """
+    """The one thread on which a model starts replies for event loops, in the order of the requests. A single reply has
+    the model to itself. When others come, they share passes if the model supports that and was loaded for several;
+    replies that cannot share, such as searches, are made before or after these."""
 
     def __init__(self, open_batch: Callable[[], ReplyBatch | None]) -> None:
         self._open_batch = weakref.WeakMethod(open_batch)  # returns None where replies cannot share passes
@@ -249,11 +247,7 @@ class AsyncTokenStream:
 
     @property
     def result(self) -> Result:
-        """The finished reply.
-
-        Raises:
-            UsageError: the stream is not finished yet, or was cancelled before the reply started.
-        """
+        """The finished reply; UsageError before it is, and where the stream was cancelled before the reply started."""
         stream = None if self._production is None else self._production.stream
         if stream is None or not self._ended:
             raise UsageError("The reply is not finished.", "Iterate to the end, or close the stream first.")

@@ -161,11 +161,7 @@ class Slot:
 
     def begin(self, prompt: Sequence[int], adapter: str | None = None) -> None:
         """Prepare for a reply: take over the rows of its prompt that other slots hold, and wait for those that they are
-        about to evaluate.
-
-        Raises:
-            UsageError: the model was loaded without such an adapter.
-        """
+        about to evaluate. UsageError where the model has no such adapter."""
         wanted = np.array(prompt)
         self.parts.engine.use_adapter(adapter)
         others = [slot for slot in self._batch.others(self) if slot.parts.engine.adapter == adapter]
@@ -193,8 +189,6 @@ def _coming(other: Slot, wanted: Ints) -> int:  # (n,)
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """How one of several replies ended."""
-
     place: int  # index of the reply
     made: T | None = None  # its result
     error: Exception | None = None  # the error that ended it; None where there is a result
@@ -302,20 +296,13 @@ class ReplyBatch:
         self.scheduler.start(run)
 
     def run(self, makers: Iterable[Callable[[], T]]) -> list[T]:
-        """Make one reply after the other as there is room, and return their results in the same order.
-
-        Raises:
-            Exception: the first that a reply raised; the others are ended.
-        """
+        """Make replies as there is room, and return their results in the same order. The first error that one raises
+        ends the others, and is raised."""
         made = {outcome.place: outcome.result() for outcome in self.as_completed(makers)}
         return [made[place] for place in range(len(made))]
 
     def as_completed(self, makers: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
-        """Make one reply after the other as there is room, and yield each when it is finished.
-
-        Args:
-            makers: consumed one by one, as there is room.
-        """
+        """Make replies as there is room, taking makers one by one, and yield each when it is finished."""
         over: list[Outcome[T]] = []
 
         def work(place: int, make: Callable[[], T]) -> Callable[[Slot], None]:

@@ -117,11 +117,7 @@ class Chat:
 
     def save(self, path: str | Path) -> None:
         """Write the conversation, atomically: as JSON, or with its rows in the model's cache if the name ends in
-        ".session", so that continuing costs nothing.
-
-        Raises:
-            StorageError: the path cannot be written.
-        """
+        ".session", so that continuing costs nothing. StorageError where the path cannot be written."""
         data = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -144,11 +140,7 @@ class Chat:
 
     @classmethod
     def open(cls, model: ConversationModel, path: str | Path) -> Chat:
-        """Open a saved conversation, to continue it with this model.
-
-        Raises:
-            UsageError: the file is missing or is not a saved conversation.
-        """
+        """Open a saved conversation, to continue it with this model; UsageError where the file holds none."""
         source = Path(path)
         if not is_session(source):
             return cls._read(model, source, lambda: _text_of(source))

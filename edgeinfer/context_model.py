@@ -122,11 +122,8 @@ class ContextModel:
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> TokenStream:
-        """Answer OpenAI-style messages, chunk by chunk; as `Model.stream_chat`.
-
-        Args:
-            progress: called with the tokens of each pass that evaluates contexts; its errors end the reply.
-        """
+        """Answer messages as `Model.stream_chat` does. `progress` is called with the tokens of each pass that evaluates
+        contexts; its errors end the reply."""
         started = time.perf_counter()
         config = GenerationConfig.for_chat(self._model.sampling, options)
         prefix, rest = self._model.split_chat(messages, prefill)
@@ -211,11 +208,7 @@ class _Reader:
     """Finds or makes the rows of contexts after one prefix; `evaluated` counts the tokens it had to evaluate."""
 
     def __init__(
-        self,
-        parts: ModelParts,
-        prefix: tuple[int, ...],
-        adapter: str | None,
-        progress: Callable[[int], None] | None,
+        self, parts: ModelParts, prefix: tuple[int, ...], adapter: str | None, progress: Callable[[int], None] | None
     ) -> None:
         self._maker = ContextMaker(parts.engine, parts.decoder, prefix, progress)
         kind = parts.engine.backend.cache.snapshot(0, 0)

@@ -71,11 +71,7 @@ class Context:
         return sum(sizes)
 
     def forget(self) -> None:
-        """Remove its rows of all models from the user's cache.
-
-        Raises:
-            StorageError: one cannot be removed, or as `rows_folder`.
-        """
+        """Remove its rows of all models from the user's cache; StorageError where one cannot be removed."""
         for file in rows_folder().glob(f"{self.name_of_rows}-*"):
             try:
                 file.unlink(missing_ok=True)

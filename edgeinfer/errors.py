@@ -134,11 +134,8 @@ class PromptError(UsageError):
 
 
 class ContextLengthError(UsageError):
-    """More tokens than the context holds, or a context larger than the model allows.
-
-    Args:
-        sizes: minimum tokens of the prompt, and of the context; None where it is not about a prompt.
-    """
+    """More tokens than the context holds, or a context larger than the model allows. `sizes` are the least tokens of
+    the prompt, and the context's; None where it is not about a prompt."""
 
     def __init__(
         self, message: str | Wording, hint: str | Wording = "", *, sizes: tuple[int, int] | None = None
@@ -227,11 +224,8 @@ class DeviceError(UserError):
 
 
 class RemoteError(UserError):
-    """A server on another machine that cannot be reached, refuses, or runs another model than it should.
-
-    Args:
-        lost: the connection failed, so that it might work another time.
-    """
+    """A server on another machine that cannot be reached, refuses, or runs another model than it should. It is `lost`
+    where the connection failed, so that it might work another time."""
 
     def __init__(self, message: str | Wording, hint: str | Wording = "", *, lost: bool = False) -> None:
         super().__init__(message, hint)

@@ -146,11 +146,7 @@ class TokenStream:
 
     @property
     def result(self) -> Result:
-        """The finished reply.
-
-        Raises:
-            UsageError: the stream is not finished yet.
-        """
+        """The finished reply; UsageError before it is."""
         if self._result is None:
             raise UsageError("The reply is not finished.", "Iterate to the end, or close the stream first.")
         return self._result
@@ -237,11 +233,7 @@ class TokenStream:
 
     def prepare(self, tokens: int) -> bool:
         """Evaluate up to so many tokens of the prompt before the first chunk is requested, so that the reply can be
-        paused in between; return whether the prompt is complete.
-
-        Raises:
-            UsageError: another reply runs.
-        """
+        paused in between; return whether the prompt is complete. UsageError while another reply runs."""
         with self._lock:
             if self._made or self._cancelled or self._result is not None:
                 return True

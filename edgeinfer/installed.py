@@ -215,10 +215,7 @@ def describe(model: str | Path | None = None) -> ModelFacts:
 
 
 def verify(
-    model: str | Path | None = None,
-    *,
-    accept: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
+    model: str | Path | None = None, *, accept: bool = False, progress: Callable[[str, int, int], None] | None = None
 ) -> dict[str, Outcome]:
     """Read every file of a model and compare it with its digest; a plain GGUF file, with its contents at first use.
 

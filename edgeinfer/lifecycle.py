@@ -1,8 +1,6 @@
-"""When a model is in memory: loaded when it is asked for, unloaded when it was idle, its cache kept in between.
-
-What the cache held is put aside while the model is away, in a file of the user's cache that only this user may read, so
-that the next request goes on where the last one ended. The file is gone once it was used, and when the program ends.
-"""
+"""When a model is in memory: loaded when it is asked for, unloaded when it was idle, its cache kept in between. What
+the cache held is put aside while the model is away, in a file of the user's cache that only this user may read, so that
+the next request goes on where the last one ended. The file is gone once it was used, and when the program ends."""
 
 from __future__ import annotations
 
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a loaded model is made of."""
-
     engine: Engine
     tokenizer: TokenizerLike
     loaded: ModelInfo  # which model it is, without the state of verification that `info` adds

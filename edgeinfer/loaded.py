@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadedModel:
-    """A model's facts, tokenizer and sessions; `Model` adds replies.
-
-    Args:
-        template: the model's chat template; None where it has none.
-    """
+    """A model's facts, tokenizer and sessions; `Model` adds replies. `template` is None where there is none."""
 
     def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
         self._lifecycle = lifecycle
@@ -82,11 +78,7 @@ class LoadedModel:
         return self._lifecycle.in_memory
 
     def reload(self) -> None:
-        """Load the model again now, if it was unloaded, as the next request would.
-
-        Raises:
-            EdgeInferError: as `edgeinfer.load`; the next request tries again.
-        """
+        """Load the model again now, if it was unloaded, as the next request would; that tries again after an error."""
         self._lifecycle.parts()
 
     @property
@@ -100,11 +92,7 @@ class LoadedModel:
         return self._lifecycle.facts.adapters
 
     def require_contexts(self) -> None:
-        """Refuse a model that `with_contexts` would refuse, before any text is read.
-
-        Raises:
-            CapabilityError: this model, or its backend, cannot evaluate contexts separately.
-        """
+        """Refuse a model that cannot evaluate contexts separately (CapabilityError), before any text is read."""
         from edgeinfer.runtime.decoding.contexts import require_contexts
 
         with self._lifecycle.acquire(verified=False) as parts:
@@ -144,12 +132,7 @@ class LoadedModel:
 
     def logits(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Floats]:
         """The logits after each token of a text, in arrays of a few rows (R, V); each overwrites the one before.
-
-        Empties the cache. The model must not be used for anything else before the last array.
-
-        Args:
-            adapter: name of the adapter to evaluate the text with.
-        """
+        Empties the cache; the model must not be used for anything else before the last array."""
         self._turns.require_idle()
 
         def rows(logits: Iterator[Floats]) -> Iterator[Floats]:
@@ -163,11 +146,7 @@ class LoadedModel:
             return rows(token_logits(parts.engine, tokens))
 
     def score(self, tokens: Sequence[int], adapter: str | None = None) -> TokenScores:
-        """Log-probabilities of a text, and the likeliest token after each of its tokens; empties the cache.
-
-        Args:
-            adapter: name of the adapter to evaluate the text with.
-        """
+        """Log-probabilities of a text, and the likeliest token after each of its tokens; empties the cache."""
         from edgeinfer.runtime.tuning.measure import score_tokens
 
         with self._idle() as parts:
@@ -189,11 +168,7 @@ class LoadedModel:
 
     def load_session(self, path: str | Path) -> list[int]:
         """Take over what `save_session` wrote and return its token ids. Rows from other settings are computed again.
-
-        Raises:
-            UsageError: the file is missing, damaged or no session file.
-            ModelError: it is another model's.
-        """
+        UsageError where the file is missing, damaged or no session file; ModelError where it is another model's."""
         with open_session(Path(path)) as session, self._idle() as parts:
             if session.origin.model != parts.origin.model:
                 message = f"{path} was written by another model than {self.info.name}."
@@ -241,24 +216,14 @@ class LoadedModel:
 
     def tokenize_data(self, text: str, *, fitting: str = "") -> list[int]:
         """Token ids of a text inside another: without a begin token, and without special tokens that it spells out.
-
-        Args:
-            fitting: name of the text in the error if it is far too long for the context; empty refuses nothing.
-
-        Raises:
-            ContextLengthError: the text is far too long.
-        """
+        With a name for errors in `fitting`, ContextLengthError where it is far too long for the context."""
         with self._lifecycle.acquire(verified=False) as parts:
             if fitting:
                 require_fitting_text(parts, text, fitting)
             return parts.literal_encoder.literal(text)
 
     def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text to continue.
-
-        Raises:
-            PromptError, ContextLengthError: it is empty, or far too long for the context.
-        """
+        """Token ids of a text to continue; PromptError or ContextLengthError where it is empty, or far too long."""
         if isinstance(text, str) and not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         with self._lifecycle.acquire(verified=False) as parts:
@@ -305,11 +270,8 @@ class LoadedModel:
             return parts.literal_encoder.encode_parts(pieces)
 
     def split_chat(self, messages: Sequence[Mapping[str, Any]], prefill: str = "") -> tuple[list[int], list[int]]:
-        """Token ids of messages and prefill, split where the text of the first user message starts.
-
-        Raises:
-            TemplateError: the template does not write that text as it is; else as `tokenize_chat`.
-        """
+        """Token ids of messages and prefill, split where the text of the first user message starts; TemplateError where
+        the template does not write that text as it is."""
         template = self._require_template()
         mark = "[contexts]"
         while any(mark in str(each) for each in messages):
@@ -368,14 +330,8 @@ class LoadedModel:
         return self._template
 
     def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids.
-
-        Args:
-            special: spell out special tokens, which are left out by default.
-
-        Raises:
-            PromptError: one is no id of the model's vocabulary.
-        """
+        """Text of token ids; special tokens are left out unless `special`. PromptError where one is no id of the
+        vocabulary."""
         with self._lifecycle.acquire(verified=False) as parts:
             return parts.tokenizer.decode(known_ids(parts, ids), skip_special_tokens=not special)
 

@@ -176,8 +176,6 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request to load a model."""
-
     bundles: Bundles
     config: LoadConfig
     # As `edgeinfer.load` takes it; None where the model is loaded again.

@@ -1,8 +1,6 @@
 """Methods by name: drafters, verification rules, searches and ways to compute less, each declared in a file of its own.
-
 Methods of the product are found in the modules of a package, one list `METHODS` per module. Methods of research, and
-those of other distributions, are entry points, loaded only when an option names them.
-"""
+those of other distributions, are entry points, loaded only when an option names them."""
 
 from __future__ import annotations
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What a reply is asked for."""
-
     prompt: list[int]  # token ids
     config: GenerationConfig  # how to generate
     started: float = field(default_factory=time.perf_counter)  # time.perf_counter() of the request; by default now

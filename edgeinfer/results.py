@@ -1,7 +1,5 @@
-"""Results of replies: text with its timings, memory, speculation and facts of the model.
-
-Field names are those of `edgeinfer run --json`.
-"""
+"""Results of replies: text with its timings, memory, speculation and facts of the model. Field names are those of
+`edgeinfer run --json`."""
 
 from __future__ import annotations
 
@@ -221,11 +219,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty.
-
-    Attributes:
-        logprobs: of tokens whose text starts here, if requested; none of a stop string.
-    """
+    """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty. `logprobs` are of
+    the tokens whose text starts here, if requested; none of a stop string."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -367,12 +362,8 @@ class Result:
 
     @property
     def parsed(self) -> Any:
-        """The value of a reply in JSON (`json_schema`): dictionaries, lists, texts and numbers, or an instance where a
-        class was given.
-
-        Raises:
-            UsageError: the reply is no JSON, ended before its JSON did, or is refused by the class.
-        """
+        """The value of a reply in JSON (`json_schema`), an instance where a class was given. UsageError where the reply
+        is no JSON, ended before its JSON did, or is refused by the class."""
         return read_reply(self.text, self.finish_reason, self.schema_class)
 
     def to_dict(self) -> dict[str, Any]:

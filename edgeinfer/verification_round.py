@@ -77,12 +77,8 @@ class VerificationStream(TokenStream):
         return "length" if self._given_up else super()._reason_at_limit()
 
     def advice(self, devices: int) -> DraftAdvice | None:
-        """What is best for all replies of now; None where there is no other, or too little is known. Safe from any
-        thread.
-
-        Args:
-            devices: that have asked for rounds lately, as those between two rounds have no rows in a pass.
-        """
+        """What is best for all replies of now, with so many devices that asked for rounds lately; between two rounds
+        they have no rows in a pass. None where there is no other, or too little is known. Safe from any thread."""
         replies = max(self._advice, devices)
         if replies < 2 or self._pass_ms is None:
             return None

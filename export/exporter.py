@@ -34,11 +34,8 @@ from edgeinfer.results import Progress
 def export_checkpoint(
     source: Path, out: Path, config: ExportConfig | None = None, progress: Progress | None = None
 ) -> Path:
-    """Exports a Hugging Face checkpoint directory to a bundle at `out` and returns `out`.
-
-    Args:
-        progress: called with what is being written, how many steps are done and how many there are.
-    """
+    """Exports a Hugging Face checkpoint directory to a bundle at `out` and returns `out`; `progress` gets step names
+    and counts."""
     config = config or ExportConfig()
     if source.suffix.lower() == ".gguf":
         message = f"{source} is a GGUF file, whose weights a bundle keeps as they are."

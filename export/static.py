@@ -38,14 +38,8 @@ _OPSET = 21
 
 
 class _StaticOperators:
-    """Adds nodes to a graph whose hidden states are (1, S, D).
-
-    With three dimensions, as ONNX Runtime makes a float-only Gemm of a two-dimensional MatMul and sum, and would
-    dequantize the matrix in every pass.
-
-    Args:
-        rows: S.
-    """
+    """Adds nodes to a graph whose hidden states are (1, rows, D): of two dimensions ONNX Runtime makes a float-only
+    Gemm of MatMul and sum, and would dequantize the matrix in every pass."""
 
     def __init__(self, graph: GraphBuilder, spec: DecoderSpec, tensors: Mapping[str, TensorEntry], rows: int) -> None:
         self._graph, self._spec, self._tensors, self._rows = graph, spec, tensors, rows
@@ -338,8 +332,7 @@ def _keep_layers(described: Described, graphs: StaticGraphs) -> Described:
 
 def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
     """The plan with wider matrices where the static layout has none so narrow: rows of (K, N) end with bytes, and K is
-    a multiple of the block, as OpenVINO requires.
-    """
+    a multiple of the block, as OpenVINO requires."""
     schemes: dict[str, QuantScheme | None] = dict(quant.schemes)
     # An embedding is stored by rows; a tied one by columns besides.
     by_columns = {plan.name: plan.shape for plan in described.plans if plan.name != "embed" or described.spec.tied}

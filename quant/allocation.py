@@ -1,7 +1,5 @@
-"""Chooses one option for each of many things so that their total cost is least within a budget of bytes.
-
-A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution for when time runs out.
-"""
+"""Chooses one option for each of many things so that their total cost is least within a budget of bytes. A
+multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution for when time runs out."""
 
 from __future__ import annotations
 
@@ -71,14 +69,8 @@ def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
 def allocate_exactly(
     choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
 ) -> tuple[Allocation, int]:
-    """`allocate` for things that take more than their sum when laid out, by the padding between them.
-
-    Args:
-        measure: bytes of the chosen options, by index, when laid out.
-
-    Returns:
-        The allocation and its measured bytes, at most `budget`.
-    """
+    """`allocate` for things that take more than their sum when laid out, by the padding between them. `measure` gives
+    the bytes of the chosen options, by index; the result's bytes are at most `budget`."""
     least = sum(choice.least for choice in choices)
     allowed, best = budget, None
     tried = set()
@@ -131,10 +123,8 @@ def _summed(choices: Sequence[Choice], chosen: Sequence[int]) -> Allocation:
 
 
 def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, share: float) -> Allocation | None:
-    """The solution of the integer programme for a share of the budget; None where the solver found none in time.
-
-    It may exceed the share by the solver's tolerance, a millionth.
-    """
+    """The solution of the integer programme for a share of the budget; None where the solver found none in time. It may
+    exceed the share by the solver's tolerance, a millionth."""
     from scipy import sparse  # only here: most conversions need no scipy
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -160,8 +150,7 @@ def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, sh
 
 def _lagrangian(choices: Sequence[Choice], kept: list[list[int]], budget: int) -> tuple[Allocation, float]:
     """The solution by the lowest price per byte that fits, with the rest spent where it helps most; and a lower bound
-    of the cost.
-    """
+    of the cost."""
     low, high = 0.0, 1.0
     free = _priced(choices, kept, low)
     if free.nbytes <= budget:

@@ -30,10 +30,8 @@ _SMALLEST_SCALE = np.float32(2.0**-64)
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
-    """The quantizer of matrices of K columns by the search of clipped ranges.
-
-    A block's error is weighted by its part of the Hessian, or by mean squares.
-    """
+    """The quantizer of matrices of K columns by the search of clipped ranges. A block's error is weighted by its part
+    of the Hessian, or by mean squares."""
     if statistics is None:
         raise UsageError("AWQ needs statistics of a layer's inputs.", "Gather them, or choose the method rtn.")
     blocks = blocks_per_row(k, grid.size)
@@ -102,11 +100,9 @@ def _rounded(columns: Floats, scale: Floats, zero: Floats, grid: Grid) -> Floats
 
 
 def scale_search(weights: Sequence[Floats], statistics: InputStatistics, scheme: QuantScheme) -> Floats:  # (K,)
-    """Scales s of the input channels of matrices (N, K) that share their inputs.
-
-    The error of x W^T is least when W * s is quantized and x / s goes in, among s = (root mean square of x) ^ a with a
-    from 0 to 1, of geometric mean one. Power zero gives ones, so the error is never worse than without scales.
-    """
+    """Scales s of the input channels of matrices (N, K) that share their inputs. The error of x W^T is least when W * s
+    is quantized and x / s goes in, among s = (root mean square of x) ^ a with a from 0 to 1, of geometric mean one.
+    Power zero gives ones, so the error is never worse than without scales."""
     if not weights:
         raise UsageError("There are no matrices to find scales for.", "Pass those that read the same inputs.")
     k, grid = weights[0].shape[1], Grid.of(scheme)

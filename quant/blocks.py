@@ -27,10 +27,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Grid:
-    """The values a block may take: `scale * (code - zero)` with codes of `bits` bits.
-
-    Unlike `QuantScheme` it may have widths that no backend runs, for comparisons.
-    """
+    """The values a block may take: `scale * (code - zero)` with codes of `bits` bits. Unlike `QuantScheme` it may have
+    widths that no backend runs, for comparisons."""
 
     bits: int
     size: int

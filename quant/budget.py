@@ -54,11 +54,8 @@ class Limits:
 def candidate_schemes(
     shapes: Mapping[str, tuple[int, ...]], limits: Limits | None = None, layout: Layout = NATIVE
 ) -> dict[str, list[QuantScheme | None]]:
-    """Every scheme of each matrix that can be quantized.
-
-    Args:
-        layout: of the bundle. Matrices that share a scheme there get blocks that divide the columns of each.
-    """
+    """Every scheme of each matrix that can be quantized. Matrices that share a scheme in a layout get blocks that
+    divide the columns of each."""
     limits = limits or Limits()
     names = [name for name, shape in shapes.items() if is_quantizable(name, shape)]
     columns: defaultdict[str, int] = defaultdict(int)
@@ -93,11 +90,8 @@ def plan_within(
     layout: Layout,
     method: str = "rtn",
 ) -> QuantPlan:
-    """The plan of least cost whose weights file takes at most `budget` bytes, padding included.
-
-    Args:
-        names: of every tensor with bytes of its own, in the order of the file; those without candidates are float32.
-    """
+    """The plan of least cost whose weights file takes at most `budget` bytes, padding included; `names` are those of
+    all tensors with bytes of their own, in the file's order."""
     names = list(names)
     options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
 
@@ -155,10 +149,8 @@ def _best(
     outline: Draw,
     layout: Layout,
 ) -> Allocation:
-    """The better of two solutions: one counts each tensor's padding in full, the other none.
-
-    A tensor's padding depends on its neighbours; small models and many experts have much of it.
-    """
+    """The better of two solutions: one counts each tensor's padding in full, the other none. A tensor's padding depends
+    on its neighbours; small models and many experts have much of it."""
     found: list[Allocation] = []
     errors: list[BudgetError] = []
     for size in (_padded_bytes, _plain_bytes):

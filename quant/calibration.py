@@ -1,7 +1,5 @@
-"""Runs a decoder over texts, layer by layer, and visits every matrix with the statistics of its inputs.
-
-One layer's weights and the hidden states of all tokens are in memory, never the model.
-"""
+"""Runs a decoder over texts, layer by layer, and visits every matrix with the statistics of its inputs. One layer's
+weights and the hidden states of all tokens are in memory, never the model."""
 
 from __future__ import annotations
 
@@ -41,11 +39,8 @@ class Visitor(Protocol):
     """Sees the matrices of a model during a run, and may replace them."""
 
     def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        """Called before a layer where `CalibrationOptions.preview` is set; the reader may change weights after it.
-
-        Args:
-            statistics: of each of its matrices' inputs in a float layer, except of experts that no token reached.
-        """
+        """Called before a layer where `CalibrationOptions.preview` is set, with statistics of its matrices' inputs in a
+        float layer; the reader may change weights after it."""
 
     def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
         """The quantized model's rows of the embedding."""
@@ -56,8 +51,6 @@ class Visitor(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How a model is run."""
-
     # "float" runs the model itself; "quantized" with the visitor's replacements in earlier layers, so that each layer
     # is quantized for its future inputs; "paired" runs both, which relates these inputs to the original ones
     # (`InputStatistics.cross`).
@@ -72,27 +65,20 @@ class CalibrationOptions:
 
 
 def default_tokens(weights: int) -> int:
-    """Default number of tokens: 16384 for models of up to 64 Mi weights, 8192 above.
-
-    Tokens matter more than anything else: with 4096, 8192 and 16384 a model of 15M weights loses 0.0012, 0.0011 and
-    0.0006 nats at 4 bits, and 0.017, 0.013 and 0.010 at 2 bits (docs/log).
-    """
+    """Default number of tokens: 16384 for models of up to 64 Mi weights, 8192 above. Tokens matter more than anything
+    else: with 4096, 8192 and 16384 a model of 15M weights loses 0.0012, 0.0011 and 0.0006 nats at 4 bits, and 0.017,
+    0.013 and 0.010 at 2 bits (docs/log)."""
     return 16384 if weights <= _LARGE_MODEL else 8192
 
 
 def default_streams(weights: int) -> str:
-    """Streams for quantizing with a Hessian: "paired" for models of up to 64 Mi weights.
-
-    With 16384 tokens that lowers the loss of the 15M model by 22% at 2 bits and 34% at 4; quantizing a 0.5B model takes
-    half as long again.
-    """
+    """Streams for quantizing with a Hessian: "paired" for models of up to 64 Mi weights. With 16384 tokens that lowers
+    the loss of the 15M model by 22% at 2 bits and 34% at 4; quantizing a 0.5B model takes half as long again."""
     return "paired" if weights <= _LARGE_MODEL else "quantized"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Results of a run over texts."""
-
     tokens: int  # number of tokens
     head: InputStatistics  # statistics of the LM head's inputs
     # Use of each layer's experts, ascending by layer; empty without a mixture of experts.
@@ -115,11 +101,7 @@ def calibrate(
     visitor: Visitor,
     options: CalibrationOptions | None = None,
 ) -> Calibration:
-    """Runs a model over texts.
-
-    Args:
-        texts: token ids of each; texts do not see each other, and all begin at position 0.
-    """
+    """Runs a model over texts of token ids, which do not see each other and all begin at position 0."""
     options = options or CalibrationOptions()
     texts = [np.asarray(text, np.int64) for text in texts]
     _check(spec, texts)

@@ -1,8 +1,6 @@
-"""One layer of a decoder over whole texts, its experts included, in one or two versions at once.
-
-A version, a stream, computes with the weights as they are or with what quantizing made of them, layer after layer.
-Every matrix is shown, with the statistics of what enters it, before it is multiplied by.
-"""
+"""One layer of a decoder over whole texts, its experts included, in one or two versions at once. A version, a stream,
+computes with the weights as they are or with what quantizing made of them, layer after layer. Every matrix is shown,
+with the statistics of what enters it, before it is multiplied by."""
 
 from __future__ import annotations
 
@@ -46,19 +44,12 @@ Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 
 
 class LayerWalk:
-    """Runs the layers of a decoder, one after the other, over texts.
+    """Runs the layers of a decoder, one after the other, over texts, which do not see each other.
 
-    Attributes:
-        weigh_experts: inputs of an expert are shown multiplied by the factor of its result.
-
-    Args:
-        tensors: reads a weight; called once per layer and weight.
-        lengths: tokens of each text. Texts do not see each other.
-        visit: called for every matrix of a layer, in the order of computation; returns its replacement in quantized
-            streams.
-        quantized: for each stream, whether it computes with the results of `visit`. Statistics are of the last stream;
-            with two streams they relate it to the first.
-        hessian: gather second moments between inputs, not only of each.
+    `visit` is called for every matrix of a layer, in the order of computation, and returns its replacement in quantized
+    streams. Statistics are of the last stream; with two streams they relate it to the first. With `hessian` they have
+    second moments between inputs. Where `weigh_experts`, an expert's inputs are shown multiplied by its result's
+    factor.
     """
 
     def __init__(

@@ -32,8 +32,6 @@ _TINY = np.float32(1e-30)
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """Options of GPTQ."""
-
     # Added to each diagonal element of H, as a share of it, for what a calibration text of finite length does not show.
     # Relative to each element, so that a few inputs of huge energy do not drown the rest.
     damping: float = 0.03
@@ -46,10 +44,8 @@ class GptqOptions:
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: GptqOptions | None = None) -> Solver:
-    """The quantizer of matrices of K columns with these statistics of inputs, which must have a Hessian.
-
-    Memory: three matrices (K, K) of float32 besides the statistics, and about eight of (K, 512).
-    """
+    """The quantizer of matrices of K columns with these statistics of inputs, which must have a Hessian. Memory: three
+    matrices (K, K) of float32 besides the statistics, and about eight of (K, 512)."""
     if statistics is None or statistics.hessian is None:
         raise UsageError("GPTQ needs the Hessian of a layer's inputs.", "Gather it, or choose the method rtn.")
     return _Gptq(grid, k, statistics, statistics.hessian, options or GptqOptions()).solver

@@ -22,8 +22,6 @@ Needs = Literal["nothing", "diagonal", "hessian"]
 
 @dataclass(frozen=True)
 class Method:
-    """A quantizer."""
-
     name: str
     needs: Needs  # what it must know of the inputs: nothing, their mean squares, or the mean of x x^T
     # Sets it up for a grid, a number of columns and the statistics; `set_up` does for vectors, too.

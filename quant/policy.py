@@ -67,10 +67,8 @@ class QuantScheme:
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor may be quantized: a matrix that neither chooses nor weighs experts.
-
-    Experts need sizes that are multiples of 32: ONNX Runtime's operator for them pads no blocks.
-    """
+    """Whether a tensor may be quantized: a matrix that neither chooses nor weighs experts. Experts need sizes that are
+    multiples of 32: ONNX Runtime's operator for them pads no blocks."""
     if len(shape) != 2 or name.endswith(_ALWAYS_FLOAT):
         return False
     halves = 2 if name.endswith(".gate_up") else 1
@@ -85,13 +83,8 @@ def is_protected(name: str) -> bool:
 def make_scheme(
     shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool, vectors: bool = False
 ) -> QuantScheme | None:
-    """The scheme of a matrix (N, K) for bits and a largest block; None at 32 bits.
-
-    Large 8-bit matrices never have zero points.
-
-    Args:
-        vectors: 2 bits are codes of vectors where K is a multiple of the block.
-    """
+    """The scheme of a matrix (N, K) for bits and a largest block; None at 32 bits. Large 8-bit matrices never have zero
+    points; with `vectors` 2 bits are codes of vectors where K is a multiple of the block."""
     if bits == FLOAT_BITS:
         return None
     block = effective_block(shape[1], block_size)
@@ -102,27 +95,21 @@ def make_scheme(
 
 
 def effective_block(k: int, requested: int) -> int:
-    """The largest block up to `requested` that divides K; 32 with a padded end where none does.
-
-    Sixteen is never chosen: ONNX Runtime's int8 kernels for all widths start at 32, so padding is faster.
-    """
+    """The largest block up to `requested` that divides K; 32 with a padded end where none does. Sixteen is never
+    chosen: ONNX Runtime's int8 kernels for all widths start at 32, so padding is faster."""
     return next((b for b in (128, 64, 32) if b <= requested and k % b == 0), 32)
 
 
 def default_group_size(weights: int) -> int:
-    """Default number of values that share a scale: 32 for models of up to 64 Mi weights, 128 above.
-
-    A scale costs 32 bits in the file and, packed, 64 in memory. At the 0.5B shape groups of 32 take 125 MB more than
-    groups of 128 and a fifth of the speed; small models have little to lose except accuracy (docs/log).
-    """
+    """Default number of values that share a scale: 32 for models of up to 64 Mi weights, 128 above. A scale costs 32
+    bits in the file and, packed, 64 in memory. At the 0.5B shape groups of 32 take 125 MB more than groups of 128 and a
+    fifth of the speed; small models have little to lose except accuracy (docs/log)."""
     return 32 if weights <= _LARGE_MODEL else 128
 
 
 def default_head_bits(bits: int, vocabulary_weights: int) -> int:
-    """Default bits of embedding and head.
-
-    The linear layers' at 8 and 32 bits; below, 8 for vocabularies of up to 16 Mi weights, else 4.
-    """
+    """Default bits of embedding and head. The linear layers' at 8 and 32 bits; below, 8 for vocabularies of up to 16 Mi
+    weights, else 4."""
     if bits >= 8:
         return bits
     return 8 if vocabulary_weights <= _LARGE_VOCABULARY else 4

@@ -39,8 +39,6 @@ _HEAD_ROWS = 8192
 
 @dataclass(frozen=True)
 class Probe:
-    """The effect of one rounding."""
-
     kl: float  # divergence from the unrounded model, in nats per token
     errors: dict[str, float]  # mean squared error of each rounded matrix's output over all tokens, |E x|^2, by name
 
@@ -70,12 +68,8 @@ def probe_tokens(spec: DecoderSpec, parameters: int) -> int:
 def probe_decoder(
     spec: DecoderSpec, tensors: Tensors, texts: Sequence[Ints], look: Look, progress: Progress | None = None
 ) -> dict[str, Probe]:
-    """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`).
-
-    Args:
-        texts: token ids; texts do not see each other.
-        look: called for every matrix once.
-    """
+    """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`); calls `look` for each
+    once."""
     walk = _ProbeWalk(spec, tensors, [len(text) for text in texts], look)
     tokens = np.concatenate(list(texts))
     embedding = tensors("embed")
@@ -140,7 +134,8 @@ class _ProbeWalk(LayerWalk):
         x = inputs[self._names.index("")]
         self._look(name, weight, x)
         coarse = rounded(weight)
-        error = _energy(x, coarse - weight) / self._tokens
+        product = x @ (coarse - weight).T
+        error = float(np.einsum("tn,tn->", product, product, dtype=np.float64)) / self._tokens
         self.errors.setdefault(group, {})[name] = error
         return tuple(coarse if stream == group else weight for stream in self._names)
 
@@ -161,11 +156,6 @@ def _groups(spec: DecoderSpec, layer: int) -> Iterator[str]:
     yield from (f"{prefix}mlp.experts.*.{'gate_up' if moe.gated else 'up'}", f"{prefix}mlp.experts.*.down")
     if moe.shared_size:
         yield from (f"{prefix}mlp.shared.{'gate_up' if moe.gated else 'up'}", f"{prefix}mlp.shared.down")
-
-
-def _energy(x: Floats, error: Floats) -> float:  # (T, K), (N, K)
-    product = x @ error.T
-    return float(np.einsum("tn,tn->", product, product, dtype=np.float64))
 
 
 def _mean_square(rows: Floats) -> float:  # (T, D)

@@ -94,14 +94,8 @@ class _Curvature:
 
 
 class Refiner:
-    """Refines codes of any rows under one Hessian.
-
-    Args:
-        hessian: (K', K'), positive definite; zero outside the diagonal in padding.
-        grid: allowed values of a block.
-        sweeps: at most.
-        tolerance: relative gain below which sweeps end, once none is smoothed.
-    """
+    """Refines codes of any rows under one Hessian (K', K'), positive definite, zero outside the diagonal in padding. It
+    sweeps until the relative gain is below `tolerance`, once no block is smoothed."""
 
     def __init__(self, hessian: Floats, grid: Grid, sweeps: int, tolerance: float) -> None:
         self._hessian, self._grid, self._tolerance = hessian, grid, tolerance

@@ -1,8 +1,6 @@
-"""Predicts what each way to quantize each matrix costs the model.
-
-The cost of a scheme is the KL divergence that the matrix's probe caused, times how much smaller the scheme's error is
-than the probe's: both measured at the matrix's output, on the inputs that a text gives it. Costs add up.
-"""
+"""Predicts what each way to quantize each matrix costs the model. The cost of a scheme is the KL divergence that the
+matrix's probe caused, times how much smaller the scheme's error is than the probe's: both measured at the matrix's
+output, on the inputs that a text gives it. Costs add up."""
 
 from __future__ import annotations
 
@@ -39,12 +37,7 @@ def measure_costs(
     candidates: Mapping[str, Sequence[QuantScheme | None]],
     progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
-    """Predicts the cost of each candidate of each matrix, from one run of all probes through the model.
-
-    Args:
-        texts: token ids; texts do not see each other.
-        candidates: schemes by canonical name, of every matrix that may be quantized.
-    """
+    """Predicts the cost of each candidate of each matrix, from one run of all probes through the model."""
     shared = Counter(map(expert_group, candidates))
     ratios: dict[str, list[float]] = {}
 
@@ -105,11 +98,9 @@ def output_energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
 
 
 def choose_texts(texts: Sequence[Ints] | None, tokens: int, vocabulary: int) -> list[Ints]:
-    """The texts of probes: parts spread over the given ones, or random tokens where there are none.
-
-    On three small models random tokens lead to plans whose divergence is 0 to 30% above those of real text, and well
-    below those of errors of weights alone.
-    """
+    """The texts of probes: parts spread over the given ones, or random tokens where there are none. On three small
+    models random tokens lead to plans whose divergence is 0 to 30% above those of real text, and well below those of
+    errors of weights alone."""
     if texts is None:
         rng = np.random.default_rng(0)
         count = max(tokens // _TEXT_TOKENS, 1)

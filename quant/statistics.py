@@ -44,12 +44,8 @@ class InputStatistics:
 
 
 class StatisticsAccumulator:
-    """Adds up moments in float64, portion by portion.
-
-    Args:
-        hessian: gather the mean of x x^T: 8 K^2 bytes while running.
-        cross: gather the mean of x_float x^T: as much again.
-    """
+    """Adds up moments in float64, portion by portion: with `hessian` the mean of x x^T, which takes 8 K^2 bytes while
+    running, with `cross` that of x_float x^T, as much again."""
 
     def __init__(self, k: int, hessian: bool, cross: bool = False) -> None:
         self.count = 0
@@ -91,10 +87,8 @@ class StatisticsAccumulator:
 
 
 def output_error(weight: Floats, approximation: Floats, statistics: InputStatistics | None = None) -> float:  # (N, K)
-    """Mean over tokens of |(W - What) x|^2: exact with a Hessian, for uncorrelated inputs without one.
-
-    Without statistics every input has a mean square of one, so it is |W - What|^2.
-    """
+    """Mean over tokens of |(W - What) x|^2: exact with a Hessian, for uncorrelated inputs without one. Without
+    statistics every input has a mean square of one, so it is |W - What|^2."""
     if statistics is not None:
         statistics.check(weight.shape[1])
     total = 0.0

@@ -40,11 +40,7 @@ _SIGNED = (_SIGNS[:, None] * _BOOK).reshape(-1, VECTOR)  # (16 * 16, 4), by the 
 
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None, *, hessian: bool) -> Solver:
-    """The quantizer of matrices of K columns, a multiple of the block.
-
-    Args:
-        hessian: errors are fed forward, for which the statistics must have a Hessian.
-    """
+    """The quantizer of matrices of K columns, a multiple of the block; with `hessian` errors are fed forward."""
     plain = _Nearest(grid.size, k, statistics)
     if hessian and statistics is not None and statistics.hessian is not None:
         return Solver(_ROWS, _FedForward(plain, statistics, statistics.hessian).solve)
@@ -115,7 +111,6 @@ class _FedForward:
         self._shift = None if statistics.cross is None else padded_square(statistics.cross - hessian, size)
 
     def solve(self, weight: Floats) -> Codes:  # (n, K)
-        """Codes and scales of rows."""
         rows = np.ascontiguousarray(weight, np.float32)
         if self._shift is not None:
             rows = rows + divide_by(self._upper, self._order.reshape(-1), rows @ self._shift)

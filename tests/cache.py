@@ -31,15 +31,9 @@ _PATIENCE = 300  # seconds; far more than the slowest of them takes
 
 
 def made(make: Callable[..., None], *arguments: Any, copy_to: Path | None = None) -> Path:
-    """The folder that `make(folder, *arguments)` fills, made by whoever asks first.
-
-    The folder is everybody's: ask for a copy if you change what is in it.
-
-    Args:
-        make: a function of a module; its module's source is part of what the folder is known by.
-        arguments: what it is called with; their `repr` must say all that matters.
-        copy_to: a folder that does not exist yet, which becomes a copy.
-    """
+    """The folder that `make(folder, *arguments)` fills, made by whoever asks first. It is everybody's: ask for a copy,
+    in a folder that does not exist yet, if you change what is in it. It is known by the source of the function's module
+    and the `repr` of the arguments, which must say all that matters."""
     path = place_of(make.__qualname__, Path(inspect.getfile(make)), *arguments)
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)

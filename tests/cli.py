@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import logging
@@ -11,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Any
 
 import pytest
 
@@ -35,11 +38,8 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def handling(number: signal.Signals, action: signal.Handlers | None = None) -> Iterator[None]:
-    """Set the action of a signal in the block and in processes started there, even if the tests run under nohup.
-
-    Args:
-        action: None is Python's default.
-    """
+    """Set the action of a signal, Python's default if None, in the block and in processes started there, even if the
+    tests run under nohup."""
     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     before = signal.signal(number, default if action is None else action)
     try:
@@ -78,6 +78,19 @@ def edgeinfer_process(*arguments: str | Path, stdin: bytes = b"") -> subprocess.
     )
 
 
+def python(code: str, *arguments: str | Path, **variables: str) -> str:
+    """Runs code in a process of its own, which must end well and warn of nothing; returns what it prints.
+
+    Args:
+        variables: of its environment.
+    """
+    line = [sys.executable, "-c", code, *map(str, arguments)]
+    env = environment() | variables
+    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
 class Child(subprocess.Popen[bytes]):
     """A process with its output piped that does not outlive its `with`, and for which nothing waits without end."""
 
@@ -99,6 +112,23 @@ class Child(subprocess.Popen[bytes]):
             self.kill()
 
 
+@dataclass
+class Logged:
+    """A command that runs in a process of its own until it is stopped."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode()
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Stop it by a signal, as Ctrl-C does, and return its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=TIME_LIMIT)
+
+
 def start(*arguments: str | Path, stdin: int | None = None) -> Child:
     """Starts the command with its output piped."""
     return Child(command(*arguments), interruptible_environment(), stdin)
@@ -118,6 +148,18 @@ def refuses(code: int, says: str, done: subprocess.CompletedProcess[bytes]) -> N
     assert line.count("\n") == 1
     assert "error: unexpected " not in line
     assert done.stdout == b""
+
+
+def leave_out(module: str, needed_by: str, patch: pytest.MonkeyPatch) -> None:
+    """Have imports of modules whose names begin with `needed_by` fail for want of a module."""
+    real = builtins.__import__
+
+    def without(name: str, *others: Any, **more: Any) -> Any:
+        if name.startswith(needed_by):
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return real(name, *others, **more)
+
+    patch.setattr(builtins, "__import__", without)
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -28,12 +28,8 @@ def make_drafter(
     seed: int = 0,
     **settings: Any,
 ) -> Path:
-    """A checkpoint of a random drafter.
-
-    Args:
-        settings: further fields of config.json, or of its `dflash_config` where only DFlash has them.
-        taps: layers of the target whose states it reads; None leaves them to the rule.
-    """
+    """A checkpoint of a random drafter that reads the states of the layers `taps` of the target, or of those that the
+    rule says, with further fields of config.json, or of its `dflash_config` where only DFlash has them."""
     config = json.loads((target / "config.json").read_text())
     size, heads, kv_heads, wide, inner = config["hidden_size"], 4, 2, 32, 96
     random = torch.Generator().manual_seed(seed)
@@ -91,12 +87,7 @@ def make_drafter(
 
 
 class ReferenceDrafter:
-    """What a drafter fills a block with: each row from scratch, of the states that the target's own code gives.
-
-    Args:
-        folder: of the drafter.
-        target: checkpoint of its model.
-    """
+    """What a drafter fills a block with: each row from scratch, of the states that the target's own code gives."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

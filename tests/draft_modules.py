@@ -37,12 +37,8 @@ Damage = tuple[Callable[[Path], None], str]
 def export_with_module(
     folder: Path, family: str, bits: int, make: Callable[[Path, Path], Path], **settings: Any
 ) -> None:
-    """Makes a target of six layers, a module for it and the bundle of both, in `target`, `drafter` and `bundle`.
-
-    Args:
-        make: writes the module's checkpoint into its first folder, for the target in the second.
-        settings: fields of the target's config.json.
-    """
+    """Makes a target of six layers, with `settings` in its config.json, a module for it, which `make` writes into its
+    first folder, and the bundle of both, in `target`, `drafter` and `bundle`."""
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
     make_checkpoint(folder / "target", family, seed=1, **sizes | settings)
     module = make(folder / "drafter", folder / "target")
@@ -66,11 +62,8 @@ def drafted_logits(drafter: ModuleDrafter, text: Sequence[int], path: Sequence[i
 def read_texts(
     bundle: Path, name: str, **options: Any
 ) -> Iterator[tuple[ModuleDrafter, list[int]]]:  # of a loaded model, valid until the next
-    """The drafter behind a prompt and a reply of many rounds, of chains and of trees, and both as one text.
-
-    Args:
-        options: of the replies.
-    """
+    """The drafter behind a prompt and a reply of many rounds, of chains and of trees, and both as one text; `options`
+    are of the replies."""
     who = f"copy,recycle,{name}"
     for width in (1, 3):
         with load_eager(bundle, context=256, speculation=who, remember=False) as model:
@@ -113,11 +106,7 @@ def require_planned(bundle: Path, name: str) -> None:
 
 
 def change_config(nested: str = "", **fields: Any) -> Callable[[Path], None]:
-    """Gives fields of config.json other values.
-
-    Args:
-        nested: the field whose own fields are meant.
-    """
+    """Gives fields of config.json, or of its field `nested`, other values."""
 
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())

@@ -15,13 +15,9 @@ from transformers import AutoModelForCausalLM
 
 
 def make_head(folder: Path, target: Path, form: str, *, seed: int = 0, drafted: int = 0, **settings: Any) -> Path:
-    """A checkpoint of a random head for a Llama checkpoint.
-
-    Args:
-        form: "eagle3", "eagle3-layers" with the other names of its layer, or "eagle1".
-        drafted: tokens of its own vocabulary; 0 is the target's.
-        settings: further fields of config.json.
-    """
+    """A checkpoint of a random head for a Llama checkpoint: "eagle3", "eagle3-layers" with the other names of its
+    layer, or "eagle1", with `drafted` tokens of its own vocabulary (0 is the target's) and further fields of
+    config.json."""
     config = json.loads((target / "config.json").read_text())
     size, heads, inner = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     wide = config.get("head_dim") or size // heads
@@ -74,12 +70,7 @@ _COPIED = (
 
 
 class ReferenceHead:
-    """What a head drafts, each row computed from scratch from the states that the target's own code gives.
-
-    Args:
-        folder: of the head.
-        target: checkpoint of its Llama.
-    """
+    """What a head drafts, each row computed from scratch from the states that the target's own code gives."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         from safetensors.torch import load_file

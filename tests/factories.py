@@ -146,13 +146,9 @@ def make_checkpoint(
     seed: int = 0,
     **overrides: Any,
 ) -> Any:
-    """Saves a random checkpoint with a byte-level tokenizer and returns the float32 model that it holds.
-
-    Args:
-        arch: a key of ARCHITECTURES, VARIANTS or MIXTURES.
-        dtype: type of the stored tensors; the returned model holds the same rounded values.
-        overrides: fields of the model's configuration.
-    """
+    """Saves a random checkpoint with a byte-level tokenizer and returns the float32 model that it holds, its values
+    rounded to `dtype`, in which they are stored. `arch` is a key of ARCHITECTURES, VARIANTS or MIXTURES, and overrides
+    are fields of the model's configuration."""
     config = make_config(arch, **overrides)
     model = getattr(transformers, config.architectures[0])(config).eval()
     randomise(model, seed)
@@ -172,10 +168,7 @@ class _BlockMLP(torch.nn.Module):
         up, down = (
             ((experts * size, hidden), (hidden, experts * size))
             if joined
-            else (
-                (experts, size, hidden),
-                (experts, hidden, size),
-            )
+            else ((experts, size, hidden), (experts, hidden, size))
         )
         self.up_proj = torch.nn.Parameter(torch.empty(up))
         self.down_proj = torch.nn.Parameter(torch.empty(down))
@@ -197,12 +190,8 @@ _LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_ro
 def make_block_ffn_checkpoint(
     folder: Path, *, joined: bool, latent: bool = False, experts: int = 6, size: int = 32, seed: int = 0
 ) -> Any:
-    """Saves a random BlockFFN, a Llama or MiniCPM3 whose MLPs are replaced, and returns the model.
-
-    Args:
-        latent: it has latent attention.
-        joined: experts follow one another in one matrix, and are not stacked.
-    """
+    """Saves a random BlockFFN, a Llama or MiniCPM3 (for `latent` attention) whose MLPs are replaced, and returns the
+    model. If `joined`, experts follow one another in one matrix, and are not stacked."""
     if latent:
         plain = {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "num_key_value_heads": 4}
         config: Any = transformers.MiniCPM3Config(**(COMMON | _LATENT | plain), rms_norm_eps=1e-6)
@@ -273,9 +262,7 @@ def make_tokenizer(
 
 def make_bigram_bundle(folder: Path, capacity: int = 128) -> Path:
     """A bundle of the kind that Optimum exports: its logits depend on the last token alone, and its cache on nothing.
-
-    Its backend verifies chains, and can neither skip layers nor verify trees.
-    """
+    Its backend verifies chains, and can neither skip layers nor verify trees."""
     chance = np.random.default_rng(0)
     table = chance.normal(size=(_VOCABULARY, _VOCABULARY)).astype(np.float32)
     nodes = [helper.make_node("Gather", ["table", "input_ids"], ["logits"])]  # (1, S, V)

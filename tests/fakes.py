@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
@@ -54,7 +53,5 @@ class FakeStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.closed = True

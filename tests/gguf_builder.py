@@ -112,10 +112,8 @@ def _parts(kind: int, value: Any) -> list[bytes]:
 
 
 def small_model(**changes: Any) -> Builder:
-    """A whole llama of two layers, eight channels and twelve tokens; changes are of metadata, `None` removes a key.
-
-    In the names of changes two underscores stand for a dot.
-    """
+    """A whole llama of two layers, eight channels and twelve tokens; changes are of metadata, `None` removes a key. In
+    the names of changes two underscores stand for a dot."""
     tokens = ["<unk>", "<s>", "</s>", "\u0120a", "b", "é", "\U0001f600", "d", "e", "f", "g", "<|im_end|>"]
     metadata: dict[Any, tuple[int, Any]] = {
         "general.architecture": (STRING, "llama"),

@@ -262,8 +262,7 @@ MODELS: dict[str, Case] = {
     "values of other channels than keys": changed(llama__attention__value_length=(UINT32, 8)),
     "a rotation of part of a head": changed(llama__rope__dimension_count=(UINT32, 2)),
     "a window that no layer has": changed(
-        llama__attention__sliding_window=(UINT32, 4),
-        llama__attention__sliding_window_pattern=(ARRAY, (BOOL, [0, 0])),
+        llama__attention__sliding_window=(UINT32, 4), llama__attention__sliding_window_pattern=(ARRAY, (BOOL, [0, 0]))
     ),
     "a layer that attends without queries": tensor(1, name="blk.0.attn_output.weight"),
     "a rotation of nothing": changed(llama__rope__dimension_count=(UINT32, 0)),

@@ -18,11 +18,8 @@ DRAFTING = ("medusa", "hydra")
 
 
 def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3, seed: int = 0) -> Heads:
-    """Heads of a kind for a bundle's model; those that draft guess its lowest token ids, by rows of their own.
-
-    Args:
-        tokens: that they guess; 0 is all, by the model's head, which Medusa's can.
-    """
+    """Heads of a kind for a bundle's model; those that draft guess its lowest token ids, by rows of their own: so many,
+    or all for 0, by the model's head, which Medusa's can."""
     geometry, rng = bundle.manifest.geometry, np.random.default_rng(seed)
     size, layers = geometry.hidden_size, geometry.num_layers
 

@@ -21,12 +21,7 @@ _COPIED = (
 def make_hydra(
     folder: Path, target: Path, *, heads: int = 3, layers: int = 3, drafted: int = 120, seed: int = 0
 ) -> Path:
-    """A checkpoint of a random module.
-
-    Args:
-        layers: of each head.
-        drafted: tokens that it can draft.
-    """
+    """A checkpoint of a random module that can draft so many tokens; `layers` are of each head."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     own = {name: value for name, value in model.config.to_dict().items() if name in _COPIED}
     config = own | {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": 10_000.0}
@@ -57,12 +52,7 @@ def make_hydra(
 
 
 class ReferenceHydra:
-    """What a module drafts: transformers' layer over the states that the target's own code gives, then its heads.
-
-    Args:
-        folder: of the module.
-        target: its checkpoint.
-    """
+    """What a module drafts: transformers' layer over the states that the target's own code gives, then its heads."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

@@ -40,11 +40,8 @@ def add_module(target: Path, seed: int = 0) -> None:
 
 
 class ReferenceModule:
-    """What a module drafts, each row computed from scratch by transformers' code of the target and of its layers.
-
-    Args:
-        target: the checkpoint of both.
-    """
+    """What a module drafts, each row computed from scratch by transformers' code of the target and of its layers; both
+    are in one checkpoint."""
 
     _offset = 1  # of the weights of the norms of what enters
 
@@ -81,11 +78,8 @@ class ReferenceModule:
 
 
 def add_next_layer(target: Path, layer: Path, seed: int = 0) -> None:
-    """Adds the layer behind the last to a checkpoint of one file, in the layout of DeepSeek-V3 and GLM.
-
-    Args:
-        layer: folder to make, of a model of that layer alone, whose final norm is the module's.
-    """
+    """Adds the layer behind the last to a checkpoint of one file, in the layout of DeepSeek-V3 and GLM. Makes the
+    folder `layer`, of a model of that layer alone, whose final norm is the module's."""
     file, random = target / "model.safetensors", torch.Generator().manual_seed(seed)
     config, stored = AutoConfig.from_pretrained(target), load_file(file)
     own = copy.deepcopy(config)
@@ -108,11 +102,7 @@ def add_next_layer(target: Path, layer: Path, seed: int = 0) -> None:
 
 
 class NextLayerReference(ReferenceModule):
-    """As `ReferenceModule`, of a module that `add_next_layer` added.
-
-    Args:
-        layer: the folder that it made.
-    """
+    """As `ReferenceModule`, of a module that `add_next_layer` added, which made the folder `layer`."""
 
     _offset = 0
 

@@ -37,11 +37,9 @@ _READS = frozenset(
 
 @contextmanager
 def other_device() -> Iterator[torch.device]:
-    """A device that refuses what CUDA refuses; whatever is read from it is ones.
-
-    Arrays "there" are torch's meta tensors: they have shapes and no values, and torch itself is lenient about them. An
-    operator that is given arrays of both sides raises RuntimeError.
-    """
+    """A device that refuses what CUDA refuses; whatever is read from it is ones. Arrays "there" are torch's meta
+    tensors: they have shapes and no values, and torch itself is lenient about them. An operator that is given arrays of
+    both sides raises RuntimeError."""
     with _Values(), _Sides():  # type: ignore[no-untyped-call]
         yield OTHER
 

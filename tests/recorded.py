@@ -27,12 +27,8 @@ _DIGITS = 6
 def check_recorded(
     name: str, found: object, *, rel: float = 2e-4, least: float = 1e-9, without: Collection[str] = ()
 ) -> None:
-    """Compares a result with the record of that name; floats may differ by `rel`, and below `least` by all.
-
-    Args:
-        found: of mappings, sequences, dataclasses, arrays, text and numbers.
-        without: names of mappings whose values are others each time, as times and random ids are.
-    """
+    """Compares a result with the record of that name; floats may differ by `rel`, and below `least` by all. Values of
+    the names `without` are others each time, as times and random ids are."""
     path, plain = FOLDER / f"{name}.json", _plain(found, without)
     if os.environ.get("EDGEINFER_TEST_RECORD"):
         require_kernel()  # with one that is refused these would be the figures of the portable operators

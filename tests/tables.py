@@ -15,15 +15,9 @@ Test = Callable[..., None]
 
 
 def each_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Test], Test]:
-    """Tries every row in the one test; what fails says which row it was.
-
+    """Tries every row in the one test, by names as for `pytest.mark.parametrize`; what fails says which row it was.
     Each row has a folder of its own as `tmp_path`, what it patches is undone after it, and what was printed or logged
-    before it is forgotten. All other fixtures are the same for all rows.
-
-    Args:
-        names: of the arguments that a row gives, as for `pytest.mark.parametrize`.
-        rows: a value each where there is one name, else a tuple.
-    """
+    before it is forgotten. All other fixtures are the same for all rows."""
     single = isinstance(names, str) and "," not in names
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     table = [(row,) if single else tuple(row) for row in rows]

@@ -208,7 +208,7 @@ def test_the_built_library_is_no_part_of_the_repository() -> None:
 
 def test_data_is_in_the_wheel(wheel: Path) -> None:
     present = names(wheel)
-    assert "edgeinfer/py.typed" in present
+    assert {"edgeinfer/py.typed", "edgeinfer/apps/bench/stories.json", "edgeinfer/apps/bench/report.css"} <= present
     for path in BUILTIN.rglob("*"):
         if path.is_file():
             assert path.relative_to(ROOT).as_posix() in present

@@ -108,14 +108,8 @@ def _hashable(value: object) -> Hashable:
 
 
 def cover(rows: Sequence[Iterable[Value]], strength: int = 2, taken: Iterable[int] = ()) -> list[int]:
-    """Numbers of rows that together have every combination of `strength` values that any row has.
-
-    Greedy, as pairwise generators are; ties are broken by a fixed seed.
-
-    Args:
-        rows: the values of each row.
-        taken: rows that are in already; they are not given again.
-    """
+    """Numbers of rows that together have every combination of `strength` values that any row has; rows that are `taken`
+    are in already and not given again. Greedy, as pairwise generators are; ties are broken by a fixed seed."""
     found = [set(_combinations(row, strength)) for row in rows]
     order = random.Random(_SEED).sample(range(len(rows)), len(rows))
     missing = set[frozenset[Value]]().union(*found)

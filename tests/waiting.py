@@ -12,10 +12,8 @@ _BETWEEN_LOOKS = 0.01
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Returns when `condition()` is true; fails, naming `what`, if that does not come within the time limit.
-
-    Wait on an event, a queue or a process instead wherever there is one.
-    """
+    """Returns when `condition()` is true; fails, naming `what`, if that does not come within the time limit. Wait on an
+    event, a queue or a process instead wherever there is one."""
     pause, deadline = threading.Event(), time.monotonic() + TIME_LIMIT
     while not condition():
         if time.monotonic() > deadline:

@@ -1,7 +1,6 @@
 """The `Benchmark` type: options declared as dataclass fields, a function that measures, and a view of its JSON.
 
-The command line, the result files and the report are made from these declarations. This module also has what every
-benchmark uses: the header of result files, quartiles, and the order in which compared things take turns.
+The command line, the result files and the report are made from these declarations.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ class Declared:
 
 
 def option(*flags: str, default: Any = MISSING, help: str, group: str = "", rare: bool = False, **settings: Any) -> Any:
-    """Declare a dataclass field that is also a command line option.
-
-    Type and action follow from the annotation unless given. The last flag may carry a placeholder: "--out FILE".
-    """
+    """Declare a dataclass field that is also a command line option. Type and action follow from the annotation unless
+    given. The last flag may carry a placeholder: "--out FILE"."""
     return field(default=default, metadata={_KEY: Declared(flags, help, group, settings, rare)})
 
 
@@ -192,16 +189,8 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
 
 # Libraries that take part in computing, here or in another engine.
 _LIBRARIES = (
-    "numpy",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-openvino",
-    "tokenizers",
-    "llama-cpp-python",
-    "onnxruntime-genai",
-    "openvino",
-    "torch",
-    "transformers",
+    *("numpy", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "tokenizers", "llama-cpp-python"),
+    *("onnxruntime-genai", "openvino", "torch", "transformers"),
 )
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
 from edgeinfer.apps.bench.render import Chart, Paragraph, Part, Section, Table, commands, divergence_chart, run_facts
-from edgeinfer.apps.bench.texts import BUILTIN_STORIES, STORIES_FILE, Prompt, all_stories, exact_prompts, story_ids
+from edgeinfer.apps.bench.texts import BUILTIN_STORIES, STORIES_FILE, Material, all_stories, exact_prompts, story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.results import ComputeUse
 
 # Tokens of a story that stand for a prompt, and tokens that are read after them at most.
 _PROMPT, _READ = 32, 96
@@ -62,7 +63,7 @@ class ComputeBenchOptions:
             message = "There must be something to read and to answer."
             raise UsageError(message, "Give --stories and --questions from 1 on.")
 
-    def material(self) -> ComputeMaterial:
+    def material(self) -> Material:
         """Texts and questions."""
         part = 3 if self.quick else 1
         stories, questions = max(2, self.stories // part), max(1, self.questions // part)
@@ -70,22 +71,12 @@ class ComputeBenchOptions:
         if self.data is None:
             texts = tuple(story.text for story in BUILTIN_STORIES)
             half = len(texts) // 2
-            return ComputeMaterial(texts[half:][:stories], texts[:half], asked, "built-in stories")
+            return Material(texts[half:][:stories], texts[:half], asked, "built-in stories")
         found = all_stories(self.data / STORIES_FILE)
         if len(found) < stories + 8:
             raise UsageError(f"{self.data / STORIES_FILE} has too few stories.", "Read fewer (--stories).")
         text = f"{stories} stories of {Path(STORIES_FILE).name}"
-        return ComputeMaterial(tuple(found[-stories:]), tuple(found[:8]), asked, text)
-
-
-@dataclass(frozen=True)
-class ComputeMaterial:
-    """Stories to read, others to calibrate with, questions with answers, and the name of the stories."""
-
-    stories: tuple[str, ...]
-    calibration: tuple[str, ...]
-    questions: tuple[Prompt, ...]
-    text: str
+        return Material(tuple(found[-stories:]), tuple(found[:8]), asked, text)
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ class ComputeBench:
     """A model with its material."""
 
     model: edgeinfer.Model
-    material: ComputeMaterial
+    material: Material
     progress: Callable[[str], None]
 
     def texts(self) -> list[tuple[list[int], list[int]]]:
@@ -128,11 +119,8 @@ class ComputeBench:
 
     def read(self, point: Point) -> Point:
         """The point with its quality."""
-        readings = [edgeinfer.tools.read_reply(self.model, *text, **point.options) for text in self.texts()]
-        self.progress("reading")
+        readings, uses, tokens = self._readings("reading", point.options)
         values = np.concatenate([each.divergences for each in readings])
-        uses = [each.use for each in readings if each.use is not None]
-        tokens = max(sum(use.tokens for use in uses), 1)
         return replace(
             point,
             tokens=len(values),
@@ -156,11 +144,8 @@ class ComputeBench:
 
     def floored(self, point: Point, floor: float) -> dict[str, Any]:
         """How a quality floor is kept, story by story."""
-        given = {**point.options, "quality_floor": floor}
-        readings = [edgeinfer.tools.read_reply(self.model, *text, **given) for text in self.texts()]
-        self.progress("floors")
+        readings, uses, tokens = self._readings("floors", {**point.options, "quality_floor": floor})
         means = [float(each.divergences.mean()) for each in readings]
-        uses = [each.use for each in readings if each.use is not None]
         return {
             "policy": point.policy,
             "level": point.level,
@@ -169,8 +154,17 @@ class ComputeBench:
             "worst": max(means),
             "above": sum(mean > floor for mean in means),
             "stories": len(means),
-            "reduced": sum(use.reduced for use in uses) / max(sum(use.tokens for use in uses), 1),
+            "reduced": sum(use.reduced for use in uses) / tokens,
         }
+
+    def _readings(
+        self, stage: str, options: dict[str, Any]
+    ) -> tuple[list[edgeinfer.tools.ReplyReading], list[ComputeUse], int]:
+        """Every story read, where less was computed, and the tokens read there (at least 1)."""
+        readings = [edgeinfer.tools.read_reply(self.model, *text, **options) for text in self.texts()]
+        self.progress(stage)
+        uses = [each.use for each in readings if each.use is not None]
+        return readings, uses, max(sum(use.tokens for use in uses), 1)
 
     def answer(self, points: Sequence[Point], repeats: int) -> list[Point]:
         """The points with their speed and, of a model that chats, right answers; they take turns."""
@@ -211,12 +205,8 @@ class ComputeBench:
 
 
 def measure_compute(bench: ComputeBench, *, drafter: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """Calibrate, read and answer.
-
-    Args:
-        drafter: name of the draft model that the model was loaded with, if any.
-        quick: every other level and floor, and fewer evaluations to calibrate.
-    """
+    """Calibrate, read and answer; `quick` takes every other level and floor. `drafter` names a given draft model, if
+    any."""
     model, skipped = bench.model, dict[str, str]()
     beginnings = [story_ids(model, story)[:_PROMPT] for story in bench.material.calibration]
     calibrations: tuple[Callable[[], object], ...] = (
@@ -235,7 +225,7 @@ def measure_compute(bench: ComputeBench, *, drafter: str | None = None, quick: b
         points += bench.read_all(levels, skipped)
     floors = [bench.floored(point, floor) for point in _ends(points) for floor in _FLOORS[::step]]
     points = bench.answer(points, 1 if quick else 2)
-    found = {"model": model.info.name, "drafter": drafter, "text": bench.material.text, "skipped": skipped}
+    found = {"model": model.info.name, "drafter": drafter, "text": bench.material.name, "skipped": skipped}
     return found | {"points": [asdict(point) for point in points], "floors": floors}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import (
@@ -60,10 +61,7 @@ class CurveConfig:
         help="comma-separated numbers of tokens per pass",
     )
     depths: tuple[int, ...] = option(
-        "-d",
-        "--n-depth LIST",
-        default=(64,),
-        help="comma-separated numbers of tokens in the KV cache before the pass",
+        "-d", "--n-depth LIST", default=(64,), help="comma-separated numbers of tokens in the KV cache before the pass"
     )
     kv_types: tuple[str, ...] = option(
         "--kv-types LIST",
@@ -97,26 +95,30 @@ class CurveConfig:
         return max(max(self.depths) + max(self.sizes), *self.prompts, 0) + 1
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """An engine with one type of cache (`kv`, after another engine's name) and a number of threads."""
 
     kv: str
     threads: int
 
+    @abstractmethod
     def passes(self, sizes: Sequence[int], depth: int) -> dict[int, float]:
         """Milliseconds of a pass over each number of new tokens, with all their logits, after `depth` others."""
 
+    @abstractmethod
     def prompt(self, tokens: int) -> float:
         """Milliseconds from an empty cache to the logits after a prompt."""
 
     def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
         """The shortest milliseconds for reading and for multiplying, if known."""
+        return None, None
 
     def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> float | None:
         """The shortest milliseconds for a prompt, if known."""
+        return None
 
 
-class Ours:
+class Ours(Contender):
     """A loaded model."""
 
     def __init__(self, model: Model) -> None:
@@ -145,7 +147,7 @@ class Ours:
         return None if floor is None else floor / 1e6
 
 
-class LlamaCpp:
+class LlamaCpp(Contender):
     """llama.cpp on a GGUF file, with a cache in float16, in a process of its own."""
 
     kv = "llama.cpp float16"
@@ -165,12 +167,6 @@ class LlamaCpp:
         (taken,) = self._worker.ask("prefill_times", prompt=token_ids(tokens))
         return float(taken)
 
-    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> Floor:
-        return None, None
-
-    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> None:
-        return None
-
 
 def run_curve(
     models: Sequence[Model],
@@ -179,11 +175,9 @@ def run_curve(
     command: str = "",
     peers: Sequence[Contender] = (),
 ) -> dict[str, Any]:
-    """Measure prompts, then all sizes at each depth, with the contenders taking turns.
-
-    `growth` is c(m) / c(1), and `peer` how many times longer llama.cpp takes with as many threads, each formed within
-    visits; `limit_ms` is the shortest possible time.
-    """
+    """Measure prompts, then all sizes at each depth, with the contenders taking turns. `growth` is c(m) / c(1), and
+    `peer` how many times longer llama.cpp takes with as many threads, each formed within visits; `limit_ms` is the
+    shortest possible time."""
     contenders: list[Contender] = [*(Ours(model) for model in models), *peers]
     limits: dict[int, list[DeviceLimits]] = {contender.threads: [] for contender in contenders}
     visits: dict[tuple[int, int, int], list[dict[int, float]]] = {}

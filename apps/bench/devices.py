@@ -91,30 +91,20 @@ def _targets() -> Iterator[DeviceTarget]:
         yield DeviceTarget("llama.cpp", "cpu", "gguf")
 
 
-class _Files:
-    """The built-in model in the formats of all targets, made on first use."""
-
-    def __init__(self, bundle: Path, folder: Path) -> None:
-        self._bundle, self._folder = bundle, folder
-
-    def path(self, files: str) -> Path:
-        """The model in a format."""
-        if files == "bundle":
-            return self._bundle
-        out = self._folder / files
-        if not out.exists():
-            self._export(files, out)
-        return next(out.glob("*.gguf")) if files == "gguf" else out
-
-    def _export(self, files: str, out: Path) -> None:
+def _model_files(files: str, bundle: Path, folder: Path) -> Path:
+    """The built-in model in a format, made in the folder on first use."""
+    if files == "bundle":
+        return bundle
+    out, checkpoint = folder / files, folder / "checkpoint"
+    if not out.exists():
         from edgeinfer.export.exporter import export_checkpoint
         from edgeinfer.export.options import ExportConfig, StaticOptions
 
-        checkpoint = self._folder / "checkpoint"
         if not checkpoint.exists():
-            write_bundle_checkpoint(open_bundle(self._bundle), checkpoint)
+            write_bundle_checkpoint(open_bundle(bundle), checkpoint)
         static = ExportConfig(bits=32, static=StaticOptions(context=256))
         export_checkpoint(checkpoint, out, static if files == "static" else ExportConfig(format="gguf", bits=8))
+    return next(out.glob("*.gguf")) if files == "gguf" else out
 
 
 def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
@@ -176,10 +166,10 @@ def _run(config: DevicesConfig, context: BenchContext) -> BenchResult:
     targets, runs = find_targets(config.devices), []
     progress = context.stage("devices")
     with tempfile.TemporaryDirectory(prefix="edgeinfer-devices-") as folder:
-        files = _Files(context.resolve(None), Path(folder))
+        bundle = context.resolve(None)
         for done, target in enumerate(targets):
             progress(done, len(targets))
-            runs.append(run_target(target, files.path(target.files), config.repeats))
+            runs.append(run_target(target, _model_files(target.files, bundle, Path(folder)), config.repeats))
         progress(len(targets), len(targets))
     accelerators = list(dict.fromkeys(target.hardware for target in targets if target.hardware))
     return BenchResult({"accelerators": accelerators, "runs": runs}, passed=all(run["passed"] for run in runs))

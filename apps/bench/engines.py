@@ -110,10 +110,8 @@ class GenaiEngine:
 
 
 class OpenVinoGenaiEngine:
-    """OpenVINO GenAI with its own metrics; methods as of `EdgeInferEngine`, but no passes over several tokens.
-
-    The pipeline keeps results for prompts that begin alike, so no two prompts that are timed begin alike.
-    """
+    """OpenVINO GenAI with its own metrics; methods as of `EdgeInferEngine`, but no passes over several tokens. The
+    pipeline keeps results for prompts that begin alike, so no two prompts that are timed begin alike."""
 
     def __init__(self, path: str, threads: int, context: int) -> None:
         lib = self._lib = import_module("openvino_genai")

@@ -1,8 +1,6 @@
-"""Work of `memory` and `devices` that runs in a fresh process, whose memory is then its own.
+"""Work of `memory` and `devices` in a fresh process, whose memory is then its own.
 
-python -m edgeinfer.apps.bench.jobs NAME ARGUMENTS
-
-Arguments are a JSON object, and so is the answer.
+`python -m edgeinfer.apps.bench.jobs NAME ARGUMENTS` takes a JSON object and prints one.
 """
 
 from __future__ import annotations
@@ -39,14 +37,8 @@ def random_words(count: int, seed: int = 1) -> str:
 
 
 def fill_context(model: edgeinfer.Model, seed: int, *, beyond: bool = False, draft_width: int = 1) -> dict[str, Any]:
-    """Fill a context: prefill half of it, reply, prefill more, reply with sampled tokens, and reply to its end.
-
-    Where replies by grammars are planned for, the sampled reply follows one.
-
-    Returns:
-        tokens of prompt and reply, speed and mean accepted length of the last reply, the peak of the process, bytes in
-        use by term of the plan, and what was given up beyond the plan.
-    """
+    """Fill a context: prefill half of it, reply, prefill more, reply with sampled tokens (by a grammar where these are
+    planned for), and reply to its end, which the figures of speed and accepted length are of."""
     context = model.context
     words = f"{random_words(_REPEATED_WORDS, seed)} "
     # No longer than the context, as tokenizing takes memory too.
@@ -132,11 +124,9 @@ def plan_sizes(model: str | None, **options: Any) -> dict[str, Any]:
 
 
 def chat_loop(model: edgeinfer.Model, turns: int, reply_tokens: int) -> list[int]:
-    """Peak RSS after every turn of two alternating conversations, each restarted near the end of the context.
-
-    Messages are so long that this happens every few turns: whatever grows with a conversation has been at its largest
-    before the loop is well under way.
-    """
+    """Peak RSS after every turn of two alternating conversations, each restarted near the end of the context. Messages
+    are so long that this happens every few turns: whatever grows with a conversation has been at its largest before the
+    loop is well under way."""
     chats = [model.chat(system=f"You tell stories of {name}.") for name in ("Nora", "Otto")]
     used, peaks = [0, 0], list[int]()
     # A turn also costs its template's markup, and a reply may come back as more tokens than it was made of.

@@ -1,7 +1,4 @@
-"""`edgeinfer bench memory`: the speed that budgets cost, memory over long chats, and quantized caches.
-
-Random plans against measured memory are in `memory_plans`. Each process that is measured is one of `jobs`.
-"""
+"""`edgeinfer bench memory`: the speed that budgets cost, memory over long chats, and quantized caches."""
 
 from __future__ import annotations
 
@@ -254,11 +251,9 @@ class KVOptions:
 
 
 def compare_caches(model: str | None, stories: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the stories with every type of cache, float32 first; figures of each against that one.
-
-    Copied tokens are those of a passage that comes a second time. The error of attention is the root mean square over
-    layers of the relative error of attention's output.
-    """
+    """Read the stories with every type of cache, float32 first; figures of each against that one. Copied tokens are
+    those of a passage that comes a second time. The error of attention is the root mean square over layers of the
+    relative error of attention's output."""
     errors = {error.kv: error.mean for error in edgeinfer.tools.measure_kv(model, stories)}
     rows: list[dict[str, Any]] = []
     with edgeinfer.load(model, kv="float32", speculation="off") as plain:

@@ -172,11 +172,8 @@ def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, An
 def run_enclosed(
     job: str, arguments: Mapping[str, Any], *, enforce: bool, env: Mapping[str, str] | None = None
 ) -> tuple[Finished, dict[str, Any]]:
-    """Run a job on a bundle, read from the disk, inside a limit that it sets itself if `enforce`.
-
-    Returns:
-        how it ended, and how the limit was enforced ("enforced", "times_full", "killed").
-    """
+    """Run a job on a bundle, read from the disk, inside a limit that it sets itself if `enforce`; also return how the
+    limit was enforced ("enforced", "times_full", "killed")."""
     if enforce:
         drop_cached(files_in(Path(arguments["model"])))
     with enclosure(wanted=enforce) as place:

@@ -1,7 +1,4 @@
-"""`edgeinfer bench peers`: other engines on the same work.
-
-Every engine makes its files of one model, its replies are checked, and then it is timed in turns with the others.
-"""
+"""`edgeinfer bench peers`: other engines on the same work, checked and then timed in turns."""
 
 from __future__ import annotations
 
@@ -128,10 +125,8 @@ class PeersRun:
             entry.found |= {"agreement": agreeing / tokens, "checked_tokens": tokens, "same_tokens": entry.counts}
 
     def _verdicts(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[int, int]]:
-        """How many tokens of each reply agree with the reference, and their number; none without a reference.
-
-        The reference is given what the engine said before each token, so that one other token does not spoil the rest.
-        """
+        """How many tokens of each reply agree with the reference, and their number; none without a reference. The
+        reference is given what the engine said before each token, so that one other token does not spoil the rest."""
         if self._unchecked or not pairs:
             return []
         try:

@@ -308,11 +308,8 @@ class Participant:
 def run_limited(
     name: str, options: Mapping[str, Any], python: str | None, budget: int, prompt: Sequence[int], patience: float
 ) -> tuple[str, dict[str, Any], int]:
-    """Load an engine and have it reply, all inside a control group of so many bytes.
-
-    Returns:
-        why there is no reply (empty if there is one), the reply, and the peak of the process.
-    """
+    """Load an engine and have it reply, all inside a control group of so many bytes: why there is no reply (empty if
+    there is one), the reply, and the peak of the process."""
     requests = [{"kind": name, **options}, {"kind": "reply", "prompt": list(prompt), "tokens": ANSWERED}]
     with enclosure() as place:
         set_limit(place.limit, budget)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import psutil
@@ -125,12 +124,9 @@ def _memory(pid: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Enclosure:
-    """A place for one child whose memory the system limits.
-
-    A control group counts every page that its processes were the first to touch, pages of files too: at the limit pages
-    of files are dropped, and if none are left the process is killed. RLIMIT_DATA counts private writable mappings,
-    touched or not, and makes allocations fail.
-    """
+    """A place for one child whose memory the system limits. A control group counts every page that its processes were
+    the first to touch, pages of files too: at the limit pages of files are dropped, and if none are left the process is
+    killed. RLIMIT_DATA counts private writable mappings, touched or not, and makes allocations fail."""
 
     kind: str  # "cgroup", "rlimit" or "none"
     group: Path | None = None  # the control group's folder
@@ -247,13 +243,8 @@ def _counter(file: Path, name: str) -> int:
 class Worker:
     """One engine of `engines.ENGINES` in its own process, suspended except while it answers.
 
-    Suspending matters with several threads: pools of idle engines spin for a while and would take the cores.
-
-    Attributes:
-        load_ms: from the start of the process until the engine was ready.
-
-    Raises:
-        BackendError: the engine could not be loaded, or stopped.
+    Suspending matters with several threads: pools of idle engines spin for a while and would take the cores. `load_ms`
+    lasts from the start of the process until the engine was ready.
     """
 
     def __init__(self, engine: str, options: Mapping[str, Any], python: str | None = None) -> None:
@@ -319,9 +310,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _resume(self) -> None:

@@ -21,6 +21,7 @@ from edgeinfer.apps.bench.render import Chart, Paragraph, Section, Table, comman
 from edgeinfer.apps.bench.texts import (
     BUILTIN_STORIES,
     STORIES_FILE,
+    Material,
     Prompt,
     all_stories,
     calibration_text,
@@ -35,12 +36,8 @@ from edgeinfer.options.load import KV_TYPES
 _BEYOND = 4  # tokens after an answer that show whether a reply says more
 # Bits, and whether small layers are quantized like the others.
 WIDTHS = {
-    "32": (32, False),
-    "8": (8, False),
-    "4": (4, False),
-    "4small": (4, True),
-    "2": (2, False),
-    "2small": (2, True),
+    **{str(bits): (bits, False) for bits in (32, 8, 4)},
+    **{"4small": (4, True), "2": (2, False), "2small": (2, True)},
 }
 _BUILTIN_CACHES = ("int8", "int4")
 # Stories at the beginning of a text to calibrate with, and the name of their file.
@@ -60,9 +57,7 @@ examples:
 @dataclass(frozen=True)
 class Variant:
     """A form of a model: `source` as it is, or a checkpoint exported with `bits` (a float is an average not to exceed).
-
-    `scheme` names the weights, `small` quantizes small layers like the others, and `kv` is a quantized cache's type.
-    """
+    `scheme` names the weights, `small` quantizes small layers like the others, and `kv` is a quantized cache's type."""
 
     scheme: str
     source: str | None
@@ -78,15 +73,6 @@ class Variant:
 
 # The name of a model, and its variants, of which the first is the reference.
 Family = tuple[str, list[Variant]]
-
-
-@dataclass(frozen=True)
-class Material:
-    """Stories to read, others that quantizers may look at, and questions with answers."""
-
-    stories: tuple[str, ...]
-    calibration: tuple[str, ...] = ()
-    questions: tuple[Prompt, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,20 +160,20 @@ class QualityOptions:
         first = variants[min(1, len(variants) - 1)]
         return path.name, variants + [replace(first, kv=kv) for kv in self._caches()]
 
-    def material(self) -> tuple[Material, str]:
-        """Texts and questions, and the name of the texts."""
+    def material(self) -> Material:
+        """Texts and questions."""
         questions = tuple(exact_prompts(self.data, self.questions)) if self.questions else ()
         path = self.text or (self.data / STORIES_FILE if self.data else None)
         if path is None:
             if self.budget:
                 raise UsageError("--budget-bits calibrates by a text.", "Give --text or --data.")
             stories = tuple(story.text for story in BUILTIN_STORIES)[: self.stories]
-            return Material(stories, questions=questions), f"{len(stories)} built-in stories"
+            return Material(stories, questions=questions, name=f"{len(stories)} built-in stories")
         stories = tuple(read_stories(path, self.stories))
         calibration = tuple(all_stories(path)[:_CALIBRATED]) if self.budget else ()
         if set(calibration) & set(stories):
             raise UsageError(f"{path} is too short to read and to calibrate by.", "Ask for fewer --stories.")
-        return Material(stories, calibration, questions), f"{len(stories)} stories of {path.name}"
+        return Material(stories, calibration, questions, f"{len(stories)} stories of {path.name}")
 
 
 def measure_family(
@@ -258,11 +244,9 @@ def _measured(
 
 
 def score_tasks(model: edgeinfer.Model, prompts: Sequence[Prompt]) -> dict[str, dict[str, int]]:
-    """Scores by category; none of a model without a chat template.
-
-    `right` of `of` replies are the answer, letter for letter; `tokens_right` of the answers' `tokens` are the most
-    likely after the right ones before them. A question that does not fit the context counts as answered wrongly.
-    """
+    """Scores by category; none of a model without a chat template. `right` of `of` replies are the answer, letter for
+    letter; `tokens_right` of the answers' `tokens` are the most likely after the right ones before them. A question
+    that does not fit the context counts as answered wrongly."""
     scores: dict[str, dict[str, int]] = {}
     for prompt in prompts:
         assert prompt.answer is not None, "only prompts with answers are tasks"
@@ -284,10 +268,10 @@ def score_tasks(model: edgeinfer.Model, prompts: Sequence[Prompt]) -> dict[str, 
 
 
 def _run(options: QualityOptions, context: BenchContext) -> BenchResult:
-    families, (material, text) = options.families(), options.material()
+    families, material = options.families(), options.material()
     measured = [measure_family(family, material, context.progress) for family in families]
     subjects, skipped = (list(itertools.chain(*each)) for each in zip(*measured, strict=True))
-    return BenchResult({"text": text, "subjects": subjects, "skipped": skipped})
+    return BenchResult({"text": material.name, "subjects": subjects, "skipped": skipped})
 
 
 def quality_section(data: Any) -> Section:
@@ -311,10 +295,8 @@ def quality_section(data: Any) -> Section:
     fixed = ("model", "variant", "weights", "bits", "cache", "perplexity", "KL divergence, nats", "same next token")
     header = (*fixed, *(name.removeprefix("tales/") for name in tasks))
     table = Table("Compared with the reference of each model, its first row", header, rows)
-    answers = (
-        "Answers: replies that are right letter for letter; in brackets the share of their tokens that are the most "
-    )
-    notes = [Paragraph(answers + "likely after the right ones.")] if tasks else []
+    answers = "Answers: replies that are right letter for letter; in brackets the share of their tokens that are"
+    notes = [Paragraph(f"{answers} the most likely after the right ones.")] if tasks else []
     notes += [Paragraph(f"{each['model']}, {each['variant']}: skipped: {each['reason']}") for each in data["skipped"]]
     facts = (("Text", data["text"]), ("Tokens", str(subjects[0]["tokens"])), *run_facts(data))
     return Section("What fewer bits cost", facts, (quality_chart(subjects), table, *notes), commands(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,36 +37,6 @@ from edgeinfer.errors import UsageError
 # In the order of the help.
 BENCHMARKS: tuple[Benchmark, ...] = (SPEC, *MEMORY, SPEED, CURVE, QUALITY, COMPUTE, PEERS_BENCHMARK, DEVICES)
 _MOST_BYTES = 256 * 1024**2
-
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1f2328;--soft:#57606a;--line:#d0d7de;--page:#fff;--panel:#f6f8fa;--link:#0969da}
-@media(prefers-color-scheme:dark){
-:root{--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--page:#0d1117;--panel:#161b22;--link:#58a6ff}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:2.5rem 1.25rem 4rem;max-width:64rem;background:var(--page);color:var(--ink);
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
-h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem;letter-spacing:-.02em}
-h2{font-size:1.25rem;margin:2.75rem 0 .25rem;padding-top:1.25rem;border-top:1px solid var(--line)}
-p{margin:.25rem 0 1rem}.soft{color:var(--soft)}
-.panel{padding:.85rem 1.1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;margin:1.25rem 0}
-.panel dl,.panel ol{margin:0}
-nav ol{columns:2;column-gap:2rem;padding-left:1.4rem}nav li{break-inside:avoid;padding:.1rem 0}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.25rem;margin:.5rem 0 1.25rem}
-dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
-.wide{overflow-x:auto;margin:0 0 1.25rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.94rem}
-caption{text-align:left;color:var(--soft);padding-bottom:.35rem;white-space:nowrap}
-th,td{padding:.35rem 1.1rem .35rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--line);
-white-space:nowrap}
-th{font-weight:600;vertical-align:bottom}th:first-child,td:first-child,.words{text-align:left}
-.words{white-space:normal;min-width:16rem}
-figure{margin:0 0 1.25rem}svg{display:block;width:100%;max-width:46rem;height:auto}
-pre{margin:0 0 1.25rem;padding:.75rem 1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;
-white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-@media(max-width:40rem){nav ol{columns:1}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}}
-@media print{body{max-width:none;padding:0}section{break-inside:avoid}}
-"""
 
 
 def read_section(path: Path) -> tuple[Section, Facts]:
@@ -114,7 +85,8 @@ def page_html(title: str, lead: str, sections: Sequence[Section], facts: Facts =
     body += [_contents(numbered)] if len(numbered) > 1 else []
     body += [_section(anchor, section) for anchor, section in numbered]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    head = f"<head>{head}<style>{_STYLE}</style></head>"
+    style = importlib.resources.files("edgeinfer.apps.bench").joinpath("report.css").read_text("utf-8")
+    head = f"<head>{head}<style>\n{style}</style></head>"
     return "\n".join(["<!doctype html>", '<html lang="en">', head, "<body>", *body, "</body>", "</html>", ""])
 
 
@@ -188,13 +160,14 @@ def _device(device: Mapping[str, Any]) -> Iterator[Table | Paragraph]:
 def _layers(data: Mapping[str, Any]) -> Iterator[Table]:
     names = {"exit": "leaving early", "skip": "skipping blocks"}
     rows = tuple(
-        (words, f"{data[name]['match_rate']:.1%}", f"{data[name]['predicted_speedup']:.2f}", _kept(data, name))
+        (
+            words,
+            f"{data[name]['match_rate']:.1%}",
+            f"{data[name]['predicted_speedup']:.2f}",
+            "yes" if data["kept"][name] else "no",
+        )
         for name, words in names.items()
         if name in data
     )
     if rows:
         yield Table("Layers that draft", ("", "guessed right", "predicted speed-up", "kept"), rows)
-
-
-def _kept(data: Mapping[str, Any], name: str) -> str:
-    return "yes" if data["kept"][name] else "no"

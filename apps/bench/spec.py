@@ -17,13 +17,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option, rotated
 from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
-from edgeinfer.apps.bench.texts import (
-    Prompt,
-    TokenizedPrompt,
-    builtin_prompts,
-    load_prompts,
-    tokenize_prompts,
-)
+from edgeinfer.apps.bench.texts import Prompt, TokenizedPrompt, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.errors import EdgeInferError, UsageError
 
 PLAIN = "off"
@@ -121,11 +115,8 @@ class SpecOptions:
 
 
 class Mode:
-    """A model with some drafters.
-
-    Every reply begins with an empty cache, of draft models too, and with drafters that know what earlier prompts taught
-    them in this mode: neither repeats nor other modes' replies to the same prompt.
-    """
+    """A model with some drafters. Every reply begins with an empty cache, of draft models too, and with drafters that
+    know what earlier prompts taught them in this mode: neither repeats nor other modes' replies to the same prompt."""
 
     def __init__(self, model: edgeinfer.Model, name: str, options: SpecOptions) -> None:
         self.name = name

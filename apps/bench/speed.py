@@ -1,7 +1,4 @@
-"""`edgeinfer bench speed`: llama-bench's tests, timed in turns.
-
-`pp512` prefills 512 tokens, `tg128` decodes 128, `pp512+tg128` does both, `@ d4096` does it after 4096 others.
-"""
+"""`edgeinfer bench speed`: llama-bench's tests, timed in turns."""
 
 from __future__ import annotations
 
@@ -136,10 +133,8 @@ class SpeedConfig:
 
 
 def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, command: str = "") -> list[dict[str, Any]]:
-    """Time all tests in turns, each round beginning with another one; a row of llama-bench's JSON for each.
-
-    A test whose greedy tokens differ between visits is an error: a fast wrong answer never counts.
-    """
+    """Time all tests in turns, each round beginning with another one; a row of llama-bench's JSON for each. A test
+    whose greedy tokens differ between visits is an error: a fast wrong answer never counts."""
     tests = config.tests
     samples: dict[SpeedTest, list[int]] = {test: [] for test in tests}
     tokens: dict[SpeedTest, tuple[int, ...]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,83 +67,9 @@ class Story:
         return self.text.partition(".")[0] + "."
 
 
-KITE = Story(
-    "Nora",
-    "Ella",
-    "One windy day, a girl named Nora went to the hill with her red kite. The kite flew high, high up into the sky. "
-    "Nora laughed and ran with the string in her hand.\nThen the wind grew strong and pulled the kite into a tall "
-    'tree. Nora was sad. "My kite is stuck!" she said. A big boy named Paul heard her. He climbed up the tree and '
-    'gave the kite back to her.\nNora said, "Thank you, Paul! Do you want to fly it with me?" They flew the kite '
-    "together until it was time to go home.",
-    alone=False,
-)
-TURTLE = Story(
-    "Otto",
-    "Max",
-    "Once upon a time, there was a little turtle named Otto. Otto lived near a pond and wanted to see the big lake. "
-    "All the other animals said that it was too far for a turtle.\nOne morning, Otto started to walk. He walked past "
-    "the old tree and past the farm. He was slow, but he did not stop. In the evening he saw the lake. The water was "
-    'blue and very big.\nOtto was happy. "I am slow," he said, "but I can go far."',
-)
-SOUP = Story(
-    "Lena",
-    "Sara",
-    "Grandma and Lena made soup in the kitchen. Lena put in carrots, and Grandma put in salt. Then Lena put in more "
-    'salt because she did not know.\nWhen they tasted the soup, they made a funny face. "Oh no, it is too salty!" '
-    "said Lena. Grandma smiled. She put in water and potatoes, and soon the soup was good again.\nThey ate two bowls "
-    "each, and the cat got a little fish.",
-    alone=False,
-)
-_DOG = Story(
-    "Tom",
-    "Ben",
-    "Once upon a time, there was a boy named Tom. Tom had a small dog. The dog liked to dig in the garden.\nOne day, "
-    "the dog found a shiny box. Tom opened the box and saw a toy car. Tom was very happy. He played with the car and "
-    "the dog all day.",
-)
-_BIRD = Story(
-    "Lily",
-    "Anna",
-    "Once upon a time, there was a girl named Lily. Lily saw a little bird on the grass. The bird could not fly."
-    '\n"I will help you," said Lily. She gave the bird some water and some bread. The next day the bird was strong. '
-    "It flew up to the sky and sang a song for Lily.",
-)
-_BOAT = Story(
-    "Sam",
-    "Tim",
-    "Sam had a blue boat. He put the boat in the pond in the park. The wind blew, and the boat went far away.\nSam "
-    'was sad. A duck saw the boat and pushed it back to him. "Thank you, duck!" said Sam. He gave the duck a piece of '
-    "bread, and they were friends.",
-)
-_CAKE = Story(
-    "Mia",
-    "Lucy",
-    "It was a sunny day. Mia wanted to bake a cake for her mom. She put eggs and flour in a big bowl. The kitchen was "
-    'a mess.\nHer mom came in and smiled. "Let us clean up together," she said. They cleaned the kitchen, and then '
-    "they ate the cake. Mia was proud.",
-)
-_BEAR = Story(
-    "Bob",
-    "Jack",
-    "Once upon a time, there was a big bear named Bob. Bob lived in the forest. He was always hungry.\nOne day, Bob "
-    "found a tree with honey. The bees were angry and flew around him. Bob ran into the river and hid in the water. "
-    'When the bees were gone, he said, "Next time I will ask first."',
-)
-_SNOW = Story(
-    "Anna",
-    "Lily",
-    "Anna woke up and saw that the whole garden was white. She put on her hat and her coat and ran outside. She made "
-    "a big snowman with a carrot nose.\nAt night it was very cold. Anna looked out of the window. The snowman was "
-    "still there, and the moon was above him. She said good night and went to bed.",
-)
-_FROG = Story(
-    "Fred",
-    "Tim",
-    "Once upon a time, there was a green frog named Fred. Fred could jump very high. One day, he jumped over a log "
-    'and met a snail.\n"I wish I could jump," said the snail. Fred said, "You can sit on my back." The snail sat on '
-    "his back, and they jumped together. They laughed and laughed.",
-)
-BUILTIN_STORIES = (KITE, TURTLE, SOUP, _DOG, _BIRD, _BOAT, _CAKE, _BEAR, _SNOW, _FROG)
+_FILE = importlib.resources.files("edgeinfer.apps.bench").joinpath("stories.json")
+BUILTIN_STORIES = tuple(Story(**story) for story in json.loads(_FILE.read_text("utf-8")))
+_KITE, _TURTLE, _SOUP = BUILTIN_STORIES[:3]
 
 
 def _asked(request: str) -> Dialogue:
@@ -164,14 +91,14 @@ BUILTIN_DIALOGUES: tuple[tuple[str, Dialogue], ...] = (
     ("write", _asked("Write a story with the words cake, share and happy.")),
     ("write", _asked("Write a story with the words snow, lost and friend.")),
     ("write", _asked("Tell me a story about Mia.")),
-    ("retell", _renamed(KITE)),
-    ("retell", _renamed(TURTLE)),
-    ("retell", _renamed(SOUP)),
-    ("again", _after(KITE, "Tell it again.")),
-    ("again", _after(TURTLE, "Tell it again.")),
-    ("who", _after(KITE, "Who is in the story?")),
-    ("who", _after(SOUP, "Who is in the story?")),
-    ("start", _after(TURTLE, "How does the story start?")),
+    ("retell", _renamed(_KITE)),
+    ("retell", _renamed(_TURTLE)),
+    ("retell", _renamed(_SOUP)),
+    ("again", _after(_KITE, "Tell it again.")),
+    ("again", _after(_TURTLE, "Tell it again.")),
+    ("who", _after(_KITE, "Who is in the story?")),
+    ("who", _after(_SOUP, "Who is in the story?")),
+    ("start", _after(_TURTLE, "How does the story start?")),
 )
 
 
@@ -204,6 +131,16 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Material:
+    """Stories to read, others to calibrate with, questions with answers, and the name of the stories."""
+
+    stories: tuple[str, ...]
+    calibration: tuple[str, ...] = ()
+    questions: tuple[Prompt, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class TokenizedPrompt:
     """A prompt's token ids; the first `cut` tokens were left out to fit the context."""
 
@@ -213,19 +150,10 @@ class TokenizedPrompt:
 
 
 def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
-    """Prompts of every data set in a folder, in the order of categories.
-
-    Args:
-        folder: with some of tales_dialogues/, mtbench/, specbench/, gsm8k/ and summarization/.
-        per_category: maximum; always the same prompts are drawn from more.
-        categories: names of categories or sources; None is all.
-    """
-    found: dict[str, list[Prompt]] = {}
-    for name, read in _SOURCES.items():
-        path = folder / name
-        if path.is_file():
-            for prompt in _read(path, read):
-                found.setdefault(prompt.category, []).append(prompt)
+    """Prompts of every data set in a folder, in the order of categories: at most `per_category`, always the same ones,
+    of the categories or sources named, or of all."""
+    paths = {folder / name: read for name, read in _SOURCES.items() if (folder / name).is_file()}
+    found = _by_category(prompt for path, read in paths.items() for prompt in _read(path, read))
     if not found:
         raise PromptError(f"{folder} holds no prompts.", f"It should have some of {', '.join(_SOURCES)}.")
     chosen = _chosen(found, categories)
@@ -234,10 +162,10 @@ def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | No
 
 def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
     """A dozen dialogues in the style of the built-in story model."""
-    found: dict[str, list[Prompt]] = {}
-    for number, (kind, messages) in enumerate(BUILTIN_DIALOGUES):
-        category = f"tales/{kind}"
-        found.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages))
+    found = _by_category(
+        Prompt(f"tales/{kind}", f"tales/{kind}#{number}", messages)
+        for number, (kind, messages) in enumerate(BUILTIN_DIALOGUES)
+    )
     return [prompt for name in _chosen(found, categories) for prompt in found[name][:per_category]]
 
 
@@ -246,18 +174,16 @@ def exact_prompts(folder: Path | None, per_category: int) -> list[Prompt]:
     if folder is not None:
         found = load_prompts(folder, per_category, categories=[f"tales/{kind}" for kind in _EXACT])
         return [prompt for prompt in found if prompt.answer is not None]
-    by_kind: dict[str, list[Prompt]] = {}
-    for number, (kind, messages, answer) in enumerate(EXACT_DIALOGUES):
-        category = f"tales/{kind}"
-        by_kind.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages, answer))
+    by_kind = _by_category(
+        Prompt(f"tales/{kind}", f"tales/{kind}#{number}", messages, answer)
+        for number, (kind, messages, answer) in enumerate(EXACT_DIALOGUES)
+    )
     return [prompt for prompts in by_kind.values() for prompt in prompts[:per_category]]
 
 
 def tokenize_prompts(model: edgeinfer.Model, prompts: Sequence[Prompt], max_tokens: int) -> list[TokenizedPrompt]:
-    """Tokenize prompts, cut at the front where they leave no room for a reply of `max_tokens`.
-
-    Models without a chat template get the messages' texts, joined by newlines.
-    """
+    """Tokenize prompts, cut at the front where they leave no room for a reply of `max_tokens`. Models without a chat
+    template get the messages' texts, joined by newlines."""
     room = model.context - max_tokens
     if room < 1:
         raise PromptError(f"Replies of {max_tokens} tokens fill the context of {model.context}.", "Ask for fewer (-n).")
@@ -271,6 +197,13 @@ def tokenize_prompts(model: edgeinfer.Model, prompts: Sequence[Prompt], max_toke
         cut = max(len(ids) - room, 0)
         tokenized.append(TokenizedPrompt(prompt, tuple(ids[cut:]), cut))
     return tokenized
+
+
+def _by_category(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt)
+    return found
 
 
 def _chosen(found: Mapping[str, list[Prompt]], categories: Sequence[str] | None) -> list[str]:
@@ -301,30 +234,21 @@ def _read(path: Path, read: Callable[[dict[str, Any], int], Prompt]) -> Iterator
         raise PromptError(f"Cannot read {path}: {error!r}.", "Give the data sets as they are published.") from error
 
 
-def _question(text: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": text},)
-
-
 def _tales(row: dict[str, Any], number: int) -> Prompt:
     category = f"tales/{row['kind']}"
     return Prompt(category, f"{category}#{number}", tuple(row["messages"]), row.get("answer"))
 
 
 def _mtbench(row: dict[str, Any], number: int) -> Prompt:
-    return Prompt("mtbench", f"mtbench#{row['question_id']}", _question(row["turns"][0]))
+    return Prompt("mtbench", f"mtbench#{row['question_id']}", _asked(row["turns"][0]))
 
 
 def _specbench(row: dict[str, Any], number: int) -> Prompt:
-    return Prompt(f"specbench/{row['category']}", f"specbench#{row['question_id']}", _question(row["turns"][0]))
+    return Prompt(f"specbench/{row['category']}", f"specbench#{row['question_id']}", _asked(row["turns"][0]))
 
 
-def _gsm8k(row: dict[str, Any], number: int) -> Prompt:
-    return Prompt("gsm8k", f"gsm8k#{number}", _question(row["question"]))
-
-
-def _summary(kind: str) -> Callable[[dict[str, Any], int], Prompt]:
-    category = f"summarization/{kind}"
-    return lambda row, number: Prompt(category, f"{category}#{number}", _question(row["prompt"]))
+def _numbered(category: str, field: str) -> Callable[[dict[str, Any], int], Prompt]:
+    return lambda row, number: Prompt(category, f"{category}#{number}", _asked(row[field]))
 
 
 # Files and the reader of their lines. Of questions in turns the first is asked: the others are about replies that no
@@ -333,7 +257,7 @@ _SOURCES: dict[str, Callable[[dict[str, Any], int], Prompt]] = {
     "tales_dialogues/dialogues.jsonl": _tales,
     "mtbench/question.jsonl": _mtbench,
     "specbench/question.jsonl": _specbench,
-    "gsm8k/train.jsonl": _gsm8k,
-    "summarization/cnn_dailymail.jsonl": _summary("cnn"),
-    "summarization/samsum.jsonl": _summary("samsum"),
+    "gsm8k/train.jsonl": _numbered("gsm8k", "question"),
+    "summarization/cnn_dailymail.jsonl": _numbered("summarization/cnn", "prompt"),
+    "summarization/samsum.jsonl": _numbered("summarization/samsum", "prompt"),
 }

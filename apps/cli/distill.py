@@ -209,12 +209,8 @@ def _add_exits_parser(kinds: Subparsers) -> None:
 
 
 def _add_training_options(parser: Parser, minutes: float | None = None, samples: str = "") -> None:
-    """Add the options of every training.
-
-    Args:
-        minutes: default time limit; None where a training goes by steps only.
-        samples: default number of sampled tokens, in words; "" where the model writes nothing.
-    """
+    """Add the options of every training; `minutes` is None where one goes by steps only, `samples` empty where the
+    model writes nothing."""
     group = parser.add_argument_group("training")
     text = 'training text similar to real use: UTF-8 .txt files, or .jsonl files with "text" or "messages" on each line'
     group.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=text)
@@ -258,6 +254,12 @@ def _given(args: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
     """The fields of a training's options that the user gave."""
     found = {field.name: getattr(args, field.name, None) for field in fields(options) if field.name != "size"}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _options(args: argparse.Namespace, *kinds: Any) -> Any:
+    """The options of the training that the user named."""
+    kind = next(each for each in kinds if each.kind == args.kind)
+    return kind(**_given(args, kind))
 
 
 def _require_free(out: Path) -> None:
@@ -426,9 +428,7 @@ def _distill_module(args: argparse.Namespace) -> int:
 
         if hub.is_bundle(source):
             require_attachable(open_bundle(source))
-        kinds: tuple[type[Any], ...] = (EagleOptions, DflashOptions, HydraPlusOptions)
-        kind = next(each for each in kinds if each.kind == args.kind)
-        options = kind(**_given(args, kind))
+        options = _options(args, EagleOptions, DflashOptions, HydraPlusOptions)
         with _training(args, source, options.device, any_family=True) as (target, text, work, bar):
             with _replier(source) as replier:
                 trained: Distilled[ModuleTask] = distill(target, text, options, work, replier, bar)
@@ -463,9 +463,7 @@ def _distill_heads(args: argparse.Namespace) -> int:
         from edgeinfer.export.training.heads import HydraOptions, MedusaOptions
         from edgeinfer.export.training.routers import RoutersOptions
 
-        kinds: tuple[type[Any], ...] = (MedusaOptions, HydraOptions, RoutersOptions)
-        kind = next(each for each in kinds if each.kind == args.kind)
-        options = kind(**_given(args, kind))
+        options = _options(args, MedusaOptions, HydraOptions, RoutersOptions)
         with _training(args, source, options.device) as (target, text, work, bar), _replier(source) as replier:
             trained = distill(target, text, options, work, replier, bar)
             notes = {name: f"{value:.4f}" for name, value in trained.after.items()} | {"target": target.digest}

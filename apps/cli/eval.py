@@ -13,8 +13,8 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.inputs import read_paragraphs, read_text
 from edgeinfer.apps.cli.options import add_model_option, add_options, given_options
-from edgeinfer.apps.cli.output import Progress, print_json, print_table, progress_bar
-from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.output import Progress, print_result, print_table, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import PromptError, UsageError
 from edgeinfer.options import format_size
 from edgeinfer.options.load import LoadConfig
@@ -87,11 +87,8 @@ def execute(args: argparse.Namespace) -> int:
             progress=progress,
             **options,
         )
-    if args.json:
-        print_json(result.to_dict())
-    else:
-        print_table(_rows(args.what, result), title=args.model or hub.BUILTIN)
-    return 0
+    title = args.model or hub.BUILTIN
+    return print_result(args, result.to_dict(), lambda: print_table(_rows(args.what, result), title=title))
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -113,14 +110,10 @@ def _reference(source: str | None, progress: Progress | None) -> Iterator[Path |
         yield found
         return
     with tempfile.TemporaryDirectory(prefix="edgeinfer-eval-") as folder:
-        try:
-            from edgeinfer.export.exporter import export_checkpoint
-            from edgeinfer.export.options import ExportConfig
+        from edgeinfer.export.exporter import export_checkpoint
+        from edgeinfer.export.options import ExportConfig
 
-            bundle = export_checkpoint(found, Path(folder) / "reference", ExportConfig(bits=32), progress)
-        except ModuleNotFoundError as error:
-            raise missing_extra(error) from error
-        yield bundle
+        yield export_checkpoint(found, Path(folder) / "reference", ExportConfig(bits=32), progress)
 
 
 def _rows(what: str, result: Evaluation) -> list[tuple[str, ...]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer import hub
 from edgeinfer.apps.cli.inspect import PLAN_HEADER, plan_facts, plan_rows
-from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
-from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_result, print_table, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
@@ -212,19 +213,14 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    try:
-        from edgeinfer.export.exporter import export_checkpoint
-        from edgeinfer.export.options import ExportConfig
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from error
+    from edgeinfer.export.exporter import export_checkpoint
+    from edgeinfer.export.options import ExportConfig
+
     config = ExportConfig(**_options(args), force=args.force)
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
     with progress_bar(enabled=not args.json) as progress:
-        try:
-            bundle = export_checkpoint(source, args.out, config, progress)
-        except ModuleNotFoundError as error:
-            raise missing_extra(error) from error
+        bundle = export_checkpoint(source, args.out, config, progress)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     manifest = open_bundle(bundle).manifest if args.show_plan else None
@@ -287,13 +283,10 @@ def _convert(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     files = [args.out] if is_file else [file for file in args.out.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    if args.json:
-        layout = "" if is_file else open_bundle(args.out).manifest.layout
-        made = {"file": str(args.out), "type": args.type} if is_file else {"bundle": str(args.out), "layout": layout}
-        print_json(made | {"bytes": size, "seconds": round(seconds, 3)})
-    else:
-        print_note(f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {args.out} PROMPT")
-    return 0
+    layout = "" if is_file else open_bundle(args.out).manifest.layout
+    made = {"file": str(args.out), "type": args.type} if is_file else {"bundle": str(args.out), "layout": layout}
+    note = f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {args.out} PROMPT"
+    return print_result(args, made | {"bytes": size, "seconds": round(seconds, 3)}, partial(print_note, note))
 
 
 def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None:
@@ -331,10 +324,8 @@ def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
         raise UsageError(f"{args.out} does not end in {_GGUF}.", f"Call it {args.out}{_GGUF}.")
     if args.out.exists() and not args.force:
         raise StorageError(f"{args.out} already exists.", "Choose another name, or add --force to replace it.")
-    try:
-        from edgeinfer.export.gguf.quantize import quantize_gguf
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from error
+    from edgeinfer.export.gguf.quantize import quantize_gguf
+
     quantize_gguf(
         Path(args.bundle),
         args.out,

@@ -55,10 +55,8 @@ def read_text(path: Path) -> str:
 
 
 def is_piped() -> bool:
-    """Whether stdin is a pipe or a file, whose text is meant for the command.
-
-    A missing terminal does not tell: programs that start others often leave them a socket that never ends.
-    """
+    """Whether stdin is a pipe or a file, whose text is meant for the command. A missing terminal does not tell:
+    programs that start others often leave them a socket that never ends."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without a file
@@ -67,11 +65,7 @@ def is_piped() -> bool:
 
 
 def read_stdin(waiting: str = "") -> str:
-    """Read stdin, as `read_text`.
-
-    Args:
-        waiting: note on stderr after some seconds without input; empty for none.
-    """
+    """Read stdin, as `read_text`; `waiting` is a note on stderr after some seconds without input, empty for none."""
     if sys.stdin is None:
         raise PromptError("stdin is closed.", "Pipe the prompt into it, or name a file.")
     note = threading.Timer(_PATIENCE_SECONDS, print_note, [waiting])
@@ -146,11 +140,8 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
 
 
 def type_question(tell: Callable[[str], None] = lambda _: None) -> Callable[[list[Offer]], str] | None:
-    """Return a function that asks on a terminal which file of a GGUF repository to take; None without a terminal.
-
-    Args:
-        tell: called with the chosen name.
-    """
+    """Return a function that asks on a terminal which file of a GGUF repository to take, and tells the chosen name;
+    None without a terminal."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty() and sys.stdout.isatty()):
         return None
 

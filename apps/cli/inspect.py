@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle.gguf.metadata import GgufArray, Value
-from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
 from edgeinfer.bundle.manifest import Manifest, PlannedTensor, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
@@ -40,10 +40,16 @@ def plan_rows(manifest: Manifest) -> list[tuple[str, ...]]:
     if manifest.plan is None:
         return []
     sizes = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
+    projections: dict[str, list[PlannedTensor]] = {}
+    for tensor in manifest.plan.tensors:
+        projections.setdefault(_NUMBER.sub(".*", tensor.name), []).append(tensor)
     rows = []
-    for projection, members in _projections(manifest).items():
+    for projection, members in projections.items():
         size = sum(sizes.get(member.name, 0) for member in members)
-        rows.append((projection, _counted(members), format_size(size) if size else "", _cost(members)))
+        counts = Counter((member.bits, member.type) for member in members)
+        bits = ", ".join(f"{kind or bits} ({count})" for (bits, kind), count in sorted(counts.items()))
+        costs = [member.predicted_kl for member in members if member.predicted_kl is not None]
+        rows.append((projection, bits, format_size(size) if size else "", f"{sum(costs):.4g}" if costs else ""))
     total = manifest.plan.predicted_kl
     if total is None:
         return [row[:3] for row in rows]
@@ -64,25 +70,6 @@ def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
         "predicted_kl": plan.predicted_kl,
         "bits": {tensor.name: tensor.bits for tensor in plan.tensors},
     } | ({"types": types} if types else {})
-
-
-def _projections(manifest: Manifest) -> dict[str, list[PlannedTensor]]:
-    found: dict[str, list[PlannedTensor]] = {}
-    assert manifest.plan is not None
-    for tensor in manifest.plan.tensors:
-        found.setdefault(_NUMBER.sub(".*", tensor.name), []).append(tensor)
-    return found
-
-
-def _counted(members: list[PlannedTensor]) -> str:
-    """Count matrices by bits or GGUF type: `4 (20), 8 (4)`."""
-    counts = Counter((member.bits, member.type) for member in members)
-    return ", ".join(f"{kind or bits} ({count})" for (bits, kind), count in sorted(counts.items()))
-
-
-def _cost(members: list[PlannedTensor]) -> str:
-    costs = [member.predicted_kl for member in members if member.predicted_kl is not None]
-    return f"{sum(costs):.4g}" if costs else ""
 
 
 _DESCRIPTION = """\
@@ -123,11 +110,18 @@ def execute(args: argparse.Namespace) -> int:
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
     _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
     _section("quality", [(name, f"{value:.6g}") for name, value in bundle.manifest.quality.items()])
-    _section("bits", list(plan_rows(bundle.manifest)), header=PLAN_HEADER)
+    _section("bits", plan_rows(bundle.manifest), header=PLAN_HEADER)
     if bundle.header is not None:
-        _print_gguf(bundle.header, bundle.manifest.geometry.max_positions, with_tensors=args.tensors)
+        gguf = bundle.header
+        _section("metadata", [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()])
+        _section("types", _type_rows(gguf), header=_TYPE_HEADER)
+        _section("tensors", _tensor_rows(gguf) if args.tensors else (), header=_TENSOR_HEADER)
+        _section("memory it will need", _memory_rows(gguf, bundle.manifest.geometry.max_positions))
     elif args.tensors:
-        rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
+        rows = [
+            (each.name, _shape(each), str(each.bits), str(each.block_size or ""), format_size(each.nbytes))
+            for each in bundle.manifest.tensors
+        ]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
     if "first" in verified.values():
         print_note("The file is now trusted as long as it does not change.")
@@ -136,20 +130,12 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
-    _section("metadata", [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()])
-    _section("types", list(_type_rows(gguf)), header=_TYPE_HEADER)
-    if with_tensors:
-        _section("tensors", _tensor_rows(gguf), header=_TENSOR_HEADER)
-    _section("memory it will need", list(_memory_rows(gguf, context)))
-
-
 def _path(bundle: Bundle) -> Path:
     """The inspected folder or file."""
     return bundle.path if bundle.digests else bundle.gguf.path
 
 
-def _section(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
+def _section(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
     if rows:
         print_table(rows, title=f"\n{title}", header=header)
 
@@ -195,9 +181,8 @@ def _shapes(static: StaticGraphs) -> str:
     return f"passes of {widths} rows, prompts by {static.chunk}, {static.context:,} tokens in all{layers}"
 
 
-def _tensor_row(entry: TensorEntry) -> tuple[str, ...]:
-    shape = " x ".join(map(str, entry.shape))
-    return (entry.name, shape, str(entry.bits), str(entry.block_size or ""), format_size(entry.nbytes))
+def _shape(tensor: TensorEntry | GgufTensor) -> str:
+    return " x ".join(map(str, tensor.shape))
 
 
 def _facts(bundle: Bundle, *, with_tensors: bool) -> dict[str, Any]:
@@ -245,7 +230,7 @@ def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
     return [
         (
             tensor.name,
-            " x ".join(map(str, tensor.shape)),
+            _shape(tensor),
             tensor.type.name,
             format_size(tensor.nbytes),
             f"{tensor.split + 1}: {tensor.offset:,}" if several else f"{tensor.offset:,}",

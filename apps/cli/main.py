@@ -61,9 +61,7 @@ _GROUPS = {
         "devices": "list the devices that models can run on",
         "methods": "list the ways to draft, search and compute less",
     },
-    "set up": {
-        "completion": "complete commands, options and models in your shell",
-    },
+    "set up": {"completion": "complete commands, options and models in your shell"},
 }
 COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
 # Commands that share the module of another.
@@ -144,11 +142,7 @@ def _answer_at_once(arguments: list[str]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        argv: arguments after the program's name; None takes the process's own.
-    """
+    """Run a command and return its exit code; without `argv`, with the process's own arguments."""
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         from edgeinfer.apps.cli.parser import complete
 
@@ -232,6 +226,10 @@ def _report(arguments: list[str], error: Exception) -> int:
         traceback.print_exc()
     if is_refused(error):
         error = refusal(address_limit())
+    elif isinstance(error, ModuleNotFoundError):
+        from edgeinfer.apps.cli.parser import missing_extra
+
+        error = missing_extra(error)
     if isinstance(error, EdgeInferError):
         print_error(error.text(functools.partial(_flag, arguments)))
         return error.exit_code

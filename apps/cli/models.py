@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.inputs import show_notes, type_question
-from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
+from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_result, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import UsageError, one_of
 from edgeinfer.hub.resolving import name_of
@@ -21,7 +22,7 @@ from edgeinfer.options import format_size
 from edgeinfer.options.load import CONVERTED_BITS
 
 if TYPE_CHECKING:
-    from edgeinfer import LocalModel
+    from edgeinfer import CatalogModel, LocalModel
     from edgeinfer.apps.cli.parser import Subparsers
 
 
@@ -49,17 +50,18 @@ def add_models(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     if args.catalog:
-        _show_catalog(args.json)
-    else:
-        _show_local(args.json)
-    return 0
+        models = edgeinfer.catalog()
+        facts = [
+            {name: value for name, value in asdict(model).items() if name not in ("sizes", "file_bytes")}
+            | {"memory": model.memory, "download": model.download, "gguf": model.is_gguf}
+            for model in models
+        ]
+        return print_result(args, {"models": facts}, functools.partial(_print_catalog, models))
+    here = edgeinfer.list_models()
+    return print_result(args, {"models": list(map(_facts, here))}, functools.partial(_print_local, here))
 
 
-def _show_local(as_json: bool) -> None:
-    models = edgeinfer.list_models()
-    if as_json:
-        print_json({"models": [_facts(model) for model in models]})
-        return
+def _print_local(models: Sequence[LocalModel]) -> None:
     rows = [
         (
             model.name,
@@ -91,16 +93,7 @@ def _ago(when: datetime | None) -> str:
     return "just now"
 
 
-def _show_catalog(as_json: bool) -> None:
-    models = edgeinfer.catalog()
-    if as_json:
-        facts = [
-            {name: value for name, value in asdict(model).items() if name not in ("sizes", "file_bytes")}
-            | {"memory": model.memory, "download": model.download, "gguf": model.is_gguf}
-            for model in models
-        ]
-        print_json({"models": facts})
-        return
+def _print_catalog(models: Sequence[CatalogModel]) -> None:
     rows = [
         (model.name, _short(model.parameters), format_size(model.memory), model.licence, model.purpose)
         for model in models

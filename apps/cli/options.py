@@ -56,12 +56,7 @@ def add_model_option(parser: Parser) -> None:
 
 
 def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = False) -> None:
-    """Add -m and the options of LoadConfig.
-
-    Args:
-        converts: include --bits, for checkpoints that are converted first.
-        remote: include the options of remote servers.
-    """
+    """Add -m and the options of LoadConfig: --bits if the command converts checkpoints, and those of remote servers."""
     add_model_option(parser)
     add_options(parser, LoadConfig, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
 
@@ -69,12 +64,8 @@ def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = Fa
 def add_generation_options(
     parser: Parser, limit: str = "until the context is full", usual: Mapping[str, str] | None = None
 ) -> None:
-    """Add the options of GenerationConfig except those that loading has too, such as --speculation.
-
-    Args:
-        limit: the default length of a reply, in words.
-        usual: defaults of the command that differ from the declared ones, in words.
-    """
+    """Add the options of GenerationConfig except those that loading has too, such as --speculation. `limit` and `usual`
+    say defaults of the command in words."""
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
         "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
@@ -109,13 +100,8 @@ def add_options(
     help: Mapping[str, str] | None = None,
     usual: Mapping[str, str] | None = None,
 ) -> None:
-    """Add options of a configuration under their headings.
-
-    Absent options are None, so that defaults stay with the configuration.
-
-    Args:
-        names: of the options; None is all that have a flag.
-    """
+    """Add options of a configuration under their headings, all that have a flag if `names` is None. Absent options are
+    None, so that defaults stay with the configuration."""
 
     def described(name: str, text: str) -> str:
         default = (usual or {}).get(name)

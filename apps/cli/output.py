@@ -5,7 +5,9 @@ rich limits colour and bars to terminals, and respects NO_COLOR.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -59,6 +61,15 @@ def print_json(data: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def print_result(args: argparse.Namespace, facts: Mapping[str, Any], show: Callable[[], object]) -> int:
+    """Print the facts as one object with --json, else what `show` prints; return the exit code 0."""
+    if args.json:
+        print_json(facts)
+    else:
+        show()
+    return 0
+
+
 def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tuple[str, ...] = ()) -> None:
     """Print a table without borders on stdout. Header names of columns that no row has are left out."""
     from rich.console import Console
@@ -95,6 +106,11 @@ def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
             update[0](stage, done, total)
 
         yield report
+
+
+def stage(bar: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    """The progress of one stage; None without a bar."""
+    return None if bar is None else functools.partial(bar, name)
 
 
 def _show_bar(shown: contextlib.ExitStack) -> Progress:

@@ -82,18 +82,13 @@ def help_text(
         actions = [action for action in group._group_actions if action not in left_out]
         if any(action.help is not argparse.SUPPRESS for action in actions):
             layout.start_section(group.title)
-            layout.add_arguments(
-                _with_help(action, briefs[action]) if action in briefs else action for action in actions
-            )
+            for action in actions:
+                shown = copy.copy(action)
+                shown.help = briefs.get(action, action.help)
+                layout.add_argument(shown)
             layout.end_section()
     layout.add_text(parser.epilog)
     return usage(parser) + "\n" + layout.format_help()
-
-
-def _with_help(action: argparse.Action, text: str) -> argparse.Action:
-    shown = copy.copy(action)
-    shown.help = text
-    return shown
 
 
 # The extra that provides a module.
@@ -135,10 +130,7 @@ class _ShowHelp(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError instead of exiting.
-
-    --help leaves out options marked `advanced`, which --help-all shows.
-    """
+    """An argument parser that raises UsageError instead of exiting; only --help-all shows options marked `advanced`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         settings = {"add_help": False, "allow_abbrev": False, "exit_on_error": False} | settings
@@ -302,19 +294,15 @@ def add_completion(commands: Subparsers) -> None:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    try:
-        from argcomplete.shell_integration import shellcode
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from error
+    from argcomplete.shell_integration import shellcode
+
     sys.stdout.write(shellcode(["edgeinfer"], shell=args.shell))
     return 0
 
 
 def complete(build_parser: Callable[..., Parser]) -> None:
-    """Answer a shell's request for completions and end the process.
-
-    argcomplete reads the line from the environment and writes to a file descriptor that the shell opened.
-    """
+    """Answer a shell's request for completions and end the process. argcomplete reads the line from the environment and
+    writes to a file descriptor that the shell opened."""
     import argcomplete
 
     line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", sys.maxsize))]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
 from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
-from edgeinfer.apps.cli.output import print_json, print_table
+from edgeinfer.apps.cli.output import print_json, print_result, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import BudgetError
 from edgeinfer.options import format_size
@@ -259,15 +260,12 @@ def add_devices(commands: Subparsers) -> None:
 
 def _devices(args: argparse.Namespace) -> int:
     devices = edgeinfer.list_devices(check=not args.no_check)
-    if args.json:
-        print_json({"devices": [dataclasses.asdict(device) for device in devices]})
-        return 0
     rows = []
     for d in devices:
         traits = ", ".join(_WORDS[name] for name, there in d.traits.items() if there) or "fixed shapes"
         rows.append((d.name, _state(d), d.check, _RUNS[d.bundles], traits, d.tried))
-    print_table(rows, header=("device", "here", "check", "runs", "with", "tried"))
-    return 0
+    show = partial(print_table, rows, header=("device", "here", "check", "runs", "with", "tried"))
+    return print_result(args, {"devices": [dataclasses.asdict(device) for device in devices]}, show)
 
 
 def _state(device: DeviceFacts) -> str:

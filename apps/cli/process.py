@@ -36,11 +36,8 @@ _AGAIN_SECONDS = 0.02
 
 @contextlib.contextmanager
 def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
-    """While open, Ctrl-C raises `KeyboardInterrupt` at once or, during an import, after it.
-
-    Args:
-        caller: the opening frame. Imports that were running before, as of a script that runs a command, do not count.
-    """
+    """While open, Ctrl-C raises `KeyboardInterrupt` at once or, during an import, after it. Imports that were running
+    before the caller, as of a script that runs a command, do not count."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the caller handles it
         yield
@@ -124,10 +121,8 @@ def address_limit() -> int | None:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether an error of any library means that memory was refused.
-
-    Under a limit, modules written in C also lose the MemoryError itself: Python then raises SystemError.
-    """
+    """Whether an error of any library means that memory was refused. Under a limit, modules written in C also lose the
+    MemoryError itself: Python then raises SystemError."""
     if isinstance(error, SystemError) and _LOST.search(str(error)):
         return address_limit() is not None
     return isinstance(error, MemoryError) or (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.apps.cli.inputs import prepared, read_text
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.output import abandon_stdout
-from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.options import format_size, options_of, parse_size
 from edgeinfer.options.load import LoadConfig
 
@@ -85,14 +85,12 @@ def _add_server_options(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    try:
-        from edgeinfer.apps.server.app import make_app
-        from edgeinfer.apps.server.host import ModelHost
-        from edgeinfer.apps.server.security import Security
-        from edgeinfer.apps.server.serving import Server
-        from edgeinfer.apps.server.switching import ModelSwitch
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from error
+    from edgeinfer.apps.server.app import make_app
+    from edgeinfer.apps.server.host import ModelHost
+    from edgeinfer.apps.server.security import Security
+    from edgeinfer.apps.server.serving import Server
+    from edgeinfer.apps.server.switching import ModelSwitch
+
     name, options = prepared(args.model, load_options(args))
     own = {"idle_unload": args.idle_unload, "inter_token_latency": args.inter_token_latency}
     options |= {option: value for option, value in own.items() if value is not None}

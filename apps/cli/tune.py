@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import edgeinfer
 from edgeinfer.apps.cli.inputs import read_text
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
-from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
+from edgeinfer.apps.cli.output import print_note, print_result, print_table, progress_bar, stage
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from edgeinfer.apps.cli.parser import Subparsers
-    from edgeinfer.tools import CacheLoss, CacheTuning, DeviceTuning, DrafterGain, DraftersTuning, TuneResult
+    from edgeinfer.tools import CacheTuning, DeviceTuning, DrafterGain, DraftersTuning, TuneResult
 
 
 LearntT = TypeVar("LearntT")
@@ -30,13 +28,8 @@ def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Measure what policies for full contexts lose on a text."""
     text = None if args.text is None else read_text(args.text)
     with progress_bar() as bar:
-        report = None if bar is None else (lambda done, total: bar("readings", done, total))
-        found = edgeinfer.tools.tune_cache(args.model, text, progress=report, **options)
-    if args.json:
-        print_json(asdict(found))
-    else:
-        _print(found)
-    return 0
+        found = edgeinfer.tools.tune_cache(args.model, text, progress=stage(bar, "readings"), **options)
+    return print_result(args, asdict(found), partial(_print_cache, found))
 
 
 def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
@@ -47,20 +40,15 @@ def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
         ("vector", f"{found.name}, of {found.entries} tokens"),
         ("validation", f"{found.plain:.3f} nats a token, {found.steered:.3f} with it, over {found.tokens} tokens"),
     ]
-    return _tell(args, found, rows)
+    return print_result(args, asdict(found), partial(print_table, rows))
 
 
 def tune_method(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Teach a verification rule."""
     learn = partial(edgeinfer.tools.tune_method, args.method, args.model, **options)
     facts = _learnt(args, "--method", learn, "questions")
-    if args.json:
-        print_json(dict(facts))
-    else:
-        print_table(
-            [(name, f"{value:.3f}" if isinstance(value, float) else str(value)) for name, value in facts.items()]
-        )
-    return 0
+    rows = [(name, f"{value:.3f}" if isinstance(value, float) else str(value)) for name, value in facts.items()]
+    return print_result(args, dict(facts), partial(print_table, rows))
 
 
 def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], read: str = "tokens") -> LearntT:
@@ -69,20 +57,16 @@ def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], 
         raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
     text = read_text(args.text)
     with progress_bar() as bar:
-        report = None if bar is None else (lambda done, total: bar(read, done, total))
-        return learn(text, progress=report)
+        return learn(text, progress=stage(bar, read))
 
 
-def _tell(args: argparse.Namespace, found: DataclassInstance, rows: Sequence[tuple[str, ...]]) -> int:
-    if args.json:
-        print_json(asdict(found))
-    else:
-        print_table(rows)
-    return 0
-
-
-def _print(found: CacheTuning) -> None:
-    rows = [_row(loss, found) for loss in (found.whole, *found.losses)]
+def _print_cache(found: CacheTuning) -> None:
+    rows = []
+    for loss in (found.whole, *found.losses):
+        text, copying, needles = (f"{each.perplexity:.2f}" for each in loss.kinds)
+        shares = f"{loss.copying.share:.0%}", f"{loss.needles.share:.0%}"
+        name = "all of the text" if loss is found.whole else loss.policy
+        rows.append((name, str(loss.context), text, copying, shares[0], needles, shares[1]))
     header = ("overflow", "context", "text", "copied", "", "needles", "")
     title = f"perplexity over {found.kept.tokens} tokens, and how many were foreseen"
     print_table(rows, title=title, header=header)
@@ -91,13 +75,6 @@ def _print(found: CacheTuning) -> None:
     facts += [("it loses", f"{kept.text:.3f} nats on text, {kept.copying:.3f} copying, {kept.needles:.3f} on needles")]
     facts += [(f"no {name}", why) for name, why in found.unusable.items()]
     print_table(facts)
-
-
-def _row(loss: CacheLoss, found: CacheTuning) -> tuple[str, ...]:
-    name = "all of the text" if loss is found.whole else loss.policy
-    text, copying, needles = (f"{each.perplexity:.2f}" for each in loss.kinds)
-    shares = f"{loss.copying.share:.0%}", f"{loss.needles.share:.0%}"
-    return name, str(loss.context), text, copying, shares[0], needles, shares[1]
 
 
 _DESCRIPTION = """\
@@ -169,17 +146,18 @@ def execute(args: argparse.Namespace) -> int:
         return _tune_compute(args, options, prompts)
     device = _tune_device(args, options)
     layers = _tune_layers(args, options, prompts, device)
-    if args.json:
-        found = {} if layers is None else _layer_facts(layers)
-        print_json(found | {"device": None if device is None else _device_facts(device)})
-        return 0
-    if device is not None:
-        _print_device(device, args.out)
-    if layers is not None:
-        _print_layers(layers)
-    else:
-        print_table([("layers that draft", "none, as this backend cannot skip layers")])
-    return 0
+    facts = {} if layers is None else _layer_facts(layers)
+    facts["device"] = None if device is None else _device_facts(device)
+
+    def show() -> None:
+        if device is not None:
+            _print_device(device, args.out)
+        if layers is not None:
+            _print_layers(layers)
+        else:
+            print_table([("layers that draft", "none, as this backend cannot skip layers")])
+
+    return print_result(args, facts, show)
 
 
 def _require_one(args: argparse.Namespace) -> None:
@@ -193,23 +171,16 @@ def _require_one(args: argparse.Namespace) -> None:
 def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
     options.pop("profile", None)
     forgotten = edgeinfer.tools.forget_tuning(args.model, **options)
-    if args.json:
-        print_json({"forgotten": forgotten})
-    else:
-        print_note("Deleted the settings kept for this model." if forgotten else "No settings are kept for this model.")
-    return 0
+    said = "Deleted the settings kept for this model." if forgotten else "No settings are kept for this model."
+    return print_result(args, {"forgotten": forgotten}, partial(print_note, said))
 
 
 def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
     """Choose the drafters for auto."""
     with load_model(args.model, options) as model, progress_bar() as bar:
-        report = None if bar is None else (lambda done, total: bar("replies", done, total))
-        found = edgeinfer.tools.tune_drafters(model, prompts, progress=report)
-    if args.json:
-        print_json(asdict(found) | {"gains": [asdict(gain) | {"pays": gain.pays} for gain in found.gains]})
-    else:
-        _print_drafters(found)
-    return 0
+        found = edgeinfer.tools.tune_drafters(model, prompts, progress=stage(bar, "replies"))
+    facts = asdict(found) | {"gains": [asdict(gain) | {"pays": gain.pays} for gain in found.gains]}
+    return print_result(args, facts, partial(_print_drafters, found))
 
 
 def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
@@ -219,18 +190,12 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
     found: dict[str, Any] = {}
     with load_model(args.model, options) as model, progress_bar() as bar:
         if args.skip:
-            report = None if bar is None else (lambda done, total: bar("sets of blocks", done, total))
-            levels = edgeinfer.tools.tune_skips(
-                model, prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=report
-            )
+            sizes = {"granularity": args.granularity, "evaluations": 2 * args.evaluations}
+            levels = edgeinfer.tools.tune_skips(model, prompts, **sizes, progress=stage(bar, "sets of blocks"))
             found["skip"] = [asdict(level) for level in levels]
         if args.entropy:
             found["entropy"] = asdict(edgeinfer.tools.tune_entropy(model, prompts))
-    if args.json:
-        print_json(found)
-    else:
-        _print_compute(found)
-    return 0
+    return print_result(args, found, partial(_print_compute, found))
 
 
 def _prompts(args: argparse.Namespace) -> list[str] | None:
@@ -261,11 +226,9 @@ def _tune_layers(
     """Load the tuned model and search; None if layers cannot be skipped."""
     tuned = options | ({} if args.out is None or device is None else {"profile": str(args.out)})
     with load_model(args.model, tuned) as model, progress_bar() as bar:
-        shown = {} if bar is None else {"progress": lambda done, total: bar("searching layers", done, total)}
+        sizes = {"granularity": args.granularity, "evaluations": args.evaluations, "seed": args.seed}
         try:
-            return edgeinfer.tools.tune_drafting(
-                model, prompts, granularity=args.granularity, evaluations=args.evaluations, seed=args.seed, **shown
-            )
+            return edgeinfer.tools.tune_drafting(model, prompts, **sizes, progress=stage(bar, "searching layers"))
         except CapabilityError:
             if device is None:
                 raise
@@ -291,11 +254,8 @@ def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
         for name, part in tuning.parts.items()
     ]
     print_table(rows, title="on this device", header=("", "default", "tuned", "speedup"))
-    where = (
-        []
-        if tuning.path is None
-        else [("written to", str(out)) if out else ("kept", "for this user, from the next load on")]
-    )
+    kept = ("written to", str(out)) if out else ("kept", "for this user, from the next load on")
+    where = [] if tuning.path is None else [kept]
     if tuning.busy is not None and tuning.busy > _BUSY:
         text = f"other programs kept {tuning.busy:.1f} threads busy at the start; tune again on an idle machine"
         where.append(("busy", text))
@@ -313,8 +273,7 @@ def _shown(part: str, ms: float) -> str:
 
 
 def _settings(tuning: DeviceTuning) -> str:
-    chosen = _named(tuning.settings)
-    if chosen:
+    if chosen := _named(tuning.settings):
         return chosen
     if tuning.rejected is not None:
         return f"defaults: {_named(tuning.rejected)} looked faster, but not when checked together"

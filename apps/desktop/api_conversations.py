@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -66,9 +66,9 @@ class ConversationEndpoints(Endpoints):
             ("PATCH", one, self.change),
             ("DELETE", one, self.delete),
             ("POST", f"{one}/messages", self.ask),
-            ("POST", f"{message}/regenerate", self.regenerate),
+            ("POST", f"{message}/regenerate", partial(self._reply_again, self._history.regenerate)),
             ("POST", f"{message}/edit", self.edit),
-            ("POST", f"{message}/continue", self.go_on),
+            ("POST", f"{message}/continue", partial(self._reply_again, self._history.go_on)),
             ("POST", f"{one}/stop", self.stop),
             ("GET", f"{one}/reply", self.follow),
             ("GET", f"{one}/export", self.export),
@@ -129,13 +129,9 @@ class ConversationEndpoints(Endpoints):
         self._tell()
         return JSONResponse({"assistant": _message_view(new)}, status_code=202)
 
-    async def regenerate(self, request: Request) -> Response:
+    async def _reply_again(self, record: Callable[[str, str], Message], request: Request) -> Response:
         id, message = request.path_params["id"], request.path_params["message"]
-        return await self._begin(id, lambda: (None, self._history.regenerate(id, message)))
-
-    async def go_on(self, request: Request) -> Response:
-        id, message = request.path_params["id"], request.path_params["message"]
-        return await self._begin(id, lambda: (None, self._history.go_on(id, message)))
+        return await self._begin(id, lambda: (None, record(id, message)))
 
     async def stop(self, request: Request) -> Response:
         await asyncio.to_thread(self._history.conversation, request.path_params["id"])
@@ -236,13 +232,9 @@ def _choice(data: dict[str, Any]) -> ModelChoice:
 def _conversation_view(conversation: Conversation, running: RunningReply | None) -> dict[str, Any]:
     c = conversation
     return {
-        "id": c.id,
+        **{name: getattr(c, name) for name in ("id", "created", "updated", "system", "leaf")},
         "title": c.title or _UNNAMED,
-        "created": c.created,
-        "updated": c.updated,
-        "system": c.system,
         "options": dict(c.options),
-        "leaf": c.leaf,
         "choice": choice_view(c.choice),
         "replying": None if running is None else running.message.id,
         "messages": [_message_view(message, running) for message in c.messages],
@@ -255,13 +247,8 @@ def _message_view(message: Message, running: RunningReply | None = None) -> dict
     if m.status == "replying" and (running is None or running.message.id != m.id):
         m = replace(m, status="interrupted")
     return {
-        "id": m.id,
-        "parent": m.parent,
-        "role": m.role,
-        "content": m.content,
+        **{name: getattr(m, name) for name in ("id", "parent", "role", "content", "created", "status")},
         "html": _html(m.role, m.content),
-        "created": m.created,
-        "status": m.status,
         "error": None if m.failure is None else asdict(m.failure),
         "figures": None if m.figures is None else asdict(m.figures),
         "attachments": [attachment_view(file) for file in m.attachments],
@@ -345,16 +332,12 @@ class AttachmentEndpoints(Endpoints):
         return JSONResponse(await asyncio.to_thread(kept_view, made[0]), status_code=201)
 
     async def kept(self, request: Request) -> Response:
-        def listed() -> list[dict[str, Any]]:
-            return [kept_view(file) for file in self._attachments.kept()]
-
-        return JSONResponse({"kept": await asyncio.to_thread(listed)})
+        found = await asyncio.to_thread(lambda: list(map(kept_view, self._attachments.kept())))
+        return JSONResponse({"kept": found})
 
     async def remove(self, request: Request) -> Response:
-        def forget(file: Attachment) -> None:
-            context_of(file).forget()
-
-        await asyncio.to_thread(self._attachments.remove, request.path_params["id"], forget)
+        id = request.path_params["id"]
+        await asyncio.to_thread(self._attachments.remove, id, lambda file: context_of(file).forget())
         self._services.feed.publish("kept", {})
         return Response(status_code=204)
 

@@ -13,17 +13,17 @@ from starlette.responses import JSONResponse, Response
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.desktop.checks import ConflictError
-from edgeinfer.apps.desktop.library import folder_view, id_of, importable, model_of
-from edgeinfer.apps.desktop.records import ModelChoice
-from edgeinfer.apps.desktop.requests import (
-    Endpoints,
-    Table,
-    event_stream,
-    fields,
-    optional,
-    search_text,
-    whole_number,
+from edgeinfer.apps.desktop.library import (
+    catalog_view,
+    folder_view,
+    id_of,
+    importable,
+    model_of,
+    offers_view,
+    search_view,
 )
+from edgeinfer.apps.desktop.records import ModelChoice
+from edgeinfer.apps.desktop.requests import Endpoints, Table, event_stream, fields, optional, search_text, whole_number
 from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.errors import HubError, UsageError
 
@@ -141,14 +141,14 @@ class CatalogEndpoints(Endpoints):
         )
 
     async def catalog(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._services.catalog.view))
+        return JSONResponse(await asyncio.to_thread(catalog_view))
 
     async def search(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._services.catalog.search, search_text(request)))
+        return JSONResponse(await asyncio.to_thread(search_view, search_text(request)))
 
     async def offers(self, request: Request) -> Response:
         name = search_text(request, "name")
-        return JSONResponse(await asyncio.to_thread(self._services.catalog.offers, name))
+        return JSONResponse(await asyncio.to_thread(offers_view, name))
 
     async def download(self, request: Request) -> Response:
         id = (await fields(request, self._security, id=str)).get("id", "").strip()

@@ -165,11 +165,8 @@ class DesktopConfig:
 
 
 def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
-    """Run the app until its window is closed or it is interrupted.
-
-    Args:
-        tell: takes lines for the user; without a window, the first is the address.
-    """
+    """Run the app until its window is closed or it is interrupted. Without a window, the first line given is the
+    address."""
     folder = data_folder() if config.data is None else DataFolder(config.data.expanduser().absolute())
     access = Access()
     # Other users of the machine can connect too.

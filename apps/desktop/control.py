@@ -136,12 +136,8 @@ class ModelControl:
             self.publish()
 
     def load(self, choice: ModelChoice, *, default: bool = True, measure: bool = False) -> None:
-        """Start to load a model in place of the present one.
-
-        Args:
-            default: new conversations use it too.
-            measure: the process is measured first, for plans.
-        """
+        """Start to load a model in place of the present one; `default` has new conversations use it too, and `measure`
+        measures the process first, for plans."""
         self.cancel()
         choice = dataclasses.replace(choice, model=canonical(choice.model))
         self._wanted = choice

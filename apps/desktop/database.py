@@ -63,16 +63,19 @@ class Database:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """Commit one statement; return how many rows it changed."""
+        with self.transaction() as connection:
+            return connection.execute(sql, values).rowcount
+
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         with self._lock, _storage_errors(self.path):
             return self._connection.execute(sql, values).fetchall()
 
     @contextlib.contextmanager
     def emptying(self) -> Iterator[None]:
-        """Release the reserve inside the block, so that small deletions succeed on a full disk.
-
-        Each should be a transaction of its own, followed by `checkpoint`.
-        """
+        """Release the reserve inside the block, so that small deletions succeed on a full disk. Each should be a
+        transaction of its own, followed by `checkpoint`."""
         with self._lock:
             self._reserve.release()
             try:
@@ -292,11 +295,8 @@ _TRIGGERS = {
 
 
 def prepare_search(database: Database) -> bool:
-    """Create the index if it is missing; return whether there is one.
-
-    Without FTS5 the triggers are dropped, so that a file from another machine stays writable; it is indexed again
-    there.
-    """
+    """Create the index if it is missing; return whether there is one. Without FTS5 the triggers are dropped, so that a
+    file from another machine stays writable; it is indexed again there."""
     with database.transaction() as connection:
         if not _has_fts5(connection):
             for name in _TRIGGERS:

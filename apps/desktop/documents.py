@@ -42,12 +42,7 @@ _REFUSALS = {
 
 
 class Documents:
-    """Reads files, one PDF at a time.
-
-    Args:
-        command: reads a PDF; the character limit is appended.
-        seconds: its time limit.
-    """
+    """Reads files, one PDF at a time, by a command with a time limit in seconds."""
 
     def __init__(self, command: Sequence[str] = _READ_PDF, seconds: float = _PDF_SECONDS) -> None:
         self._command = tuple(command)

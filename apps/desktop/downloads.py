@@ -46,14 +46,7 @@ class Download:
 
 
 class Downloads:
-    """The downloads of this run, and those left unfinished by an earlier one.
-
-    Args:
-        changed: called with each state.
-        fetch: None is `edgeinfer.pull`.
-        unfinished: ids left by an earlier run.
-        remember: saves the ids of unfinished downloads.
-    """
+    """The downloads of this run, and those left unfinished by an earlier one; `changed` is called with each state."""
 
     def __init__(
         self,

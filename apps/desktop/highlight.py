@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 _SLASHES, _HASH, _DASHES = r"//[^\n]*+", r"#[^\n]*+", r"--[^\n]*+"
 _BLOCK = r"/\*(?:[^*]|\*(?!/))*+(?:\*/)?+"
@@ -33,21 +34,17 @@ class _Language:
 
 
 def _language(
-    *parts: str, k: str = "", kc: str = "true false null", nb: str = "", keys: str = "", folds: bool = False
+    comment: str, text: str, *others: str, k: str = "", kc: str = "true false null", nb: str = "", **rules: Any
 ) -> _Language:
+    """A language by the patterns of its comments, texts and whatever else it has, and its words by class."""
     classes = {word: name for name, words in (("nb", nb), ("kc", kc), ("k", k)) for word in words.split()}
-    return _Language(re.compile("|".join(parts), re.MULTILINE), classes, keys, folds)
+    pattern = "|".join((f"(?P<c>{comment})", f"(?P<s>{text})", *others))
+    return _Language(re.compile(pattern, re.MULTILINE), classes, **rules)
 
 
-def _c(pattern: str) -> str:
-    return f"(?P<c>{pattern})"
-
-
-def _s(pattern: str) -> str:
-    return f"(?P<s>{pattern})"
-
-
-_C_LIKE = (_c(f"{_SLASHES}|{_BLOCK}"), _s(_QUOTES), _NUMBER, r"(?P<cp>^[ \t]*+\#\w++)", r"(?P<nd>@\w++)", _WORD)
+_PLAIN = (_NUMBER, _WORD)
+_C_COMMENT = f"{_SLASHES}|{_BLOCK}"
+_C_LIKE = (_C_COMMENT, _QUOTES, _NUMBER, r"(?P<cp>^[ \t]*+\#\w++)", r"(?P<nd>@\w++)", _WORD)
 _IN_MOST = "if else for while do switch case default break continue return"
 _CLASSES = (
     "class interface enum extends implements new this super try catch finally throw public private protected static "
@@ -56,11 +53,7 @@ _CLASSES = (
 _TYPES = "int long short char float double bool boolean byte string size_t unsigned signed"
 
 _PYTHON = _language(
-    _c(_HASH),
-    _s(f"{_TRIPLE}|{_QUOTES}"),
-    _NUMBER,
-    r"(?P<nd>@[\w.]++)",
-    _WORD,
+    *(_HASH, f"{_TRIPLE}|{_QUOTES}", _NUMBER, r"(?P<nd>@[\w.]++)", _WORD),
     k="and as assert async await break class continue def del elif else except finally for from global if import in is "
     "lambda match case nonlocal not or pass raise return try while with yield",
     kc="True False None",
@@ -68,11 +61,7 @@ _PYTHON = _language(
     "repr reversed round self set sorted str sum super tuple type zip",
 )
 _JAVASCRIPT = _language(
-    _c(f"{_SLASHES}|{_BLOCK}"),
-    _s(f"{_QUOTES}|{_BACKTICKS}"),
-    _NUMBER,
-    r"(?P<nd>@\w++)",
-    _WORD,
+    *(_C_COMMENT, f"{_QUOTES}|{_BACKTICKS}", _NUMBER, r"(?P<nd>@\w++)", _WORD),
     k=f"{_IN_MOST} {_CLASSES} var let const function async await yield of in typeof delete export from as type "
     "readonly declare namespace keyof",
     kc="true false null undefined NaN",
@@ -93,20 +82,14 @@ _JAVA = _language(
     nb=f"{_TYPES} String Integer List Map Set Object Int Long Boolean Double Unit Any",
 )
 _GO = _language(
-    _c(f"{_SLASHES}|{_BLOCK}"),
-    _s(f"{_QUOTES}|{_BACKTICKS}"),
-    _NUMBER,
-    _WORD,
+    *(_C_COMMENT, f"{_QUOTES}|{_BACKTICKS}", *_PLAIN),
     k=f"{_IN_MOST} func var const type struct interface map chan go defer select range package import fallthrough",
     kc="true false nil iota",
     nb=f"{_TYPES} error any int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 append make len cap new "
     "panic print println",
 )
 _RUST = _language(
-    _c(f"{_SLASHES}|{_BLOCK}"),
-    _s(_DOUBLE),  # a single quote may begin a lifetime
-    _NUMBER,
-    _WORD,
+    *(_C_COMMENT, _DOUBLE, *_PLAIN),  # a single quote may begin a lifetime
     k=f"{_IN_MOST} fn let mut const static struct enum impl trait type use mod pub crate self super match loop in as "
     "ref move where unsafe async await dyn func var guard protocol extension init deinit import throws try catch class",
     kc="true false nil None Some Ok Err",
@@ -114,40 +97,27 @@ _RUST = _language(
     "Bool Array",
 )
 _SHELL = _language(
-    _c(r"(?<!\S)#[^\n]*+"),
-    _s(_QUOTES),
-    r"(?P<no>\$(?:\w++|\{[^}\n]*+\}?+)?+)",
-    _NUMBER,
-    _DASHED,
+    *(r"(?<!\S)#[^\n]*+", _QUOTES, r"(?P<no>\$(?:\w++|\{[^}\n]*+\}?+)?+)", _NUMBER, _DASHED),
     k="if then else elif fi for in do done while until case esac function return local export FROM RUN CMD COPY ADD "
     "ENV WORKDIR EXPOSE ENTRYPOINT ARG USER VOLUME",
     nb="cd echo exit set unset read source alias eval exec test printf shift trap sudo",
 )
 _RUBY = _language(
-    _c(_HASH),
-    _s(_QUOTES),
-    _NUMBER,
-    _WORD,
+    *(_HASH, _QUOTES, *_PLAIN),
     k="def end class module if elsif else unless while until for in do return yield begin rescue ensure case when then "
     "require include and or not self super function local repeat my sub use foreach library next break elseif",
     kc="true false nil TRUE FALSE NULL NA undef",
     nb="puts print attr_reader attr_accessor lambda proc raise c list paste length",
 )
 _LUA = _language(
-    _c(_DASHES),
-    _s(_DOUBLE),
-    _NUMBER,
-    _WORD,
+    *(_DASHES, _DOUBLE, *_PLAIN),
     k="and break do else elseif end for function goto if in local not or repeat return then until while module where "
     "import data type class instance let case of deriving newtype qualified",
     kc="true false nil True False Nothing Just",
     nb="print pairs ipairs require string table math Int Integer String Bool Maybe IO",
 )
 _SQL = _language(
-    _c(f"{_DASHES}|{_BLOCK}"),
-    _s(r"'(?:[^']|'')*+'?+"),
-    _NUMBER,
-    _WORD,
+    *(f"{_DASHES}|{_BLOCK}", r"'(?:[^']|'')*+'?+", *_PLAIN),
     k="select from where insert into values update set delete create table drop alter add index view join left right "
     "inner outer full on group by order having limit offset union all distinct as and or not in is like between case "
     "when then else end primary key foreign references default unique begin commit rollback with exists",
@@ -156,35 +126,25 @@ _SQL = _language(
     folds=True,
 )
 _MARKUP = _language(
-    _c(r"<!--(?:[^-]|-(?!->))*+(?:-->)?+"),
-    r"(?P<nt></?+[\w:.-]++|/?>)",
-    _s(r"""="[^"]*+"?+|='[^']*+'?+"""),
-    r"(?P<ni>&\#?+\w++;?+)",
-    _DASHED,
+    r"<!--(?:[^-]|-(?!->))*+(?:-->)?+",
+    r"""="[^"]*+"?+|='[^']*+'?+""",
+    *(r"(?P<nt></?+[\w:.-]++|/?>)", r"(?P<ni>&\#?+\w++;?+)", _DASHED),
     kc="",
     keys="=",
 )
 _CSS = _language(
-    _c(f"{_BLOCK}"),
-    _s(_QUOTES),
-    r"(?P<m>(?<![\w-])\d[\w.%]*+)",
-    r"(?P<k>@[\w-]++)",
-    r"(?P<nt>[.\#][\w-]++)",
-    _DASHED,
+    *(_BLOCK, _QUOTES, r"(?P<m>(?<![\w-])\d[\w.%]*+)", r"(?P<k>@[\w-]++)", r"(?P<nt>[.\#][\w-]++)", _DASHED),
     kc="inherit initial none auto",
     keys=":",
 )
-_JSON = _language(_c(_SLASHES), _s(_DOUBLE), _NUMBER, _WORD, keys=":")
+_JSON = _language(_SLASHES, _DOUBLE, *_PLAIN, keys=":")
 _KEYED = _language(
-    _c(r"(?<!\S)[\#;][^\n]*+"),
-    r"(?P<nt>^\[[^\]\n]*+\]?+)",
-    _s(_QUOTES),
-    _NUMBER,
-    r"(?P<w>[^\W\d][\w.-]*+)",
+    *(r"(?<!\S)[\#;][^\n]*+", _QUOTES, r"(?P<nt>^\[[^\]\n]*+\]?+)", _NUMBER, r"(?P<w>[^\W\d][\w.-]*+)"),
     kc="true false null yes no on off",
     keys=":=",
 )
-_DIFF = _language(r"(?P<gi>^\+[^\n]*+)|(?P<gd>^-[^\n]*+)|(?P<gu>^@@[^\n]*+)|(?P<gh>^(?:diff|index) [^\n]*+)", kc="")
+_CHANGES = r"(?P<gi>^\+[^\n]*+)|(?P<gd>^-[^\n]*+)|(?P<gu>^@@[^\n]*+)|(?P<gh>^(?:diff|index) [^\n]*+)"
+_DIFF = _Language(re.compile(_CHANGES, re.MULTILINE), {})
 
 LANGUAGES: dict[str, _Language] = {
     name: language

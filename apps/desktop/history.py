@@ -46,18 +46,14 @@ _DRAFT = "message IS NULL AND document IS NOT id"
 
 
 class Attachments:
-    """The files of messages; methods may be called from any thread.
-
-    Files are stored when they are attached, so that a draft's files survive a restart. Sending the message assigns them
-    to it, or they are kept for later messages.
-    """
+    """The files of messages; methods may be called from any thread. Files are stored when they are attached, so that a
+    draft's files survive a restart. Sending the message assigns them to it, or they are kept for later messages."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         old, oldest = f"{_DRAFT} AND created < ?", time.time() - _DRAFT_S
         if database.rows(f"SELECT 1 FROM attachments WHERE {old} LIMIT 1", (oldest,)):
-            with database.transaction() as connection:
-                connection.execute(f"DELETE FROM attachments WHERE {old}", (oldest,))
+            database.execute(f"DELETE FROM attachments WHERE {old}", (oldest,))
 
     def add(self, attachment: Attachment) -> None:
         """Add a file of a draft."""
@@ -72,8 +68,7 @@ class Attachments:
 
     def discard(self, id: str) -> None:
         """Delete a file of a draft; any other stays."""
-        with self._database.transaction() as connection:
-            connection.execute(f"DELETE FROM attachments WHERE id = ? AND {_DRAFT}", (id,))
+        self._database.execute(f"DELETE FROM attachments WHERE id = ? AND {_DRAFT}", (id,))
 
     def require_room(self, id: str) -> None:
         """Check that a file can be kept for later."""
@@ -84,11 +79,8 @@ class Attachments:
 
     def keep(self, id: str, tokens: int) -> Attachment:
         """Keep a file of a draft for later messages."""
-        with self._database.transaction() as connection:
-            done = connection.execute(
-                "UPDATE attachments SET document = id, tokens = ? WHERE id = ? AND message IS NULL", (tokens, id)
-            )
-        if done.rowcount == 0:
+        statement = "UPDATE attachments SET document = id, tokens = ? WHERE id = ? AND message IS NULL"
+        if not self._database.execute(statement, (tokens, id)):
             raise NotFoundError("The attached file is no longer there.", "Attach it again.")
         return self.get(id)
 
@@ -105,8 +97,7 @@ class Attachments:
         if id not in self.kept_ids():
             raise NotFoundError("There is no such kept file.", "It may already have been removed.")
         forget(self.get(id))
-        with self._database.transaction() as connection:
-            connection.execute("DELETE FROM attachments WHERE document = id AND id = ?", (id,))
+        self._database.execute("DELETE FROM attachments WHERE document = id AND id = ?", (id,))
 
     def chosen(self, ids: Sequence[str]) -> tuple[Attachment, ...]:
         """Return the files of a message that is about to be sent."""
@@ -159,7 +150,8 @@ class History:
         self._database = database
         self._indexed = prepare_search(database)
         self.attachments = Attachments(database)
-        self._holder = _holder(os.getpid())
+        # Identifies this process, distinct from later ones with the same process id.
+        self._holder = f"{os.getpid()}@{psutil.Process().create_time()}"
         self.put_aside = database.put_aside  # where a damaged file was moved; None if there was none
         self._interrupt_lost()
 
@@ -244,9 +236,8 @@ class History:
         if leaf is not None:
             self._require(self.conversation(id), leaf)
         if changes:
-            with self._database.transaction() as connection:
-                names = ", ".join(f"{name} = ?" for name in changes)
-                connection.execute(f"UPDATE conversations SET {names} WHERE id = ?", (*changes.values(), id))
+            names = ", ".join(f"{name} = ?" for name in changes)
+            self._database.execute(f"UPDATE conversations SET {names} WHERE id = ?", (*changes.values(), id))
         return self.conversation(id)
 
     def delete(self, id: str) -> None:
@@ -267,15 +258,12 @@ class History:
 
     def _delete_row(self, table: str, column: str, value: str | int) -> None:
         """Delete a row so that its room can be reused at once."""
-        with self._database.transaction() as connection:
-            connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (value,))
+        self._database.execute(f"DELETE FROM {table} WHERE {column} = ?", (value,))
         self._database.checkpoint()
 
     def _delete(self, id: str) -> None:
-        with self._database.transaction() as connection:
-            done = connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
-            if done.rowcount == 0:
-                raise NotFoundError("There is no such conversation.", "It may already have been deleted.")
+        if not self._database.execute("DELETE FROM conversations WHERE id = ?", (id,)):
+            raise NotFoundError("There is no such conversation.", "It may already have been deleted.")
 
     def ask(
         self, id: str, parent: str | None, content: str, files: Sequence[str] = (), choice: ModelChoice | None = None
@@ -312,15 +300,15 @@ class History:
 
     def edit_reply(self, id: str, message: str, content: str) -> Message:
         """Add another version of a reply, as the user wrote it."""
-        conversation = self.conversation(id)
-        new = _new("assistant", self._require_reply(conversation, message).parent, content)
-        self._append(conversation, new)
-        return new
+        return self._add_version(id, message, content, "complete")
 
     def regenerate(self, id: str, message: str) -> Message:
         """Add the row of another version of a reply."""
+        return self._add_version(id, message, "", "replying")
+
+    def _add_version(self, id: str, message: str, content: str, status: Status) -> Message:
         conversation = self.conversation(id)
-        reply = _new("assistant", self._require_reply(conversation, message).parent, "", "replying")
+        reply = _new("assistant", self._require_reply(conversation, message).parent, content, status)
         self._append(conversation, reply)
         return reply
 
@@ -338,8 +326,7 @@ class History:
 
     def write(self, message: str, content: str) -> None:
         """Save the text of a reply in progress."""
-        with self._database.transaction() as connection:
-            connection.execute("UPDATE messages SET content = ? WHERE id = ?", (content, message))
+        self._database.execute("UPDATE messages SET content = ? WHERE id = ?", (content, message))
 
     def finish(
         self,
@@ -411,19 +398,9 @@ class History:
         """Mark the replies of dead processes; a living one may still be writing its own."""
         rows = self._database.rows("SELECT DISTINCT holder FROM messages WHERE status = 'replying'")
         lost = [row["holder"] for row in rows if not _alive(row["holder"])]
-        if lost:
-            with self._database.transaction() as connection:
-                for holder in lost:
-                    connection.execute(
-                        "UPDATE messages SET status = 'interrupted', holder = NULL"
-                        " WHERE status = 'replying' AND holder IS ?",
-                        (holder,),
-                    )
-
-
-def _holder(pid: int) -> str:
-    """Identify a process, distinct from later ones with the same process id."""
-    return f"{pid}@{psutil.Process(pid).create_time()}"
+        ended = "UPDATE messages SET status = 'interrupted', holder = NULL WHERE status = 'replying' AND holder IS ?"
+        for holder in lost:
+            self._database.execute(ended, (holder,))
 
 
 def _alive(holder: str | None) -> bool:

@@ -91,11 +91,7 @@ def id_of(model: str | None) -> str:
 
 
 class Library:
-    """The models on this machine; may be used from any thread.
-
-    Args:
-        folders: searched for bundles and GGUF files, two levels deep.
-    """
+    """The models on this machine, in folders searched two levels deep; may be used from any thread."""
 
     def __init__(self, folders: Sequence[Path], planner: Planner) -> None:
         self._folders = tuple(folders)
@@ -104,17 +100,18 @@ class Library:
         self._known: dict[tuple[str, float, int | None], ListedModel] = {}
 
     def models(self, recent: Iterable[str] = (), context: int | None = None) -> list[ListedModel]:
-        """List all models, the built-in one first.
-
-        Args:
-            context: tokens to plan for; None is the model's default.
-        """
+        """List all models, the built-in one first, planned for `context` tokens or each model's default."""
         with self._lock:
             found: dict[str, Source] = {}
             for id, source in self._find(recent):
                 # A searched folder may contain a download, which is listed as such.
                 found.setdefault(id, source)
-            models = [self._describe(id, source, context) for id, source in found.items()]
+            models = []
+            for id, source in found.items():
+                key = id, _changed(id), context
+                if key not in self._known:
+                    self._known[key] = self._describe(id, source, context)
+                models.append(self._known[key])
         counts = Counter(model.name for model in models)
         # Models that share a name are shown with their origin.
         return [
@@ -150,12 +147,6 @@ class Library:
                 yield id, "gguf" if Path(id).is_file() else "bundle"
 
     def _describe(self, id: str, source: Source, context: int | None) -> ListedModel:
-        key = id, _changed(id), context
-        if key not in self._known:
-            self._known[key] = self._look(id, source, context)
-        return self._known[key]
-
-    def _look(self, id: str, source: Source, context: int | None) -> ListedModel:
         name = hub.shown_name(model_of(id))
         try:
             facts = edgeinfer.describe(model_of(id))
@@ -164,15 +155,11 @@ class Library:
         except EdgeInferError as error:
             return ListedModel(id, name, source, error=str(error))
         return ListedModel(
-            id=id,
-            name=name,
-            source=source,
-            bytes=facts.bytes,
-            parameters=facts.parameters,
-            bits_per_weight=facts.bits_per_weight,
-            context=facts.context,
-            planned_bytes=plan["planned_bytes"],
-            minimum_bytes=plan["minimum_bytes"],
+            id,
+            name,
+            source,
+            **{name: getattr(facts, name) for name in ("bytes", "parameters", "bits_per_weight", "context")},
+            **{name: plan[name] for name in ("planned_bytes", "minimum_bytes")},
         )
 
 
@@ -208,12 +195,7 @@ _LEFT_BYTES = 6_000_000
 
 
 class Planner:
-    """Makes plans; may be used from any thread.
-
-    Args:
-        options: LoadConfig fields for every model.
-        parallel: replies at once.
-    """
+    """Makes plans with LoadConfig fields for every model; may be used from any thread."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, parallel: int = 1) -> None:
         self._parallel = parallel
@@ -236,12 +218,7 @@ class Planner:
             self._empty["interpreter"] += _LEFT_BYTES
 
     def plan(self, model: str | None, memory: int | None = None, **options: Any) -> dict[str, Any]:
-        """Make a plan as JSON.
-
-        Args:
-            memory: budget in bytes.
-            options: LoadConfig fields; None is the default.
-        """
+        """Make a plan as JSON, within a budget in bytes; LoadConfig fields that are None are the defaults."""
         given = self._options | {name: value for name, value in options.items() if value is not None}
         with self._lock:
             if memory is not None:
@@ -316,28 +293,30 @@ class Room:
         return "no" if memory > self.memory_bytes else "yes" if memory <= self.easy_bytes else "tight"
 
 
-class Catalog:
-    """Models to download; may be used from any thread."""
+def catalog_view() -> dict[str, Any]:
+    """The catalog, with up to three recommendations for this machine."""
+    room = Room.here()
+    names = ("name", "repo", "purpose", "parameters", "licence", "languages", "context", "memory", "download", "disk")
+    models = [
+        {name: getattr(model, name) for name in names}
+        | {"gguf": model.is_gguf, "fit": room.fit(model.memory), "path": _path(model.name)}
+        for model in edgeinfer.catalog()
+    ]
+    return {"models": models, "recommended": _recommended(models, room), "room": asdict(room)}
 
-    def view(self) -> dict[str, Any]:
-        """The catalog, with up to three recommendations for this machine."""
-        room = Room.here()
-        models = [_entry(model, room) for model in edgeinfer.catalog()]
-        return {"models": models, "recommended": _recommended(models, room), "room": asdict(room)}
 
-    def search(self, text: str) -> dict[str, Any]:
-        """Search the hub by a part of the name."""
-        found = [asdict(model) | {"path": _path(model.name)} for model in edgeinfer.search_hub(text)]
-        return {"models": found}
+def search_view(text: str) -> dict[str, Any]:
+    """Models of the hub, found by a part of the name."""
+    return {"models": [asdict(model) | {"path": _path(model.name)} for model in edgeinfer.search_hub(text)]}
 
-    def offers(self, name: str) -> dict[str, Any]:
-        """The files of a GGUF repository."""
-        room = Room.here()
-        found = [
-            asdict(offer) | {"fit": room.fit(offer.memory), "path": _path(offer.name)}
-            for offer in edgeinfer.offers(name)
-        ]
-        return {"offers": found, "room": asdict(room)}
+
+def offers_view(name: str) -> dict[str, Any]:
+    """The files of a GGUF repository."""
+    room = Room.here()
+    found = [
+        asdict(offer) | {"fit": room.fit(offer.memory), "path": _path(offer.name)} for offer in edgeinfer.offers(name)
+    ]
+    return {"offers": found, "room": asdict(room)}
 
 
 def importable(path: str) -> Path:
@@ -358,11 +337,7 @@ def importable(path: str) -> Path:
 
 
 def folder_view(path: str) -> dict[str, Any]:
-    """List the folders and GGUF files of a folder.
-
-    Args:
-        path: of the folder; empty is the home folder.
-    """
+    """List the folders and GGUF files of a folder; an empty path is the home folder."""
     folder = Path(path).expanduser() if path else Path.home()
     try:
         found = sorted(folder.resolve(strict=True).iterdir(), key=lambda entry: entry.name.lower())
@@ -391,12 +366,6 @@ def _kind(entry: Path) -> Literal["model", "folder"] | None:
 
 def _holds_model(folder: Path) -> bool:
     return hub.is_bundle(folder) or hub.is_checkpoint(folder)
-
-
-def _entry(model: edgeinfer.CatalogModel, room: Room) -> dict[str, Any]:
-    names = ("name", "repo", "purpose", "parameters", "licence", "languages", "context", "memory", "download", "disk")
-    facts = {name: getattr(model, name) for name in names}
-    return facts | {"gguf": model.is_gguf, "fit": room.fit(model.memory), "path": _path(model.name)}
 
 
 def _path(name: str) -> str | None:

@@ -235,13 +235,8 @@ class RunningReply:
 
 
 class ConversationReplies:
-    """The replies of all conversations, one per conversation at a time.
-
-    Args:
-        ready: waits while a model is loading, and raises the reason if it failed.
-        defaults: default generation options.
-        finished: called when a reply has ended.
-    """
+    """The replies of all conversations, one per conversation at a time. `ready` waits while a model is loading, and
+    raises the reason if it failed; `finished` is called when a reply has ended."""
 
     def __init__(
         self,
@@ -251,11 +246,8 @@ class ConversationReplies:
         defaults: Callable[[], Mapping[str, Any]],
         finished: Callable[[], None],
     ) -> None:
-        self._host = host
-        self._history = history
-        self._ready = ready
-        self._defaults = defaults
-        self._finished = finished
+        self._host, self._history = host, history
+        self._ready, self._defaults, self._finished = ready, defaults, finished
         self._running: dict[str, RunningReply] = {}
         self._starting: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,11 +257,7 @@ class ConversationReplies:
         return self._running.get(conversation)
 
     async def begin(self, conversation: str, record: Callable[[], Message]) -> Message:
-        """Start a reply once its row is saved.
-
-        Args:
-            record: saves the row and returns it, with status "replying"; runs on another thread.
-        """
+        """Start a reply once `record`, on another thread, has saved its row, with status "replying"."""
         if conversation in self._running or conversation in self._starting:
             raise ConflictError("A reply is being made.", "Wait for it, or stop it.")
         self._starting.add(conversation)

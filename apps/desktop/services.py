@@ -11,7 +11,7 @@ from edgeinfer.apps.desktop.control import ModelControl
 from edgeinfer.apps.desktop.documents import Documents
 from edgeinfer.apps.desktop.downloads import Downloads
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.library import Catalog, Library, Planner
+from edgeinfer.apps.desktop.library import Library, Planner
 from edgeinfer.apps.desktop.replies import ConversationReplies
 from edgeinfer.apps.desktop.settings import DataFolder, SettingsFile
 from edgeinfer.apps.server.events import EventFeed
@@ -20,14 +20,8 @@ from edgeinfer.apps.server.security import Security
 
 
 class Services:
-    """The parts of the running app.
-
-    Args:
-        folder: of the history and settings.
-        settings: settings of this run only.
-        options: fields of LoadConfig for every model, but for memory and context.
-        models: folders to search for models, in addition to the one in `folder`.
-    """
+    """The parts of the running app; `settings` are of this run only, `options` of every model, but for memory and
+    context, and `models` further folders to search."""
 
     def __init__(
         self,
@@ -60,7 +54,6 @@ class Services:
             remember=lambda ids: self.settings.keep(unfinished=ids),
         )
         self.documents = Documents()
-        self.catalog = Catalog()
         # What the user should know about how the app started.
         self.notices = [
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."

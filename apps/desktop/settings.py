@@ -99,11 +99,7 @@ class AppSettings:
 
 
 class SettingsFile:
-    """Settings and their file.
-
-    Args:
-        for_now: settings of this run only, saved only if they are set again.
-    """
+    """Settings and their file; those for now are of this run only, saved only if they are set again."""
 
     def __init__(self, path: Path, for_now: Mapping[str, Any] | None = None) -> None:
         self._path = path

@@ -43,11 +43,8 @@ _ROLES = ("user", "assistant", "system")
 
 
 def read_messages(value: Any, system: Any, leave_out: LeaveOut) -> list[Message]:
-    """Read the conversation as OpenAI's messages, the system text first.
-
-    Args:
-        leave_out: called with each block that the model does not read, except thoughts.
-    """
+    """Read the conversation as OpenAI's messages, the system text first; `leave_out` is called with each block that the
+    model does not read, except thoughts."""
     if not isinstance(value, list) or not value:
         hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'
         raise RequestError("messages is not a non-empty list.", hint, param="messages")

@@ -40,13 +40,8 @@ def make_app(
     contexts: Sequence[Path] = (),
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """Make the application; it closes the host when it ends.
-
-    Args:
-        aliases: further names by which requests may call the model.
-        switch: loads other models on this machine when requests name them; None serves only the loaded one.
-        contexts: text files that requests may name, by file name.
-    """
+    """Make the application; it closes the host when it ends. Without `switch`, only the loaded model is served;
+    requests may name the files of `contexts` by their names."""
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
 

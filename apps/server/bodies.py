@@ -79,14 +79,6 @@ class Uploads:
         finally:
             self._put_off -= 1
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, size: int) -> AsyncIterator[None]:
-        if size <= _LARGE:
-            yield
-            return
-        async with self._reading:
-            yield
-
 
 class Upload:
     """One body."""
@@ -127,7 +119,7 @@ class Upload:
 
     def read(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold the parser's turn, which large bodies take one at a time."""
-        return self._uploads._turn(self.size)
+        return self._uploads._reading if self.size > _LARGE else contextlib.nullcontext()
 
     def end(self) -> None:
         """Free its bytes; may be called repeatedly."""
@@ -149,12 +141,7 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 async def read_json(
     request: Request, security: Security, *, most: int | None = None, optional: bool = False
 ) -> dict[str, Any]:
-    """Read a request's JSON object.
-
-    Args:
-        most: bytes allowed, if fewer than the server's limit.
-        optional: a request without a body counts as an empty object.
-    """
+    """Read a request's JSON object of at most `most` bytes; if `optional`, a missing body is an empty object."""
     async with json_body(request, security, most=most, optional=optional) as body:
         return body
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,8 +28,7 @@ from edgeinfer.apps.server.events import (
     while_connected,
 )
 from edgeinfer.apps.server.guard import KEY_USE
-from edgeinfer.apps.server.host import HostReply, ModelHost
-from edgeinfer.apps.server.security import KeyUse
+from edgeinfer.apps.server.host import HostReply
 from edgeinfer.apps.server.service import Service
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.contract import Completion
@@ -155,40 +154,17 @@ async def _stream(
         await stream.end(framing.last)
 
 
-def _answer(service: Service, completion: Completion, emit: Emit, request: Request) -> Coroutine[Any, Any, None]:
-    use: KeyUse | None = request.scope.get(KEY_USE)
+async def _answer(service: Service, completion: Completion, emit: Emit, request: Request) -> None:
+    """Generate all replies of a request; `emit` is called with the events of each step."""
+    host, use = service.host, request.scope.get(KEY_USE)
+    left = threading.Event()
+    # Turns are shared between requests, whatever the number of their replies.
+    owner = secrets.token_hex(8)
 
     def finished(result: Result) -> None:
         service.metrics.finished(result)
         if use is not None:
             use.add(result)
-
-    # Turns are shared between requests, whatever the number of their replies.
-    owner = secrets.token_hex(8)
-    return _make_replies(service.host, completion, owner, emit, finished, service.metrics.failed)
-
-
-async def _drop(events: list[dict[str, Any]]) -> None:
-    """Ignore events of an answer that is sent whole."""
-
-
-async def _make_replies(
-    host: ModelHost,
-    completion: Completion,
-    owner: str,
-    emit: Emit,
-    finished: Callable[[Result], None],
-    failed: Callable[[], None],
-) -> None:
-    """Generate all replies of a request.
-
-    Args:
-        owner: identifies the request among those that take turns.
-        emit: called with the events of each step.
-        finished: called with each result.
-        failed: called where an error ends them.
-    """
-    left = threading.Event()
 
     def ended() -> bool:
         return left.is_set() or host.leaving
@@ -205,8 +181,12 @@ async def _make_replies(
                 for index, reply in enumerate(replies):
                     group.create_task(_follow(reply, index, completion, emit, finished))
         except ExceptionGroup as errors:
-            failed()
+            service.metrics.failed()
             raise first_error(errors) from None
+
+
+async def _drop(events: list[dict[str, Any]]) -> None:
+    """Ignore events of an answer that is sent whole."""
 
 
 async def _follow(

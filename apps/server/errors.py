@@ -44,10 +44,8 @@ def let_go(error: BaseException) -> None:
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body for an error; internal errors are logged with their place.
-
-    Messages may quote a prompt, so they are logged at debug level only.
-    """
+    """Return status and body for an error; internal errors are logged with their place. Messages may quote a prompt, so
+    they are logged at debug level only."""
     known = error if isinstance(error, EdgeInferError) else InternalError("Unexpected error.")
     status, body = error_body(known)
     if status == _OUR_FAULT:

@@ -59,13 +59,8 @@ JSON_LINES = Framing("application/x-ndjson", lambda data: f"{_written(data)}\n".
 
 
 class EventStream:
-    """Write events to a client. The head goes out with the first, so that earlier errors still become a status.
-
-    Args:
-        comment_seconds: silence after which `comment` sends a comment.
-        opening: objects that come first.
-        headers: of the answer, in addition to those of every stream.
-    """
+    """Write events to a client. The head goes out with the first, so that earlier errors still become a status. After
+    `comment_seconds` of silence `comment` sends a comment."""
 
     def __init__(
         self,

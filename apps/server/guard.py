@@ -152,11 +152,9 @@ class _Answer:
 
 
 class _Body:
-    """Receive a request's body and refuse one that is too large or too slow.
-
-    A request takes one of the server's places once its body is complete: clients that never send one block no others.
-    Without the required key, the body is not even awaited.
-    """
+    """Receive a request's body and refuse one that is too large or too slow. A request takes one of the server's places
+    once its body is complete: clients that never send one block no others. Without the required key, the body is not
+    even awaited."""
 
     def __init__(self, receive: Receive, scope: Scope, guard: Guard) -> None:
         headers = Headers(scope=scope)

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import edgeinfer
@@ -55,10 +54,8 @@ Status = Literal["empty", "loading", "ready", "failed", "closed"]
 
 @dataclass(frozen=True)
 class HostState:
-    """What the host is doing: it takes requests while "ready", and refuses them with `NotReadyError` otherwise.
-
-    A "ready" model may have been unloaded for being idle; the next request loads it again. "closed" is final.
-    """
+    """What the host is doing: it takes requests while "ready", and refuses them with `NotReadyError` otherwise. A
+    "ready" model may have been unloaded for being idle; the next request loads it again. "closed" is final."""
 
     status: Status = "empty"
     model: str | None = None  # path or hub id as given; None is the built-in model
@@ -82,12 +79,8 @@ _TOGETHER = 16
 
 
 class HostReply:
-    """The chunks of a reply as they come. Leaving its `async with` block cancels the rest.
-
-    Args:
-        owner: identifies the client for fair turns.
-        together: chunks passed on at once; each wakes the event loop, for which the model waits.
-    """
+    """The chunks of a reply as they come. Leaving its `async with` block cancels the rest. So many chunks are passed on
+    together, as each time wakes the event loop, for which the model waits."""
 
     def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
         self._worker = worker
@@ -111,18 +104,7 @@ class HostReply:
         """Cancel the reply within the current pass."""
         self._worker.cancel(self._job)
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self._chunks()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    async def _chunks(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
             for item in await self._items.get():
                 if isinstance(item, Exception):
@@ -135,14 +117,16 @@ class HostReply:
                     return
                 yield item
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
 
 class ModelHost:
-    """One model at a time, and the thread that runs it. Methods belong to the event loop.
-
-    Args:
-        parallel: most replies at once; the plan of a model may allow fewer.
-        queue: most replies waiting.
-    """
+    """One model at a time, and the thread that runs it. Methods belong to the event loop. The plan of a model may allow
+    fewer replies in parallel; at most `queue` more may wait."""
 
     def __init__(self, *, parallel: int = 8, queue: int = 64) -> None:
         for name, value in (("parallel", parallel), ("queue", queue)):
@@ -345,11 +329,7 @@ def with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, alone: edgeinfer.MemoryPlan | None = None
 ) -> dict[str, Any]:
     """Return load options with memory for up to `parallel` replies at once; half as many, and so on, if the budget is
-    short; the given options if it has none to spare.
-
-    Args:
-        alone: the plan for these options, if it was made already.
-    """
+    short; the given options if it has none to spare. `alone` is the plan for these, if it was made already."""
     given = dict(options)
     alone = alone or edgeinfer.plan(model, **given)
     mine = alone.configuration

@@ -51,10 +51,7 @@ class InfoEndpoints:
             "/contexts": self.contexts,
             "/metrics": self.metrics,
         }
-        self.posted: dict[str, Endpoint] = {
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-        }
+        self.posted: dict[str, Endpoint] = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
 
     async def root(self, request: Request) -> Response:
         """List what is served here."""

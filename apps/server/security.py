@@ -24,19 +24,11 @@ _LIMITS = ("requests", "tokens")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """An API key.
-
-    Attributes:
-        requests: allowed per minute; None is unlimited.
-        tokens: evaluated and generated per minute; None is unlimited.
-
-    Raises:
-        UsageError: it is too short, cannot be in a header, or has a limit of zero.
-    """
+    """An API key of at least eight ASCII characters without spaces."""
 
     key: str = field(repr=False)
-    requests: int | None = None
-    tokens: int | None = None
+    requests: int | None = None  # allowed per minute; None is unlimited
+    tokens: int | None = None  # evaluated and generated per minute; None is unlimited
 
     def __post_init__(self) -> None:
         if len(self.key) < _SHORTEST or not self.key.isascii() or not self.key.isprintable() or " " in self.key:
@@ -63,9 +55,8 @@ def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
         for word in words:
             limit, equals, value = word.partition("=")
             if limit not in _LIMITS or not equals or not value.isdecimal() or len(value) > 12:
-                raise UsageError(
-                    f"Line {number} of {name} is no key with limits.", "Write KEY requests=60 tokens=20000."
-                )
+                message = f"Line {number} of {name} is no key with limits."
+                raise UsageError(message, "Write KEY requests=60 tokens=20000.")
             limits[limit] = int(value)
         keys.append(ApiKey(key, **limits))
     if not keys:
@@ -129,46 +120,26 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Security:
-    """Who may use the server, and limits of requests.
+    """Who may use the server, and limits of requests. Another interface than loopback needs a key."""
 
-    Attributes:
-        host: interface that the server is bound to.
-        allowed_hosts: further names of the server, besides loopback ones. Other names are refused (DNS rebinding).
-        allowed_origins: other origins whose pages may use the server, such as "https://example.com"; "*" is all of
-            them, which needs a key.
-        api_keys: of which requests must bear one; without any, only loopback interfaces are allowed.
-        max_body: bytes of a request's body.
-        max_depth: nesting of objects and arrays in a body.
-        max_schema: characters of a schema, a grammar, or a list of tools.
-        max_requests: with complete bodies, running or waiting.
-        max_uploads, max_uploads_each: bodies received at once, in all and per address; beyond, the slowest are dropped.
-        max_bodies: bytes of all bodies being received or parsed.
-        max_values: objects, arrays and their members in a body.
-        body_seconds: for a body to arrive, plus a second for every `body_rate` bytes of it.
-        body_rate: bytes per second, at least.
-        refusal_seconds: average delay of the refusal of a body that is too large or too late.
-        comment_seconds: silence after which a stream sends a comment.
-
-    Raises:
-        UsageError: another interface than loopback without a key, or a value out of range.
-    """
-
-    host: str = "127.0.0.1"
-    allowed_hosts: tuple[str, ...] = ()
+    host: str = "127.0.0.1"  # interface that the server is bound to
+    allowed_hosts: tuple[str, ...] = ()  # further names of it besides loopback ones; others are refused (DNS rebinding)
+    # Other origins whose pages may use the server, such as "https://example.com"; "*" is all of them, with a key.
     allowed_origins: tuple[str, ...] = ()
-    api_keys: tuple[ApiKey, ...] = ()
-    max_body: int = 4 * 1000**2
-    max_depth: int = 100
-    max_schema: int = 256 * 1000
-    max_requests: int = 256
+    api_keys: tuple[ApiKey, ...] = ()  # of which requests must bear one
+    max_body: int = 4 * 1000**2  # bytes of a request's body
+    max_depth: int = 100  # nesting of objects and arrays in a body
+    max_schema: int = 256 * 1000  # characters of a schema, a grammar, or a list of tools
+    max_requests: int = 256  # with complete bodies, running or waiting
+    # Bodies received at once, in all and per address; beyond, the slowest are dropped.
     max_uploads: int = 64
     max_uploads_each: int = 48
-    max_bodies: int = 16 * 1000**2
-    max_values: int = 300_000
-    body_seconds: float = 10.0
-    body_rate: int = 16 * 1000
-    refusal_seconds: float = 3.0
-    comment_seconds: float = 10.0
+    max_bodies: int = 16 * 1000**2  # bytes of all bodies being received or parsed
+    max_values: int = 300_000  # objects, arrays and their members in a body
+    body_seconds: float = 10.0  # for a body to arrive, plus a second for every `body_rate` bytes of it
+    body_rate: int = 16 * 1000  # bytes per second, at least
+    refusal_seconds: float = 3.0  # average delay of the refusal of a body that is too large or too late
+    comment_seconds: float = 10.0  # silence after which a stream sends a comment
 
     def __post_init__(self) -> None:
         for limit in dataclasses.fields(self):
@@ -198,9 +169,8 @@ class Security:
             return
         parts = urlsplit(origin)
         if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:
-            raise UsageError(
-                f"{origin!r} is not an origin.", "Write it like https://example.com or http://localhost:3000."
-            )
+            hint = "Write it like https://example.com or http://localhost:3000."
+            raise UsageError(f"{origin!r} is not an origin.", hint)
 
     def knows_host(self, authority: str | None) -> bool:
         """Whether a Host header names this server."""

@@ -49,12 +49,8 @@ class NamedModel:
 
 
 class NamedModels:
-    """The models on this machine. Only listed models can be named, and nothing is downloaded. Safe from any thread.
-
-    Args:
-        source: of the served model, which is always listed.
-        aliases: further names of that model.
-    """
+    """The models on this machine. Only listed models can be named, and nothing is downloaded. Safe from any thread. The
+    served model is always listed, by its further names too."""
 
     def __init__(self, source: str | None = None, aliases: tuple[str, ...] = ()) -> None:
         self._source = source
@@ -180,11 +176,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def use(self, name: Any, receive: Receive) -> AsyncIterator[Model]:
-        """Give the model that a request names, or the served one, in memory; it stays loaded for the block.
-
-        Args:
-            receive: of the request, whose body has been read, to notice when the client hangs up.
-        """
+        """Give the model that a request names, or the served one, in memory; it stays loaded for the block. `receive`
+        tells when the client hangs up, as the body has been read."""
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a string.", "GET /v1/models lists what is served.", param="model")
         if self.switch is None or not self.switch.opened:

@@ -30,16 +30,11 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if
 
 
 class Server:
-    """An application on a port.
+    """An application on a port, any free one for 0; UsageError if it is in use, or the interface cannot be bound.
 
-    Args:
-        port: 0 picks a free one.
-        ready: called with the server's URL once it takes connections.
-        alongside: runs next to the server; if it fails, the server stops and `run` raises its error.
-        stopping: called before the server waits for open requests, to end what they wait for.
-
-    Raises:
-        UsageError: the port is in use, or the interface cannot be bound.
+    `ready` is called with the server's URL once it takes connections. `alongside` runs next to the server; if it fails,
+    the server stops and `run` raises its error. `stopping` is called before the server waits for open requests, to end
+    what they wait for.
     """
 
     def __init__(

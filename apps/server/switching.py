@@ -39,12 +39,8 @@ class ModelSwitch:
     """Loads the model that a request names once no request uses the present one.
 
     Requests for the loaded model are admitted at once, unless one for another model is waiting: then they queue behind
-    it, so that every model gets its turn. Loading a model admits all requests that wait for it.
-
-    Args:
-        source: of the served model, for requests that name none.
-        options: LoadConfig fields for the served model; other models get those that fit any model.
-        queue: most requests waiting.
+    it, so that every model gets its turn. Loading a model admits all requests that wait for it; at most `queue` may
+    wait. `source` is the served model, for requests that name none; others get those of its options that fit any model.
     """
 
     def __init__(self, host: ModelHost, source: str | None, options: Mapping[str, Any], *, queue: int = 64) -> None:

@@ -19,14 +19,9 @@ T = TypeVar("T")
 
 
 class ReplyQueue(Generic[T]):
-    """Replies in the order of their turns.
-
-    Owners take turns, and so do the replies of each owner, so that asking for eight replies gives no advantage. The
-    next reply to start is the oldest of the owner with the fewest running.
-
-    Args:
-        parallel: most replies running.
-    """
+    """Replies in the order of their turns, at most `parallel` of them running. Owners take turns, and so do the replies
+    of each owner, so that asking for eight replies gives no advantage. The next reply to start is the oldest of the
+    owner with the fewest running."""
 
     def __init__(self, parallel: int) -> None:
         self._parallel = parallel
@@ -129,14 +124,9 @@ class Job:
 
 
 class ModelThread(threading.Thread):
-    """Runs the replies of a model.
-
-    A single reply has the model to itself, with drafts. Several share passes if the model can; so does a search, which
-    cannot be paused. Replies that cannot share take turns before or after.
-
-    Args:
-        parallel: most replies at once.
-    """
+    """Runs the replies of a model, at most `parallel` at once. A single reply has the model to itself, with drafts.
+    Several share passes if the model can; so does a search, which cannot be paused. Replies that cannot share take
+    turns before or after."""
 
     def __init__(self, parallel: int) -> None:
         super().__init__(name="edgeinfer-model", daemon=True)

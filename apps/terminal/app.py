@@ -29,11 +29,8 @@ _PIECES = re.compile(r"\n|[^\S\n]+|[^\s]+")
 
 
 def keyboard() -> Callable[[str], str]:
-    """Return a function that reads a line, with editing and history where readline exists.
-
-    A paste of several lines is one message: GNU readline sees to it; elsewhere, lines that wait right behind the first
-    belong to it.
-    """
+    """Return a function that reads a line, with editing and history where readline exists. A paste of several lines is
+    one message: GNU readline sees to it; elsewhere, lines that wait right behind the first belong to it."""
     try:
         import readline
     except ModuleNotFoundError:  # Windows has none; its console edits lines itself
@@ -62,11 +59,7 @@ def _is_waiting() -> bool:
 
 
 class WrappedText:
-    """Writes a reply as it comes and breaks lines between words.
-
-    Args:
-        width: of a line, in cells.
-    """
+    """Writes a reply as it comes and breaks lines of `width` cells between words."""
 
     def __init__(self, out: TextIO, width: int) -> None:
         self._out = out
@@ -139,15 +132,9 @@ class SwitchedModel(Protocol):
 
 
 class TerminalChat:
-    """A conversation between a person, or a script, and a model.
-
-    Args:
-        models: the loaded model; stays open.
-        options: generation options of every reply.
-        read: shows a prompt and returns the next line, or raises EOFError; None reads stdin.
-        interactive: whether a person types: prompts are shown, and a mistake does not end the chat.
-        say: words options in errors.
-    """
+    """A conversation between a person, or a script, and a model, which stays open. `read` shows a prompt and returns
+    the next line, or raises EOFError; without it, stdin is read. Prompts are shown only to a person (`interactive`),
+    whose mistakes do not end the chat; `say` words options in errors."""
 
     def __init__(
         self,
@@ -167,7 +154,8 @@ class TerminalChat:
         if sys.stdin is None and read is None:
             raise PromptError("stdin is closed.", "Pipe the messages into it, or start it in a terminal.")
         self._interactive = sys.stdin.isatty() if interactive is None else interactive
-        self._read = read or (keyboard() if self._interactive else _lines(sys.stdin))
+        lines = _lines(sys.stdin)
+        self._read = read or (keyboard() if self._interactive else lambda _: next(lines))
         self._say_setting = say
         self._last: Result | None = None
         self._leaving = False
@@ -361,12 +349,7 @@ def _parsed(value: str) -> Any:
     return value
 
 
-def _lines(source: TextIO) -> Callable[[str], str]:
-    lines = _checked(source)
-    return lambda prompt: next(lines)
-
-
-def _checked(source: TextIO) -> Iterator[str]:
+def _lines(source: TextIO) -> Iterator[str]:
     file: BinaryIO | None = getattr(source, "buffer", None)
     # Decoded here, as Python expects ASCII in the C locale. A stand-in for stdin may have text only.
     if file is None:

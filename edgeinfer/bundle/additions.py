@@ -97,8 +97,6 @@ HEADS = tuple(_SHAPES)
 
 @dataclass(frozen=True)
 class Heads:
-    """One kind of heads."""
-
     kind: str  # one of HEADS
     arrays: Mapping[str, NDArray[Any]]
     notes: Mapping[str, str] = field(default_factory=dict)  # for people: what they were trained on, how well they guess
@@ -123,7 +121,6 @@ class Heads:
 
 
 def heads_file(kind: str) -> str:
-    """Where a bundle keeps heads of a kind."""
     return f"heads/{kind}.safetensors"
 
 
@@ -171,8 +168,6 @@ def copy_with_heads(path: Path, out: Path, heads: Heads) -> Bundle:
 
 @dataclass(frozen=True)
 class SteeringVector:
-    """Numbers that are added to logits."""
-
     tokens: NDArray[np.int32]  # ids, each once. (K,)
     values: NDArray[np.float32]  # nats to add to their logits at scale 1. (K,)
     notes: Mapping[str, str] = field(default_factory=dict)  # for people: what it was learnt from, and what it gained

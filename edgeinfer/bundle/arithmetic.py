@@ -1,7 +1,5 @@
-"""The arithmetic of a decoder between its matrix products, in plain numpy.
-
-The reference backend and calibration compute with the same functions.
-"""
+"""The arithmetic of a decoder between its matrix products, in plain numpy. The reference backend and calibration
+compute with the same functions."""
 
 from __future__ import annotations
 

@@ -47,8 +47,6 @@ class ArrayFileError(ValueError):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array's type and its place in the file."""
-
     name: str
     dtype: str  # as the format spells it: F32, BF16 and so on
     shape: tuple[int, ...]
@@ -62,8 +60,6 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ArrayIndex:
-    """The contents of a header."""
-
     notes: Mapping[str, Any]  # texts about the arrays
     arrays: tuple[StoredArray, ...]  # in the order of the file
     header: bytes  # the bytes before the first array

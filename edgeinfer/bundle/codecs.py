@@ -1,8 +1,6 @@
-"""Rows of quantized matrices in and out of a weights file, in any layout.
-
-Rows travel as `QuantizedMatrix`, the portable layout. Whatever the size of a matrix, a few MB of it are held at a time;
-the static layout, whose rows are columns of the file, is held whole while it is written.
-"""
+"""Rows of quantized matrices in and out of a weights file, in any layout. Rows travel as `QuantizedMatrix`, the
+portable layout. Whatever the size of a matrix, a few MB of it are held at a time; the static layout, whose rows are
+columns of the file, is held whole while it is written."""
 
 from __future__ import annotations
 
@@ -44,8 +42,6 @@ Rows = Callable[[int, int], QuantizedMatrix]
 
 
 class Codec(Protocol):
-    """Reads and writes one layout."""
-
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
         """Rows start..stop-1 of a tensor in the weights file `path`."""
 

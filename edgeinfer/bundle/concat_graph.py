@@ -25,10 +25,10 @@ LOGITS = "logits"
 
 
 def past_names(num_layers: int) -> list[str]:
-    """Names of the past keys and values: of all layers, each layer's key first."""
-    return [f"past_key_values.{layer}.{kind}" for layer in range(num_layers) for kind in ("key", "value")]
+    """Names of the past keys of all layers, then of the values."""
+    return [f"past_key_values.{layer}.{kind}" for kind in ("key", "value") for layer in range(num_layers)]
 
 
 def present_names(num_layers: int) -> list[str]:
     """Names of the present keys and values, in the order of `past_names`."""
-    return [f"present.{layer}.{kind}" for layer in range(num_layers) for kind in ("key", "value")]
+    return [f"present.{layer}.{kind}" for kind in ("key", "value") for layer in range(num_layers)]

@@ -1,8 +1,6 @@
-"""A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it.
-
-Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.packing), and codes of
-vectors as 4 bits.
-"""
+"""A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it. Exact
+both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.packing), and codes of vectors
+as 4 bits."""
 
 from __future__ import annotations
 
@@ -29,10 +27,8 @@ _COPY_VALUES = 1 << 18
 
 
 def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Progress | None = None) -> None:
-    """Writes the bundle's weights in another layout to the file `target`, whole or not at all.
-
-    The file ends in a stamp that says what it was made of, for `is_converted`. Memory is a few MB.
-    """
+    """Writes the bundle's weights in another layout to the file `target`, whole or not at all. The file ends in a stamp
+    that says what it was made of, for `is_converted`. Memory is a few MB."""
     _require_other(bundle, layout)
     bundle.check(WEIGHTS)
     with new_file(target) as file:
@@ -60,11 +56,9 @@ def is_converted(bundle: Bundle, layout: Layout, path: Path) -> bool:
 def convert_bundle(
     bundle: Bundle, layout: Layout, out: Path, progress: Progress | None = None, *, replace_existing: bool = False
 ) -> None:
-    """Writes a bundle of the same model that stores another layout; arguments and errors as `convert_weights`.
-
-    It is byte for byte the bundle that an export in that layout makes, except 2 bits: those are vectors in the native
-    layout alone.
-    """
+    """Writes a bundle of the same model that stores another layout; arguments and errors as `convert_weights`. It is
+    byte for byte the bundle that an export in that layout makes, except 2 bits: those are vectors in the native layout
+    alone."""
     _require_other(bundle, layout)
     inside = nested_drafter(bundle)
     if inside is not None and inside.manifest.module is not None:

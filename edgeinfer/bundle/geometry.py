@@ -63,8 +63,6 @@ FLOAT32, FLOAT16 = "float32", "float16"
 
 @dataclass(frozen=True)
 class KVType:
-    """A type of cached numbers."""
-
     name: str
     dtype: str  # name of the type of the stored array
     bits: int  # of a value

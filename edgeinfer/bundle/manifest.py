@@ -39,12 +39,12 @@ from edgeinfer.bundle.layouts import (
     static_parts,
     tensor_layout,
 )
-from edgeinfer.bundle.manifest_json import DAMAGED, read, require, wrong
 from edgeinfer.bundle.packing import BLOCK_SIZES, Dtype, Parts, QuantizedShape, find_expert, portable_parts
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
+from edgeinfer.bundle.strict_json import DAMAGED, read, require, wrong
 from edgeinfer.errors import BundleError
 from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.records import dataclass

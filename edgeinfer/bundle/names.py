@@ -69,9 +69,7 @@ def quantization_of(name: str) -> str | None:
 
 def file_name(path: Path, named: str = "") -> str:
     """What a GGUF model is called: by its file, where that says anything, or else by its metadata or its folder.
-
-    Metadata are what the file was made with. Many files say the name of another model, or only of its family.
-    """
+    Metadata are what the file was made with. Many files say the name of another model, or only of its family."""
     stem = stem_of(path.name)
     if not _NAMELESS.fullmatch(_without_format(stem)):
         return stem
@@ -79,10 +77,7 @@ def file_name(path: Path, named: str = "") -> str:
 
 
 def display_name(name: str) -> str:
-    """A model's name as people say it: Qwen2.5 Coder 0.5B Instruct, of qwen2.5-coder-0.5b-instruct-q4_k_m.
-
-    Names that users made up stay as they are.
-    """
+    """A model's name as people say it: Qwen2.5 Coder 0.5B Instruct, of qwen2.5-coder-0.5b-instruct-q4_k_m."""
     last = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
     parts = [part for part in re.split(r"[-_:\s]+", _without_format(stem_of(last))) if part]
     if len(parts) < 2 or not any(_SIZE.fullmatch(part) or _family(part) for part in parts):

@@ -26,11 +26,9 @@ _GGUF_MAGIC = b"GGUF"
 
 
 def open_bundle(path: Path | str) -> Bundle:
-    """Opens a bundle: reads the manifest and checks that every file stays inside and has its size.
-
-    A plain GGUF file is a bundle too; the first part of a split one stands for all. Digests of small files are compared
-    when they are read; `Bundle.verify` compares all.
-    """
+    """Opens a bundle: reads the manifest and checks that every file stays inside and has its size. A plain GGUF file is
+    a bundle too; the first part of a split one stands for all. Digests of small files are compared when they are read;
+    `Bundle.verify` compares all."""
     root = Path(path)
     with reading(root):
         if is_gguf(root):
@@ -59,7 +57,12 @@ def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
         text = source.read_text("utf-8")
     manifest = Manifest.from_json(text)
     for name, entry in manifest.files.items():
-        _check_file(_inside(root, name, roots), name, entry)
+        target = _inside(root, name, roots)
+        if not target.is_file():
+            raise BundleError(f"{target} is missing.", _AGAIN)
+        size = target.stat().st_size
+        if size != entry.bytes:
+            raise BundleError(f"{name} has {size} bytes, the manifest says {entry.bytes}.", _AGAIN)
     check_tensors(manifest)
     check_graphs(manifest)
     bundle = Bundle(root, manifest, header=_gguf_header(root, manifest))
@@ -99,19 +102,9 @@ def _inside(root: Path, name: str, roots: tuple[Path, ...]) -> Path:
     return target
 
 
-def _check_file(target: Path, name: str, entry: FileEntry) -> None:
-    if not target.is_file():
-        raise BundleError(f"{target} is missing.", _AGAIN)
-    size = target.stat().st_size
-    if size != entry.bytes:
-        raise BundleError(f"{name} has {size} bytes, the manifest says {entry.bytes}.", _AGAIN)
-
-
 def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:
-    """Writes a file of a bundle, replacing any of its name, and opens the bundle again.
-
-    Whatever interrupts it, the bundle is there without the file, or with it.
-    """
+    """Writes a file of a bundle, replacing any of its name, and opens the bundle again. Whatever interrupts it, the
+    bundle is there without the file, or with it."""
     outer = bundle.path.resolve().parent
     if (outer / MANIFEST).is_file():
         message = f"{bundle.path} is a part of the bundle {outer}."

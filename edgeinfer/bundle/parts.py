@@ -27,8 +27,6 @@ class HeadsSpec:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one layer's attention."""
-
     heads: int
     kv_heads: int
     size: int  # channels of one
@@ -38,7 +36,6 @@ class LayerHeads:
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads."""
         return self.heads * self.size
 
     @property
@@ -76,11 +73,9 @@ def with_sources(kv_sources: Sequence[int], layer_mask: NDArray[np.bool_]) -> ND
 
 @dataclass(frozen=True)
 class PerLayerSpec:
-    """Per-layer embeddings: a small vector for every layer and token, used after the layer's MLP (Gemma 3n, 4).
-
-    A layer's vector is the sum of a row of a table, by the token, and of a product with the token's embedding, normed.
-    After its MLP, the layer adds norm(out(act(gate(x)) * vector)) to the hidden states x.
-    """
+    """Per-layer embeddings: a small vector for every layer and token, used after the layer's MLP (Gemma 3n, 4). A
+    layer's vector is the sum of a row of a table, by the token, and of a product with the token's embedding, normed.
+    After its MLP, the layer adds norm(out(act(gate(x)) * vector)) to the hidden states x."""
 
     size: int  # channels of a vector
     vocab_size: int  # tokens of the table
@@ -273,11 +268,9 @@ Mixer = Literal["attention", "conv", "delta", "mamba2", "attention+mamba2", "non
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """A short convolution between two gates (LFM2): out(C * conv(B * x)) of B, C and x made from the hidden state.
-
-    Each channel has its own weights over the last tokens. The input of the convolution, B * x, is kept for every token
-    like keys and values.
-    """
+    """A short convolution between two gates (LFM2): out(C * conv(B * x)) of B, C and x made from the hidden state. Each
+    channel has its own weights over the last tokens. The input of the convolution, B * x, is kept for every token like
+    keys and values."""
 
     width: int  # tokens that it reaches over, the latest included
     bias: bool = False  # of both products and of the convolution
@@ -288,11 +281,9 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """The gated delta rule (Qwen3-Next, Qwen3.5): each head has a matrix that every token decays and corrects.
-
-    Queries, keys and values are made from the hidden state and go through a convolution over the last tokens and silu.
-    The results of the heads are normed and multiplied by silu of a gate.
-    """
+    """The gated delta rule (Qwen3-Next, Qwen3.5): each head has a matrix that every token decays and corrects. Queries,
+    keys and values are made from the hidden state and go through a convolution over the last tokens and silu. The
+    results of the heads are normed and multiplied by silu of a gate."""
 
     # `key_heads`, `value_heads`: each head of queries and keys serves equally many heads of values.
     key_heads: int

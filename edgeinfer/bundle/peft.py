@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import NUMPY_TYPES, ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.bundle.bfloat16 import from_bits
-from edgeinfer.bundle.manifest_json import require
+from edgeinfer.bundle.strict_json import require
 from edgeinfer.errors import AdapterError
 from edgeinfer.records import dataclass
 
@@ -90,8 +90,6 @@ class Module:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of one module."""
-
     module: str  # its name, as the adapter has it
     # `a`, `b`: where its factors lie, (rank, inputs) and (outputs, rank).
     a: StoredArray

@@ -1,7 +1,5 @@
-"""Reads and writes fields of Protocol Buffers messages in their bytes (protobuf.dev/programming-guides/encoding).
-
-A device that runs bundles has no onnx package.
-"""
+"""Reads and writes fields of Protocol Buffers messages in their bytes (protobuf.dev/programming-guides/encoding). A
+device that runs bundles has no onnx package."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a message."""
-
     number: int  # as the message's definition gives it
     whole: bytes  # all bytes of the field
     body: bytes | None  # what a field with a length holds; None for numbers

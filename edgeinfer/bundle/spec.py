@@ -162,7 +162,6 @@ class DecoderSpec:
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property

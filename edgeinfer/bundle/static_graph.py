@@ -55,8 +55,6 @@ def new_names(layer: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output of a graph."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -64,15 +62,12 @@ class Value:
 
 @dataclass(frozen=True)
 class StaticGraph:
-    """One graph of a bundle."""
-
     rows: int  # S
     prompts: bool  # the graph for prompts, which gives the logits of one row
     context: int  # C
 
     @property
     def file(self) -> str:
-        """Its name in the bundle."""
         return f"model.{'prompt' if self.prompts else 'rows'}-{self.rows}.onnx"
 
     @property
@@ -103,8 +98,6 @@ class StaticGraph:
 
 @dataclass(frozen=True)
 class StaticGraphs:
-    """The graphs of a bundle."""
-
     context: int  # rows of the cache
     chunk: int  # rows of the graph for prompts, at least the largest width
     widths: tuple[int, ...]  # rows of the other graphs, ascending

@@ -129,15 +129,7 @@ def _is_symbol(text: str, model: dict[str, Any]) -> bool:
 
 
 class TokenizerTable:
-    """A mapped file, which must not change while this is used; ArrayFileError where it is of another version or none.
-
-    Attributes:
-        tokenizer: the small tokenizer.json.
-        added: ids of added tokens by their text.
-        size: number of tokens, added ones included.
-        whole_words: words that the vocabulary has are not made by merges.
-        symbols: ids by those of the small tokenizer.json.
-    """
+    """A mapped file, which must not change meanwhile; ArrayFileError where it is of another version or none."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -152,11 +144,12 @@ class TokenizerTable:
             mapped[stored.offset : stored.offset + stored.nbytes].cast(_FORMATS.get(stored.dtype, "B"))
             for stored in index.arrays
         ]
+        # `symbols` are ids by those of the small tokenizer.json.
         self._pairs, self._merges, self._sorted, self._ends, self.symbols, self._spellings = views
-        self.tokenizer: bytes = notes["tokenizer"].encode()
-        self.added: dict[str, int] = json.loads(notes["added"])
-        self.size: int = json.loads(notes["size"])
-        self.whole_words: bool = json.loads(notes["whole_words"])
+        self.tokenizer: bytes = notes["tokenizer"].encode()  # the small tokenizer.json
+        self.added: dict[str, int] = json.loads(notes["added"])  # ids by text
+        self.size: int = json.loads(notes["size"])  # tokens, added ones included
+        self.whole_words: bool = json.loads(notes["whole_words"])  # those of the vocabulary are not made by merges
 
     def merge(self, left: int, right: int) -> int | None:
         """The rank of the merge of two tokens, from bit 32 on, and below that the id it makes; None without one."""

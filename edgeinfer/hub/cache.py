@@ -23,21 +23,13 @@ Kind = Literal["bundle", "gguf", "checkpoint"]
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model in the cache of the hub's library.
+    """A model in the cache of the hub's library."""
 
-    Attributes:
-        name: what loads it.
-        repo_id: ORG/NAME of its repository.
-        kind: a checkpoint is converted before it runs.
-        path: a bundle's or checkpoint's directory, or the (first) GGUF file.
-        files: all files that belong to it alone.
-    """
-
-    name: str
-    repo_id: str
-    kind: Kind
-    path: Path
-    files: tuple[Path, ...]
+    name: str  # what loads it
+    repo_id: str  # ORG/NAME of its repository
+    kind: Kind  # a checkpoint is converted before it runs
+    path: Path  # a bundle's or checkpoint's directory, or the (first) GGUF file
+    files: tuple[Path, ...]  # all that belong to it alone
 
     @property
     def bytes(self) -> int:
@@ -70,11 +62,7 @@ def existing(source: str | os.PathLike[str]) -> Path | None:
 
 
 def builtin() -> Path:
-    """The model that comes with edgeinfer.
-
-    Raises:
-        BundleError: this copy comes without it.
-    """
+    """The model that comes with edgeinfer; BundleError where this copy comes without it."""
     path = Path(__file__).parents[1] / "builtin" / BUILTIN
     if not is_bundle(path):
         hint = f"Reinstall edgeinfer, or export the model's checkpoint to {path}."
@@ -164,11 +152,8 @@ def gguf_name(repo_id: str, file: str, names: list[str]) -> str:
 
 
 def remove_cached(model: CachedModel) -> int:
-    """Removes the files of a model from the cache; the whole repository where it has no other model.
-
-    Returns:
-        Bytes that were freed.
-    """
+    """Removes a model's files from the cache, or the whole repository where it has no other; returns the bytes
+    freed."""
     hub = library()
     others = [other for other in cached_models() if other.repo_id == model.repo_id and other.path != model.path]
     if not others:

@@ -79,11 +79,9 @@ class DecoderSizes:
         return layer * self.num_hidden_layers + vocabulary
 
     def weight_bytes(self, bits: int) -> int:
-        """Bytes of the converted model's weights."""
         return round(self.parameters * (bits + (_EXTRA_BITS if bits < 32 else 0)) / 8)
 
     def kv_bytes(self, context: int = _CONTEXT) -> int:
-        """Bytes of the KV cache."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * _KV_BYTES * context
 
     def memory(self, bits: int) -> int:

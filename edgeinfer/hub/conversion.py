@@ -1,7 +1,5 @@
 """Fetches and converts a model in a process of its own, which can be ended at any moment and takes its memory with it.
-
-Files that it fetched stay in the hub's cache and are not fetched again; an unfinished conversion is removed.
-"""
+Files that it fetched stay in the hub's cache and are not fetched again; an unfinished conversion is removed."""
 
 from __future__ import annotations
 
@@ -40,8 +38,6 @@ _GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class FetchJob:
-    """A model to fetch and convert."""
-
     name: str = ""  # of the hub, ORG/NAME[:TYPE]
     path: str = ""  # of a checkpoint or GGUF file on this machine
     package: str = ""  # the catalog's name of a model that a package holds
@@ -143,7 +139,6 @@ def _heard(
 
 
 def _error(data: dict[str, Any]) -> EdgeInferError:
-    """The error that the process reported."""
     kind = getattr(edgeinfer.errors, str(data["kind"]), InternalError)
     if kind is BudgetError:
         return BudgetError(data["message"], data["hint"], minimum_bytes=int(data["minimum_bytes"]))

@@ -1,8 +1,6 @@
-"""The files that a repository of the hub has and offers, fetched into the cache that Hugging Face libraries share.
-
-The library fetches every file under a new name in every process, so that an interrupted download begins again. Large
-files are therefore fetched here, under a name that stays, and put where the library looks for them.
-"""
+"""The files that a repository of the hub has and offers, fetched into the cache that Hugging Face libraries share. The
+library fetches every file under a new name in every process, so that an interrupted download begins again. Large files
+are therefore fetched here, under a name that stays, and put where the library looks for them."""
 
 from __future__ import annotations
 
@@ -48,8 +46,6 @@ _USUAL = (
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub."""
-
     repo_id: str
     commit: str  # of its revision
     sizes: dict[str, int]  # bytes of its files by name, 0 where the hub does not tell

@@ -40,14 +40,9 @@ _BUNDLE = re.compile(rf"(?:({'|'.join(map(str, CONVERTED_BITS))})-bit|gguf)-([0-
 _REVISION_LETTERS = 12
 # Files whose change means that a checkpoint's directory holds another model.
 _TELLING = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
-    "generation_config.json",
-)
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/tool_use.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 SourceKind = Literal["hub", "directory", "gguf", "package"]
@@ -153,11 +148,7 @@ def source_of(path: Path) -> str | None:
 
 
 def models_folder() -> Path:
-    """The user's folder of models; it need not exist.
-
-    Raises:
-        StorageError: this user has no home folder.
-    """
+    """The user's folder of models; it need not exist. StorageError where this user has no home folder."""
     return user_data() / "edgeinfer" / "models"
 
 
@@ -200,14 +191,8 @@ def converted_models() -> list[Converted]:
 
 
 def remove_converted(converted: Converted) -> int:
-    """Removes a bundle, and the folder of its source where nothing else is in it.
-
-    Returns:
-        Bytes that were freed.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Removes a bundle, and the folder of its source where nothing else is in it, and returns the bytes that were
+    freed; StorageError where it cannot be removed."""
     freed, folder = converted.bytes, converted.path.parent
     with storage_errors(converted.path):
         # First the manifest, so that half of a bundle is never found.

@@ -22,20 +22,10 @@ _BUNDLE_SUFFIXES = {".gguf", ".jinja", ".json", ".md", ".npz", ".onnx", ".onnx_d
 # weights (`consolidated.safetensors`), so a pattern such as *.safetensors would fetch gigabytes too many.
 WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors")
 CONFIG_PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-)
+    "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+)  # fmt: skip
 # Ids that the hub accepts: two names of letters, digits, dot, dash and underscore.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.

@@ -31,24 +31,15 @@ _MOST_BYTES = 1_000_000  # of a manifest or of settings
 
 @dataclass(frozen=True)
 class Place:
-    """A model on this machine.
+    """A model on this machine."""
 
-    Attributes:
-        name: what loads it: a short name, or its path where another model has that.
-        path: the bundle's directory or the (first) GGUF file.
-        hub_id: ORG/NAME that it came from; None where it came from elsewhere.
-        also: further names that mean it, unless they mean others as well.
-        files: of edgeinfer's, which are removed with it.
-        source_bytes: of the checkpoint that it was converted from, where that is still in the hub's cache.
-    """
-
-    name: str
-    path: Path
+    name: str  # what loads it: a short name, or its path where another model has that
+    path: Path  # the bundle's directory or the (first) GGUF file
     origin: Origin
-    hub_id: str | None = None
-    also: tuple[str, ...] = ()
-    files: tuple[Converted | CachedModel, ...] = ()
-    source_bytes: int = 0
+    hub_id: str | None = None  # ORG/NAME that it came from; None where it came from elsewhere
+    also: tuple[str, ...] = ()  # further names that mean it, unless they mean others as well
+    files: tuple[Converted | CachedModel, ...] = ()  # of edgeinfer, removed with it
+    source_bytes: int = 0  # of the checkpoint that it was converted from, where that is still in the hub's cache
 
     @property
     def converted(self) -> Converted | None:
@@ -94,10 +85,8 @@ def places() -> list[Place]:
 
 
 def find_place(name: str, bits: int | None = None) -> Place | None:
-    """The model on this machine that a short name means, ignoring case; ModelError where it means several.
-
-    Of several conversions of one checkpoint it is the last. A file elsewhere that was loaded before counts too.
-    """
+    """The model on this machine that a short name means, ignoring case; ModelError where it means several. Of several
+    conversions of one checkpoint it is the last. A file elsewhere that was loaded before counts too."""
     wanted, here = name.casefold(), places()
     found = [place for place in here if place.name.casefold() == wanted]
     found = found or [place for place in here if wanted in map(str.casefold, place.also)]
@@ -118,11 +107,7 @@ def find_place(name: str, bits: int | None = None) -> Place | None:
 
 
 def shown_name(model: str | Path | None) -> str:
-    """A model's name as people write it, for windows and lists: Qwen2.5 Coder 0.5B Instruct.
-
-    Args:
-        model: as `edgeinfer.load` takes it; only its manifest is read.
-    """
+    """A model's name as people write it: Qwen2.5 Coder 0.5B Instruct; only its manifest is read."""
     if model is None:
         return BUILTIN
     path = Path(model)

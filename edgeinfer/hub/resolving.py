@@ -36,8 +36,6 @@ _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
 @dataclass(frozen=True)
 class Found:
-    """What a name means."""
-
     path: Path | None  # the bundle or GGUF file on this machine; None where it must be fetched or converted first
     # What it is fetched or converted from where there is no path: a checkpoint's directory or a GGUF file, a hub name,
     # or a model of the catalog that a package holds.
@@ -166,11 +164,8 @@ def update(
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
 ) -> Path:
-    """Resolves a name as `resolve` does, and brings a hub model that is here up to date first.
-
-    Args:
-        revision: branch, tag or commit; None is the main branch.
-    """
+    """Resolves a name as `resolve` does, and brings a hub model that is here up to date first: to a branch, tag or
+    commit, or None for the main branch."""
     if existing(model) is not None or hub_name(model) is None:
         return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
     entry = catalog_model(model) if isinstance(model, str) else None
@@ -182,27 +177,15 @@ def update(
 
 def local(model: str | Path | None) -> Path | None:
     """Where a model is on this machine, a GGUF file also before it is prepared for the native kernel; None where it
-    would have to be fetched or converted first.
-
-    Args:
-        model: as `resolve` takes it.
-
-    Raises:
-        ModelError: no such path or name.
-    """
+    would have to be fetched or converted first, and ModelError where there is no such path or name."""
     found = find_model(model)
     there = found.source if isinstance(found.source, Path) and found.source.is_file() else None
     return found.path or there
 
 
 def find(source: str | Path) -> Path:
-    """The local directory of a bundle or checkpoint: an existing path, the built-in model by its name, or a hub id,
-    fetched unless it is cached.
-
-    Raises:
-        ModelError: no such path.
-        HubError: the repository could not be fetched.
-    """
+    """The local directory of a bundle or checkpoint: an existing path (else ModelError), the built-in model by its
+    name, or a hub id, fetched unless it is cached."""
     path = existing(source)
     if path is not None or source == BUILTIN:
         return path or builtin()
@@ -211,12 +194,8 @@ def find(source: str | Path) -> Path:
 
 
 def find_checkpoint(source: str | Path) -> Path:
-    """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached.
-
-    Raises:
-        ModelError: no such path, or the source is a bundle already.
-        HubError: the repository could not be fetched.
-    """
+    """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached; ModelError where
+    it is a bundle already."""
     path = find(source)
     if is_bundle(path):
         raise ModelError(f"{source} is already a bundle.", f"Run it: edgeinfer run -m {source}")

@@ -1,7 +1,5 @@
-"""OpenAI's wire formats over a model, as plain dicts: requests read, answers and events written; knows no HTTP.
-
-Fields and values follow the OpenAI API reference; `timings` adds llama-server's figures.
-"""
+"""OpenAI's wire formats over a model, as plain dicts: requests read, answers and events written; knows no HTTP. Fields
+and values follow the OpenAI API reference; `timings` adds llama-server's figures."""
 
 from __future__ import annotations
 

@@ -174,10 +174,8 @@ StreamT_co = TypeVar("StreamT_co", bound=ReplyStream, covariant=True)
 
 
 class ChatModel(Protocol[StreamT_co]):
-    """The part of `edgeinfer.Model` that requests use.
-
-    Methods that take options are properties here, so that models may type their options.
-    """
+    """The part of `edgeinfer.Model` that requests use. Methods that take options are properties here, so that models
+    may type their options."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -204,16 +202,8 @@ class ChatModel(Protocol[StreamT_co]):
 
     def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
 
-    def tokenize_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        prefill: str = "",
-        parse_special: bool = False,
-        fitting: bool = False,
-    ) -> list[int]: ...
+    @property
+    def tokenize_chat(self) -> Callable[..., list[int]]: ...
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
@@ -227,11 +217,9 @@ class ChatModel(Protocol[StreamT_co]):
 
 
 class Completion(Protocol):
-    """One request. Its replies may be made in any order, even a chunk of each in turn.
-
-    A streaming client is sent the events of `opening`, `chunk`, `finished` and `closing`, in order; others get `whole`,
-    after `chunk` and `finished` were called for every reply too.
-    """
+    """One request. Its replies may be made in any order, even a chunk of each in turn. A streaming client is sent the
+    events of `opening`, `chunk`, `finished` and `closing`, in order; others get `whole`, after `chunk` and `finished`
+    were called for every reply too."""
 
     @property
     def n(self) -> int:
@@ -250,8 +238,7 @@ class Completion(Protocol):
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Tokenize the prompts, which `start` then need not do. Call it once at most; from any thread where the model
-        can tokenize while a reply runs.
-        """
+        can tokenize while a reply runs."""
 
     def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
         """Start a reply, on the model's thread."""

@@ -92,11 +92,8 @@ _ALIKE, _LACKING = 0.85, 2
 
 
 class Fields:
-    """The fields of a JSON object. A field that is null counts as left out.
-
-    Args:
-        where: prefix of its fields' names in messages, such as "tools[0]."; empty for a whole request.
-    """
+    """The fields of a JSON object, named in messages behind the prefix `where`; a field that is null counts as left
+    out."""
 
     def __init__(self, body: Any, where: str = "", ignored: list[str] | None = None) -> None:
         self._where = where
@@ -242,17 +239,9 @@ def _companion(name: str, value: Any) -> dict[str, Any]:
 
 # OpenAI's fields about the user, the price and storage.
 IGNORED = (
-    "metadata",
-    "model",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
+    "metadata", "model", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user",
+)  # fmt: skip
 MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # The same seed gives the same text with the same fingerprint.
@@ -309,12 +298,11 @@ def _guided(fields: Fields) -> dict[str, Any]:
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
     """The length of the reply by the first of these fields that is given; -1 is no limit, as in llama.cpp's server."""
     given = {name: value for name in names if (value := fields.any(name)) is not None}
-    found = [_checked_limit(fields, name, value) for name, value in given.items()]
-    return next(iter(found), {})
-
-
-def _checked_limit(fields: Fields, name: str, value: Any) -> dict[str, Any]:
-    return {} if value == -1 and not isinstance(value, bool) else fields.checked(name, "max_tokens", as_whole(value))
+    for name, value in given.items():
+        if value == -1 and not isinstance(value, bool):
+            return {}
+        return fields.checked(name, "max_tokens", as_whole(value))
+    return {}
 
 
 def form(fields: Fields, name: str) -> dict[str, Any]:
@@ -358,10 +346,8 @@ def _form(inner: Fields) -> dict[str, Any]:
 
 
 def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) -> dict[str, Any]:
-    """Variables of the chat template from the fields that say whether and how much to think.
-
-    The token budget of thoughts is added to `options`, unless the reply follows a grammar, as one with calls does.
-    """
+    """Variables of the chat template from the fields that say whether and how much to think. The token budget of
+    thoughts is added to `options`, unless the reply follows a grammar, as one with calls does."""
     variables: dict[str, Any] = {}
     budgets: dict[str, dict[str, Any]] = {}
     for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, budgets)):

@@ -1,7 +1,5 @@
-"""The messages of a request as a chat template takes them.
-
-Only text is taken: no file or address that a request names is ever opened.
-"""
+"""The messages of a request as a chat template takes them. Only text is taken: no file or address that a request names
+is ever opened."""
 
 from __future__ import annotations
 

@@ -118,8 +118,6 @@ def dialect_of(template: str | None) -> Dialect:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Some text."""
-
     text: str
 
 
@@ -177,7 +175,9 @@ class CallReader:
     def __init__(self, form: ToolFormat, marker_id: int | None = None) -> None:
         self._form = form
         self._marker_id = marker_id  # of a marker that is a special token, which has no text
-        self._head = _head_pattern(form)
+        # The text before arguments, with the function's name as its group.
+        before, _, behind = form.head("NAME").partition("NAME")
+        self._head = re.compile(re.escape(before) + r"([^\"\\]*)" + re.escape(behind))
         self._buffer = ""
         self._state: Callable[[], list[Piece] | None] = self._in_text
         self._said = False  # whether any text was given
@@ -217,7 +217,10 @@ class CallReader:
         if at >= 0:
             self._state = self._before_first
         else:
-            at = len(text) - _beginning(text, marker)
+            # Characters at the end of the text that may be the start of the marker.
+            most = min(len(text), len(marker) - 1)
+            partial = next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
+            at = len(text) - partial
         # Blanks before a marker are not given, so those at the end wait for what follows.
         shown = text[:at].rstrip()
         self._buffer = text[at:] if self._state == self._before_first else text[len(shown) :]
@@ -305,18 +308,6 @@ class _ObjectEnd:
         return None
 
 
-def _head_pattern(form: ToolFormat) -> re.Pattern[str]:
-    """A pattern for the text before arguments, with the function's name as its group."""
-    before, _, behind = form.head("NAME").partition("NAME")
-    return re.compile(re.escape(before) + r"([^\"\\]*)" + re.escape(behind))
-
-
-def _beginning(text: str, marker: str) -> int:
-    """How many characters at the end of the text may be the start of the marker."""
-    most = min(len(text), len(marker) - 1)
-    return next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
-
-
 @dataclass
 class Call:
     """A call of a function, its arguments as far as they are written."""
@@ -361,10 +352,8 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for how it ended; cancelled replies count as "length".
-
-        Calls whose arguments are complete can be answered, even where the reply was cut off after the last of them.
-        """
+        """OpenAI's word for how it ended; cancelled replies count as "length". Calls whose arguments are complete can
+        be answered, even where the reply was cut off after the last of them."""
         assert self.result is not None, "the reply is not finished"
         if self.calls and not self.reader.in_call:
             return "tool_calls"

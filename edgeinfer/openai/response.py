@@ -154,8 +154,6 @@ class Item:
 
 
 class MessageItem(Item):
-    """A message of text."""
-
     def __init__(self, place: int) -> None:
         super().__init__(place, "msg")
         self._content = {**self._place, "content_index": 0}
@@ -188,8 +186,6 @@ class MessageItem(Item):
 
 
 class CallItem(Item):
-    """A call of a function."""
-
     def __init__(self, place: int, call_id: str, name: str) -> None:
         super().__init__(place, "fc")
         self._call = {"call_id": call_id, "name": name}

@@ -193,11 +193,9 @@ class ArgumentRules:
 
 
 def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> ArgumentRules:
-    """The rules of functions given as name, strictness and schema of the arguments. May take seconds.
-
-    OpenAI's and Anthropic's servers accept any schema for a function that is not strict. A schema that cannot be
-    followed therefore loses the keywords at fault, or else all, instead of being refused.
-    """
+    """The rules of functions given as name, strictness and schema of the arguments. May take seconds. OpenAI's and
+    Anthropic's servers accept any schema for a function that is not strict. A schema that cannot be followed therefore
+    loses the keywords at fault, or else all, instead of being refused."""
     every = [_Arguments(*function) for function in functions]
     if fault(_grammar(every)):
         for each in every:

@@ -43,8 +43,6 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True)
 class ToolFunction:
-    """A function that may be called."""
-
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON Schema of its arguments, of type object
@@ -65,9 +63,7 @@ def read_functions(
     tools: Sequence[Any], *, flat: bool = False, leave_out: Callable[[str], None] | None = None
 ) -> tuple[ToolFunction, ...]:
     """Read the functions of a request's tools, which in /v1/responses hold their fields themselves (`flat`).
-
-    `leave_out` is called with each tool that only another server can run; without it such tools are refused.
-    """
+    `leave_out` is called with each tool that only another server can run; without it such tools are refused."""
     if len(tools) > _MOST:
         raise RequestError(f"The request has {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
     places = [f"tools[{index}]" for index in range(len(tools))]
@@ -171,9 +167,7 @@ def calls_grammar(
     form: ToolFormat, choice: ToolChoice, marker_id: int | None, content: Mapping[str, Any] | None = None
 ) -> str:
     """A grammar in Lark's notation: free text, or `content`, up to the marker, from there on only valid calls.
-
-    `marker_id` is the marker's token where that is a special one, which no text spells.
-    """
+    `marker_id` is the marker's token where that is a special one, which no text spells."""
     marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
     more = f" ({json.dumps(form.between)} call)*" if choice.several and form.several else ""
     calls = f"first{more}" + (f" {json.dumps(form.suffix)}" if form.suffix else "")

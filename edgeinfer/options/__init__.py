@@ -1,8 +1,6 @@
-"""How options are declared, checked and grouped; `options.load` and `options.reply` declare them.
-
-An option is a field of a configuration that `option` made. Its help, range, flags and request fields are given there
-and nowhere else: commands, requests, the reference pages and the types for editors are made from them.
-"""
+"""How options are declared, checked and grouped; `options.load` and `options.reply` declare them. An option is a field
+of a configuration that `option` made. Its help, range, flags and request fields are given there and nowhere else:
+commands, requests, the reference pages and the types for editors are made from them."""
 
 from __future__ import annotations
 
@@ -177,12 +175,8 @@ def check_options(configuration: Any) -> None:
 
 
 class OptionGroup:
-    """Base of frozen dataclasses that hold the options of one subject.
-
-    Attributes:
-        mode: of a group with a choice that a text alone can make: its field, and the option's name where options are
-            flat.
-    """
+    """Base of frozen dataclasses that hold the options of one subject. `mode` is the field of a group with a choice
+    that a text alone can make, and the option's name where options are flat."""
 
     mode: ClassVar[tuple[str, str] | None] = None
 
@@ -191,11 +185,7 @@ class OptionGroup:
 
     @classmethod
     def of(cls, given: Self | Mapping[str, Any]) -> Self:
-        """Make the object of what a caller gave.
-
-        Raises:
-            UsageError: an option is unknown or out of range, or it is no mapping.
-        """
+        """Make the object of what a caller gave; UsageError where that is no mapping, or an option is wrong."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -235,12 +225,8 @@ def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FlatOptions:
-    """Base of configurations, whose options callers give by themselves or in groups.
-
-    Attributes:
-        kind: of its options in messages, such as "load option".
-        taken_by: the functions that take them.
-    """
+    """Base of configurations, whose options callers give by themselves or in groups. Messages call an option a `kind`,
+    such as "load option", and name the functions that it is `taken_by`."""
 
     kind: ClassVar[str]
     taken_by: ClassVar[str]

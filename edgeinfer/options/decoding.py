@@ -125,10 +125,8 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """Options of the methods of search.
-
-    Ranges keep lengths to the power of the largest penalty, and logits moved by the largest contrast, numbers.
-    """
+    """Options of the methods of search. Ranges keep lengths to the power of the largest penalty, and logits moved by
+    the largest contrast, numbers."""
 
     # Number i is drawn by seed + i.
     samples: int = _search(
@@ -210,10 +208,8 @@ class Search(SearchSettings, OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSettings:
-    """Options of the methods that take less than the whole model.
-
-    Ranges end where more is surely a mistake: a pass a thousand times faster, or more bits than a vocabulary has.
-    """
+    """Options of the methods that take less than the whole model. Ranges end where more is surely a mistake: a pass a
+    thousand times faster, or more bits than a vocabulary has."""
 
     compute_speedup: float = _compute(1.5, "target speedup of a pass that skips layers (default: 1.5)", 1, 1000)
     compute_share: float = _compute(

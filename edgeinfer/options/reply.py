@@ -61,10 +61,8 @@ _text = partial(option, group="generation")
 # Options with wire=False are read from requests by rules of their own (edgeinfer/openai/fields.py).
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is drawn.
-
-    Ranges include what OpenAI's, llama.cpp's and vLLM's servers really take, and results stay numbers of 32 bits.
-    """
+    """How the next token is drawn. Ranges include what OpenAI's, llama.cpp's and vLLM's servers really take, and
+    results stay numbers of 32 bits."""
 
     temperature: float = _text(
         0.0,
@@ -239,11 +237,8 @@ class GenerationConfig(SamplingOptions, SearchSettings, ComputeSettings, ReplyDr
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """Options as callers write them: groups as objects or mappings, their options also by themselves.
-
-        Raises:
-            UsageError: an unknown option, or a value out of range.
-        """
+        """Options as callers write them, alone or in groups, which are objects or mappings; UsageError where one is
+        wrong."""
         options = flat_options(options, REPLY_GROUPS)
         if isinstance(options.get("logprobs"), bool):  # as OpenAI writes it: those of the tokens alone, or none
             options["logprobs"] = 0 if options["logprobs"] else None

@@ -1,7 +1,5 @@
-"""Types of the options that callers give, for type checkers and editors; each key has its option's help.
-
-Made from the declarations by `python -m tests.tools.option_types`; a test holds the two equal.
-"""
+"""Types of the options that callers give, for type checkers and editors; each key has its option's help. Made from the
+declarations by `python -m tests.tools.option_types`; a test holds the two equal."""
 
 from __future__ import annotations
 

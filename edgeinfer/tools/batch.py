@@ -1,7 +1,5 @@
-"""Answers a file of requests, several in shared passes, and continues after a run that was killed.
-
-Requests are read a line at a time, and each reply is on disk before the next one starts, so that a kill loses none.
-"""
+"""Answers a file of requests, several in shared passes, and continues after a run that was killed. Requests are read a
+line at a time, and each reply is on disk before the next one starts, so that a kill loses none."""
 
 from __future__ import annotations
 
@@ -86,8 +84,6 @@ def answer_batch(
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of requests."""
-
     number: int  # of the line, from 1
     # `offset`, `size`: its place in the file, in bytes.
     offset: int
@@ -107,7 +103,6 @@ class BatchInput:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Checks a file."""
         digest = hashlib.sha256()
         try:
             text = _converted(path)
@@ -174,8 +169,6 @@ def _line(data: bytes | None, line: BatchLine) -> BatchLine:
 
 @dataclass(frozen=True)
 class ReplyLine:
-    """The answer to a line of requests."""
-
     number: int  # of that line
     reply: Mapping[str, Any]  # the object of the output's line
     failed: bool  # whether it is an error
@@ -183,9 +176,7 @@ class ReplyLine:
 
 class ReplyFile:
     """The replies of a batch, kept in a file next to the output and written in the order of the requests at the end.
-
-    Replies of an earlier run are taken over where they have the same `origin`, and else refused.
-    """
+    Replies of an earlier run are taken over where they have the same `origin`, and else refused."""
 
     def __init__(self, output: Path, origin: Mapping[str, Any]) -> None:
         # The file that keeps replies until all are there; each is on disk before the next one starts.

@@ -255,10 +255,8 @@ def _sizes(config: dict[str, Any]) -> DecoderSizes:
 
 
 def _bits(sizes: DecoderSizes, limit: int, run: _Run, name: str) -> int:
-    """4, as fewer cost much of a model's sense; 3 or 2 where nothing else goes into memory.
-
-    Experts wait on disk until they are chosen, so a mixture need not go into memory.
-    """
+    """4, as fewer cost much of a model's sense; 3 or 2 where nothing else goes into memory. Experts wait on disk until
+    they are chosen, so a mixture need not go into memory."""
     fitting = [bits for bits in (CATALOG_BITS, 3, 2) if sizes.weight_bytes(bits) <= limit]
     if sizes.experts or not fitting or fitting[0] == CATALOG_BITS:
         return CATALOG_BITS
@@ -352,7 +350,6 @@ class _Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Removes it if it is there."""
         folder, tries = self._folder, 0
         # Another thread may just have put a file into it; it cannot add many more.
         while folder is not None and folder.exists() and tries < _MOST_TRIES:

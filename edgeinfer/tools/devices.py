@@ -130,15 +130,7 @@ def tune_device(
 
 
 def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> bool:
-    """Deletes the results of `tune_device` and `tune_cache` for a model; returns whether there were any.
-
-    Args:
-        model, options: as `tune_device` took them.
-
-    Raises:
-        ModelError: the model is missing or damaged.
-        StorageError: it cannot be dropped.
-    """
+    """Deletes the results of `tune_device` and `tune_cache` for a model and options; returns whether there were any."""
     config = LoadConfig.of(**{**options, "profile": OFF})
     bundle = open_bundle(located(model, config))
     forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
@@ -236,13 +228,9 @@ def measure_device(threads: int = 1) -> DeviceLimits:
 
 
 def list_devices(*, check: bool = True) -> tuple[DeviceFacts, ...]:
-    """The devices that models may run on, installed or not, in the order in which "auto" looks for one.
-
-    They are followed by the graphics processors that the installed llama.cpp finds, which run GGUF files on request.
-
-    Args:
-        check: run small models on those that are there and have hardware.
-    """
+    """The devices that models may run on, installed or not, in the order in which "auto" looks for one, then the
+    graphics processors that the installed llama.cpp finds, which run GGUF files on request. With `check`, small models
+    run on those that are there and have hardware."""
     own = (_facts(entry, device, check) for entry in ENTRIES for device in entry.devices)
     graphics = (
         _device_facts(

@@ -49,12 +49,8 @@ def measure_work(model: Model, prompt: int, reply: int, *, past: int = 0) -> Wor
 
 
 def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) -> PassWork:
-    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights.
-
-    Args:
-        past: tokens in the cache before them, to count attention too; it is left out for None, and for models that do
-            not say what their layers are.
-    """
+    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights;
+    attention too with the tokens in the cache before them, where the model says what its layers are."""
     work = measure.pass_work(model._lifecycle.facts.tensors, tokens, rows)
     if past is None:
         return work
@@ -70,16 +66,8 @@ def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) 
 def read_reply(
     model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Unpack[GenerationOptions]
 ) -> ReplyReading:
-    """How a reply of given tokens is predicted in a way of computing less, against the whole model; empties the
-    cache.
-
-    Args:
-        options: as `Model.generate` takes them, of which those of `compute` count.
-
-    Raises:
-        UsageError: no prompt, a reply of fewer than two tokens, or an option that is unknown or out of range.
-        CapabilityError: the backend cannot compute so.
-    """
+    """How a reply of given tokens is predicted in a way of computing less (options of `compute`), against the whole
+    model. Empties the cache; CapabilityError where the backend cannot compute so."""
     asked = GenerationConfig.of(**options)
     less = asked.compute != "full"
     if less and not compute_method(asked.compute).follows_replies:

@@ -128,11 +128,9 @@ def tune_steering(
 
 
 def learn_steering(parts: list[_Read]) -> Doubles:  # (K,)
-    """The vector after a few steps down the gradient: how often tokens occur, less how often they were predicted.
-
-    Each step is scaled by the token's own curvature, which is at most how often it is predicted, so that no step leads
-    up. The first one is a difference of means.
-    """
+    """The vector after a few steps down the gradient: how often tokens occur, less how often they were predicted. Each
+    step is scaled by the token's own curvature, which is at most how often it is predicted, so that no step leads up.
+    The first one is a difference of means."""
     size, tokens = parts[0].logits.shape[1], sum(len(part.rest) for part in parts)
     counts = np.zeros(size)
     for part in parts:

@@ -51,12 +51,8 @@ class SkipLevel:
 
 @dataclass(frozen=True)
 class EntropyFacts:
-    """How unsure a draft model is of replies of its target.
-
-    Attributes:
-        tokens: that tell it.
-        thresholds: bits above which the large model takes over, by the share of tokens that this leaves it.
-    """
+    """How unsure a draft model is of its target's replies: bits above which the large model takes over, by the share of
+    the tokens that this leaves it."""
 
     tokens: int
     thresholds: dict[float, float]
@@ -133,15 +129,8 @@ def tune_skips(
 
 
 def tune_entropy(model: Model, prompts: Sequence[str | Sequence[int]] | None = None) -> EntropyFacts:
-    """Finds how unsure the draft model is of this model's replies, by which compute="entropy" begins to share them
-    out; it is kept, and used from now on.
-
-    Args:
-        prompts: as `tune_skips`.
-
-    Raises:
-        UsageError: there is no draft model.
-    """
+    """Finds how unsure the draft model is of this model's replies, by which compute="entropy" begins to share them out;
+    it is kept, and used from now on. Prompts are as for `tune_skips`; UsageError where there is no draft model."""
     samples = _replies(model, prompts)
     with model._idle() as parts:
         entropies = calibrate_entropy(parts.reduced, samples)

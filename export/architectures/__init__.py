@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import re
 
-from edgeinfer.export.architectures import (
-    gemma,
-    latent,
-    layer_norm,
-    lfm,
-    llama,
-    mamba,
-    mixtures,
-    qwen,
-    shared_mixtures,
-)
+from edgeinfer.export.architectures import gemma, latent, layer_norm, lfm, llama, mamba, mixtures, qwen, shared_mixtures
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig

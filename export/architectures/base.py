@@ -35,16 +35,11 @@ _STREAMS = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of a family's checkpoint tensors; packed ones list one name for each part of the checkpoint's.
+    """Names of a family's checkpoint tensors; packed ones list one name for each part of the checkpoint's, in the order
+    of their rows. A norm's bias is named after its weight.
 
-    Attributes:
-        qkv, gate_up: modules in the order of their rows.
-        gate: of the heads' results; see DecoderSpec.output_gate.
-        q_a, q_a_norm, q_b: of latent attention: a projection to a small vector, its norm, and the projection back.
-        mixer: of a recurrence, instead of attention or next to it.
-        streams: prefix of the matrices by which streams are entered and left.
-
-    A norm's bias is named after its weight.
+    `gate` is that of DecoderSpec.output_gate, `q_a`, `q_a_norm` and `q_b` are those of latent attention, `mixer` is a
+    recurrence's, and `streams` the prefix of the matrices by which streams are entered and left.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -95,8 +90,6 @@ _TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of checkpoints."""
-
     classes: tuple[str, ...]  # transformers' model classes
     model_types: tuple[str, ...]  # transformers' family names, used where config.json names no class
     # Turns a config into a spec; the flag says whether embedding and head are tied.
@@ -326,7 +319,6 @@ def reader(make: Callable[..., DecoderSpec] = common_spec, /, **parts: Any) -> C
 
 
 def flag(name: str, default: bool = False) -> Callable[[HFConfig], bool]:
-    """Returns a reader of one flag."""
     return lambda config: config.flag(name, default)
 
 
@@ -338,6 +330,12 @@ ALL_BIASES = ATTENTION_BIASES | {"mlp_bias": flag("mlp_bias")}
 def neighbours(config: HFConfig) -> RopeSpec:
     """The rotation of families that rotate neighbouring channels as pairs."""
     return dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
+
+
+def rope_fields(whole: RopeSpec, local: RopeSpec, slides: list[bool]) -> dict[str, Any]:
+    """One rotation, and another of the layers that slide, if any does."""
+    others = {"more_ropes": (local,), "rope_layers": tuple(map(int, slides))} if any(slides) else {}
+    return {"rope": whole, **others}
 
 
 def mixture(config: HFConfig, size: str = "intermediate_size", **parts: Any) -> MoESpec:

@@ -92,12 +92,8 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
 
 
 def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str] = ()) -> None:
-    """Refuses a decoder with parts that Llama, Qwen and their mixtures lack.
-
-    Args:
-        what: beginning of the message: "Static bundles".
-        known: fields of parts that are allowed.
-    """
+    """Refuses a decoder with parts that Llama, Qwen and their mixtures lack, except the fields `known`; `what` begins
+    the message."""
     _refuse(spec, lambda name: name not in known, hint, what)
     odd = [f"activation={spec.activation}"] if spec.activation != "silu" and "activation" not in known else []
     later = ("sigmoid", "sparsemixer")

@@ -1,9 +1,6 @@
-"""The Gemmas: 1, 2, the text models of 3, 3n and 4, and VaultGemma.
-
-Gemma stores norms minus one and scales embeddings by sqrt(D). Gemma 3n has streams of hidden states, augmented
-residuals and sparse MLPs. Gemma 4 shares per-layer embeddings and shared caches with it, and has other heads in layers
-that attend to everything.
-"""
+"""The Gemmas: 1, 2, the text models of 3, 3n and 4, and VaultGemma. Gemma stores norms minus one and scales embeddings
+by sqrt(D). Gemma 3n has streams of hidden states, augmented residuals and sparse MLPs. Gemma 4 shares per-layer
+embeddings and shared caches with it, and has other heads in layers that attend to everything."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from edgeinfer.export.architectures.base import (
     common_spec,
     flag,
     reader,
+    rope_fields,
 )
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan
 from edgeinfer.export.source.hf_config import CONFIG_HINT, OPTIMUM_HINT, HFConfig
@@ -45,16 +43,15 @@ def _read_gemma3(config: HFConfig, tied: bool) -> DecoderSpec:
     """Gemma 3: Gemma 2 with norms of queries and keys instead of caps, and two rotations."""
     slides, head_dim = config.slides(_GEMMA3_PATTERN), config.head_dim()
     whole, local = config.rope(head_dim, "full_attention"), config.local_rope(head_dim)
-    layers = tuple(map(int, slides)) if any(slides) else ()
-    ropes: dict[str, Any] = {"rope": whole, "more_ropes": (local,) if layers else (), "rope_layers": layers}
-    spec = _with_norms(config, tied, slides, qk_norm=True, **ropes)
+    spec = _with_norms(config, tied, slides, qk_norm=True, **rope_fields(whole, local, slides))
     return dataclasses.replace(spec, attention_softcap=0.0)
 
 
-def _with_norms(config: HFConfig, tied: bool, slides: list[bool], **parts: Any) -> DecoderSpec:
-    def cap(name: str) -> float:
-        return 0.0 if config.get(name) is None else config.number(name)
+def _cap(config: HFConfig, name: str) -> float:
+    return 0.0 if config.get(name) is None else config.number(name)
 
+
+def _with_norms(config: HFConfig, tied: bool, slides: list[bool], **parts: Any) -> DecoderSpec:
     return common_spec(
         config,
         tied,
@@ -63,8 +60,8 @@ def _with_norms(config: HFConfig, tied: bool, slides: list[bool], **parts: Any) 
         qkv_bias=config.flag("attention_bias"),
         output_bias=config.flag("attention_bias"),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=cap("attn_logit_softcapping"),
-        logit_softcap=cap("final_logit_softcapping"),
+        attention_softcap=_cap(config, "attn_logit_softcapping"),
+        logit_softcap=_cap(config, "final_logit_softcapping"),
         windows=config.windows_of(slides),
         **parts,
     )
@@ -151,15 +148,13 @@ def _read_gemma3n(config: HFConfig, tied: bool) -> DecoderSpec:
         intermediate_size=wide[0] if listed else config.integer("intermediate_size"),
         mlp_sizes=tuple(wide) if listed and len(set(wide)) > 1 else (),
         windows=config.windows_of(slides),
-        rope=whole,
-        more_ropes=(local,) if any(slides) else (),
-        rope_layers=tuple(map(int, slides)) if any(slides) else (),
         streams=StreamsSpec(
             config.integer("altup_num_inputs", 4),
             config.integer("laurel_rank", 64),
             config.flag("altup_correct_scale", True),
         ),
         sparsity=sparsity if any(sparsity) else (),
+        **rope_fields(whole, local, slides),
         **shared_fields(config, slides),
     )
 
@@ -175,7 +170,7 @@ GEMMA3N = Architecture(
     classes=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     model_types=("gemma3n_text", "gemma3n"),
     read=_read_gemma3n,
-    naming=Naming(mlp_norm="pre_feedforward_layernorm.weight"),
+    naming=_NAMING,
     refine=_refine_gemma3n,
     roots=SEEING_ROOTS,
     # The scale is not used by every configuration that stores it.
@@ -189,9 +184,8 @@ _FULL_HEAD_DIM, _WINDOW = 512, 512  # likewise
 
 
 def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
-    """The layer whose keys and values each layer reads: its own, or for the last `num_kv_shared_layers` the last
-    before them of the same kind.
-    """
+    """The layer whose keys and values each layer reads: its own, or for the last `num_kv_shared_layers` the last before
+    them of the same kind."""
     layers = len(slides)
     if not config.get("num_kv_shared_layers"):
         return ()
@@ -212,7 +206,6 @@ def _per_layer(config: HFConfig) -> PerLayerSpec | None:
 
 def shared_fields(config: HFConfig, slides: list[bool]) -> dict[str, Any]:
     """Fields that Gemma 3n and Gemma 4 share."""
-    capped = config.get("final_logit_softcapping") is not None
     return {
         "activation": config.activation("hidden_activation"),
         "post_norm": True,
@@ -221,7 +214,7 @@ def shared_fields(config: HFConfig, slides: list[bool]) -> dict[str, Any]:
         "qkv_bias": config.flag("attention_bias"),
         "output_bias": config.flag("attention_bias"),
         "attention_scale": 1.0,
-        "logit_softcap": config.number("final_logit_softcapping") if capped else 0.0,
+        "logit_softcap": _cap(config, "final_logit_softcapping"),
         "kv_sources": _kv_sources(config, slides),
         "per_layer": _per_layer(config),
     }
@@ -260,10 +253,9 @@ def _ropes_gemma4(config: HFConfig, slides: list[bool], full_head_dim: int) -> d
     given, size = config.get("rope_parameters") is not None, config.head_dim()
     proportional = RopeSpec("proportional", 1e6, full_head_dim, turned=full_head_dim // 8)
     full = config.rope(full_head_dim, "full_attention") if given else proportional
-    if not any(slides):
-        return {"rope": full}
-    local = config.rope(size, "sliding_attention") if given else RopeSpec("default", 1e4, size)
-    return {"rope": full, "more_ropes": (local,), "rope_layers": tuple(map(int, slides))}
+    plain = RopeSpec("default", 1e4, size)
+    local = config.rope(size, "sliding_attention") if given and any(slides) else plain
+    return rope_fields(full, local, slides)
 
 
 def _experts(config: HFConfig) -> MoESpec:

@@ -18,11 +18,7 @@ _SHARE = "partial_rotary_factor"
 def latent_spec(
     config: HFConfig, tied: bool, *, interleaved: bool, value_size: int | None = None, **parts: Any
 ) -> DecoderSpec:
-    """A decoder with latent attention.
-
-    Args:
-        value_size: of a head, where config.json does not say.
-    """
+    """A decoder with latent attention; `value_size` of a head is used where config.json has none."""
     plain, rotary = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     latent = LatentSpec(
         query_rank=0 if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.bundle.parts import ConvSpec, Mixer
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture, rope_fields
 from edgeinfer.export.architectures.tensors import MixtureNaming
 from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig
 
@@ -25,13 +25,7 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
         if not isinstance(indices, list | range):
             raise CheckpointError(f"config.json: full_attn_idxs={attends!r} is not a list of layers.", CONFIG_HINT)
         types = ["full_attention" if layer in indices else "conv" for layer in range(layers)]
-    known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
-    if not known or len(types) != layers:
-        raise CheckpointError(
-            f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", CONFIG_HINT
-        )
-    mixers = tuple(_MIXERS[each] for each in types)
-    return mixers if "conv" in mixers else ()
+    return config.mixers(types, _MIXERS)
 
 
 def _inner_size(config: HFConfig) -> int:
@@ -45,11 +39,7 @@ def _inner_size(config: HFConfig) -> int:
 
 
 def _hybrid(config: HFConfig, tied: bool, width: int = 3, **parts: Any) -> DecoderSpec:
-    """Most layers have a convolution over the last tokens, the others attention with normed queries and keys.
-
-    Args:
-        width: of the convolutions, where config.json does not say.
-    """
+    """Most layers have a convolution over the last tokens, the others attention with normed queries and keys."""
     mixers = _mixers(config)
     if "rope" not in parts:
         rope = config.rope(config.head_dim())
@@ -110,37 +100,29 @@ LFM2_MOE = Architecture(
 )
 
 
-def _lfm3_types(layers: int) -> list[str]:
-    """Kinds of layers where config.json does not say."""
-    kinds = ("sliding_attention", "conv", "full_attention", "conv")
-    return ["conv" if not layer else kinds[layer % 4] for layer in range(layers)]
-
-
 def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
     """LFM3: wider convolutions, windows in some layers, norms before and after, and a gate for each head."""
     if config.get("layer_types") is None:
-        config = HFConfig(config.values | {"layer_types": _lfm3_types(config.integer("num_hidden_layers"))})
+        cycle = ("sliding_attention", "conv", "full_attention", "conv")
+        listed = [cycle[layer % 4] if layer else "conv" for layer in range(config.integer("num_hidden_layers"))]
+        config = HFConfig(config.values | {"layer_types": listed})
     types, head_dim = config.get("layer_types"), config.head_dim()
     slides = [kind == "sliding_attention" for kind in types] if isinstance(types, list) else []
     attends = [kind == "full_attention" for kind in types] if isinstance(types, list) else []
     # The rotation of the layers there are comes first, so that every table is read.
     kinds = [kind for kind, there in (("full_attention", attends), ("sliding_attention", slides)) if any(there)]
     ropes = [config.rope(head_dim, kind) for kind in kinds] or [config.rope(head_dim, "full_attention")]
-    further: dict[str, Any] = {}
-    if len(ropes) == 2:
-        further = {"more_ropes": tuple(ropes[1:]), "rope_layers": tuple(map(int, slides))}
     bias = config.flag("attention_bias")
     return _hybrid(
         config,
         tied,
         width=7,
-        rope=ropes[0],
         windows=config.windows_of(slides),
         qkv_bias=bias,
         output_bias=bias,
         output_gate="head" if config.flag("use_attention_gate", True) else "",
         post_norm=config.flag("use_sandwich_norm", True),
-        **further,
+        **rope_fields(ropes[0], ropes[-1], slides if len(ropes) == 2 else []),
     )
 
 

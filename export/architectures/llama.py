@@ -18,6 +18,7 @@ from edgeinfer.export.architectures.base import (
     flag,
     neighbours,
     reader,
+    rope_fields,
 )
 from edgeinfer.export.architectures.mixtures import (
     GRANITE_MOE_NAMES,
@@ -91,10 +92,7 @@ GRANITE = Architecture(
 # Half of each head is rotated, neighbours as pairs; biases of queries, keys and values.
 _GLM: dict[str, Any] = {"qkv_bias": flag("attention_bias"), "rope": neighbours}
 GLM = Architecture(
-    classes=("GlmForCausalLM",),
-    model_types=("glm",),
-    read=reader(**_GLM),
-    naming=Naming(gate_up=("mlp.gate_up_proj",)),
+    classes=("GlmForCausalLM",), model_types=("glm",), read=reader(**_GLM), naming=Naming(gate_up=("mlp.gate_up_proj",))
 )
 # GLM-4-0414: GLM with norms after attention and MLP too.
 GLM4 = Architecture(
@@ -158,9 +156,8 @@ def _read_olmo3(config: HFConfig, tied: bool) -> DecoderSpec:
     """OLMo 3: OLMo 2 with windows, and a scaled rotation in the other layers alone."""
     slides, head_dim = config.slides(_PATTERN), config.head_dim()
     whole, local = config.rope(head_dim, "full_attention"), config.local_rope(head_dim)
-    apart = any(slides) and whole != local
-    further = {"more_ropes": (local,), "rope_layers": tuple(map(int, slides))} if apart else {}
-    return reader(**_OLMO2, windows=config.windows_of(slides), rope=whole, **further)(config, tied)
+    ropes = rope_fields(whole, local, slides if whole != local else [])
+    return reader(**_OLMO2, windows=config.windows_of(slides), **ropes)(config, tied)
 
 
 def _read_exaone4(config: HFConfig, tied: bool) -> DecoderSpec:

@@ -94,11 +94,9 @@ def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int, **s
 
 
 def _nemotron_steps(config: HFConfig) -> dict[str, Any]:
-    """The limits of Nemotron-H's time steps, as the checkpoint's own code computes them.
-
-    Transformers' class lets no step be smaller than `time_step_min`. The code in published checkpoints uses
-    `time_step_limit`, and with that floor their text is worse (huggingface/transformers#48989).
-    """
+    """The limits of Nemotron-H's time steps, as the checkpoint's own code computes them. Transformers' class lets no
+    step be smaller than `time_step_min`. The code in published checkpoints uses `time_step_limit`, and with that floor
+    their text is worse (huggingface/transformers#48989)."""
     if config.get("auto_map") is not None or config.get("hybrid_override_pattern") is not None:
         return _steps(config)
     return {"least_step": config.number("time_step_min", 1e-3), "most_step": ANY_STEP}

@@ -41,11 +41,9 @@ MIXTRAL = Architecture(
 
 
 def _read_phimoe(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Phi-3.5-MoE: layer norms, and two experts of a token that are weighted one after the other.
-
-    Where a rotation is scaled, its sines and cosines are multiplied as the config says. Transformers 5.24 rotates texts
-    beyond LongRoPE's border by the short factors, where the model's makers take the long ones, as this does.
-    """
+    """Phi-3.5-MoE: layer norms, and two experts of a token that are weighted one after the other. Where a rotation is
+    scaled, its sines and cosines are multiplied as the config says. Transformers 5.24 rotates texts beyond LongRoPE's
+    border by the short factors, where the model's makers take the long ones, as this does."""
     rope, bias = config.rope(config.head_dim()), config.flag("attention_bias")
     if config.integer("num_experts_per_tok", _MIXED) != _MIXED:
         raise UnsupportedArchitectureError("Phi-3.5-MoE with other than two experts is not supported.", OPTIMUM_HINT)

@@ -36,7 +36,6 @@ class PlannedRows:
         self._factors: list[Floats] = []
 
     def __call__(self, start: int, stop: int) -> Floats:
-        """Rows start..stop-1."""
         parts = [self._read(*part) for part in self._parts(start, stop)]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if stop == self.shape[0]:
@@ -156,11 +155,8 @@ def places_of(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
 
 
 class PlannedTensors:
-    """All planned tensors by canonical name; see `quant.calibration.ModelReader`.
-
-    Args:
-        borrowed: tensors of another checkpoint.
-    """
+    """All planned tensors by canonical name, some `borrowed` from another checkpoint; see
+    `quant.calibration.ModelReader`."""
 
     def __init__(
         self, checkpoint: TensorFile, plans: Iterable[TensorPlan], borrowed: Mapping[str, PlannedRows] | None = None
@@ -171,7 +167,6 @@ class PlannedTensors:
         return name in self._rows
 
     def of(self, name: str) -> PlannedRows:
-        """Rows on demand."""
         return self._rows[name]
 
     def tensor(self, name: str) -> Floats:

@@ -85,13 +85,7 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
     if types is None:
         interval = config.integer("full_attention_interval", _INTERVAL)
         types = ["linear_attention" if layer % interval else "full_attention" for layer in range(1, layers + 1)]
-    known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
-    if not known or len(types) != layers:
-        raise CheckpointError(
-            f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", CONFIG_HINT
-        )
-    mixers = tuple(_MIXERS[each] for each in types)
-    return mixers if "delta" in mixers else ()
+    return config.mixers(types, _MIXERS)
 
 
 def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
@@ -129,19 +123,14 @@ def _read_3_5_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     return _hybrid(config, tied, moe=moe, intermediate_size=moe.expert_size)
 
 
-def _taken(source: Source, period: int, first: int, share: int) -> Source:
-    """In each `period` rows of a tensor, `share` rows from `first` on."""
-    return dataclasses.replace(source, pieces=(period, first, share))
-
-
 def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
     """Norms are stored minus one, and each query head has its gate after it."""
     size = spec.head_dim
     if plan.name.endswith("attn.qkv"):
         query, *others = plan.sources
-        return TensorPlan(plan.name, (_taken(query, 2 * size, 0, size), *others))
+        return TensorPlan(plan.name, (dataclasses.replace(query, pieces=(2 * size, 0, size)), *others))
     if plan.name.endswith("attn.gate"):
-        return TensorPlan(plan.name, (_taken(plan.sources[0], 2 * size, size, size),))
+        return TensorPlan(plan.name, (dataclasses.replace(plan.sources[0], pieces=(2 * size, size, size)),))
     return plan.changed(offset=1.0) if plan.name.endswith("norm") and ".mixer." not in plan.name else plan
 
 
@@ -157,41 +146,34 @@ def _refine_next(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Tenso
     name, shares = ("ba", [each, each]) if gates else ("qkvz", [delta.key_size, delta.key_size, wide, wide])
     sources, first = [], 0
     for share in shares:
-        source = Source(f"{root}in_proj_{name}.weight", (delta.key_heads * share, hidden))
-        sources.append(_taken(source, sum(shares), first, share))
+        shape, pieces = (delta.key_heads * share, hidden), (sum(shares), first, share)
+        sources.append(Source(f"{root}in_proj_{name}.weight", shape, pieces=pieces))
         first += share
     return TensorPlan(plan.name, tuple(sources))
 
 
-_NAMING = Naming(gate="self_attn.q_proj", mixer="linear_attn")
-_HYBRID_IGNORABLE = ("*.rotary_emb.inv_freq", "model.visual.*")
+_HYBRID: dict[str, Any] = {
+    "naming": Naming(gate="self_attn.q_proj", mixer="linear_attn"),
+    "ignorable": ("*.rotary_emb.inv_freq", "model.visual.*"),
+    "predicts": MTP,
+}
 
 QWEN3_NEXT = Architecture(
-    classes=("Qwen3NextForCausalLM",),
-    model_types=("qwen3_next",),
-    read=_read_next,
-    naming=_NAMING,
-    ignorable=_HYBRID_IGNORABLE,
-    refine=_refine_next,
-    predicts=MTP,
+    classes=("Qwen3NextForCausalLM",), model_types=("qwen3_next",), read=_read_next, refine=_refine_next, **_HYBRID
 )
 QWEN3_5 = Architecture(
     classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     model_types=("qwen3_5_text", "qwen3_5"),
     read=_hybrid,
-    naming=_NAMING,
     roots=_ROOTS,
-    ignorable=_HYBRID_IGNORABLE,
     refine=_refine,
-    predicts=MTP,
+    **_HYBRID,
 )
 QWEN3_5_MOE = Architecture(
     classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     read=_read_3_5_moe,
-    naming=_NAMING,
     roots=_ROOTS,
-    ignorable=_HYBRID_IGNORABLE,
     refine=_refine,
-    predicts=MTP,
+    **_HYBRID,
 )

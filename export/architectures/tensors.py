@@ -146,8 +146,7 @@ def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
 
 def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
     """The linear modules whose rows make up a planned matrix; none where LoRA adapters would not fit: experts,
-    embeddings, and matrices with moved or padded rows or columns.
-    """
+    embeddings, and matrices with moved or padded rows or columns."""
     if len(plan.shape) != 2 or is_looked_up(plan.name) or find_expert(plan.name) is not None:
         return ()
     whole = (dataclasses.replace(source, pieces=()).is_whole for source in plan.sources)
@@ -162,11 +161,9 @@ _EXPERT_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dens
 
 @dataclass(frozen=True)
 class MixtureNaming:
-    """Names of the tensors of a mixture, after the layer's own prefix.
-
-    A checkpoint stores every expert's matrices on their own, or one tensor that stacks them along a first axis, as
-    floats or as blocks of MXFP4 with scales; all are accepted.
-    """
+    """Names of the tensors of a mixture, after the layer's own prefix. A checkpoint stores every expert's matrices on
+    their own, or one tensor that stacks them along a first axis, as floats or as blocks of MXFP4 with scales; all are
+    accepted."""
 
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.bias"

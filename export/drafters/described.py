@@ -39,8 +39,6 @@ class ModuleSource:
 
 @dataclass(frozen=True)
 class DescribedModule:
-    """A draft module that can be written."""
-
     spec: DecoderSpec
     module: DraftModule
     plans: tuple[TensorPlan, ...]  # of its own tensors

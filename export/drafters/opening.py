@@ -1,7 +1,5 @@
-"""Finds the draft module that goes into a bundle, and writes it as a bundle inside its target's.
-
-The module's graph reads embedding and head from the target's files.
-"""
+"""Finds the draft module that goes into a bundle, and writes it as a bundle inside its target's. The module's graph
+reads embedding and head from the target's files."""
 
 from __future__ import annotations
 
@@ -55,12 +53,8 @@ class OpenedModule:
 
 @contextmanager
 def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -> Iterator[OpenedModule | None]:
-    """The module for a target, with its checkpoint open; None where there is none.
-
-    Args:
-        own: the target's checkpoint. Its module is left out with a warning where it is incomplete or would share a head
-            that the method changes.
-    """
+    """The module for a target, with its checkpoint open; None where there is none, or where the target's `own` is
+    incomplete or would share a head that the method changes, with a warning."""
     if config.drafter is None:
         yield _shipped(config, family, own)
         return

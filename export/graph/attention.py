@@ -238,10 +238,8 @@ class _PagedAttention(Attention):
         return graph.op(name, inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **sizes, **given)
 
     def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
-        """Queries and keys minus the means of their heads where their norms are layer norms: the rest is an RMS norm.
-
-        A norm of all heads together subtracts the mean of all.
-        """
+        """Queries and keys minus the means of their heads where their norms are layer norms: the rest is an RMS norm. A
+        norm of all heads together subtracts the mean of all."""
         spec, prefix, heads = self._spec, f"layers.{layer}.attn", self._spec.heads(layer)
         if not spec.qk_norm or spec.norm != "layer":
             return qkv

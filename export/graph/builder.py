@@ -34,13 +34,8 @@ Shape = Sequence[int | str]
 
 
 class GraphBuilder:
-    """Collects nodes in order; a branch collects its own and shares weights and constants with its parent.
-
-    Args:
-        weights: file next to the model that external initializers point into.
-        opset: of the standard operators, 21 or 23.
-        elsewhere: files of tensors that lie in other files, by the tensors' names.
-    """
+    """Collects nodes in order; a branch collects its own and shares weights and constants with its parent. External
+    initializers point into the file `weights`, or into the file that `elsewhere` names for a tensor."""
 
     def __init__(
         self,

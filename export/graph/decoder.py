@@ -1,8 +1,5 @@
-"""The ONNX graph of a decoder as edgeinfer.bundle.graph describes it.
-
-Weights are initializers of the main graph even where only an `If` branch uses them: ONNX Runtime then packs them once
-and drops the raw pages.
-"""
+"""The ONNX graph of a decoder as edgeinfer.bundle.graph describes it. Weights are initializers of the main graph even
+where only an `If` branch uses them: ONNX Runtime then packs them once and drops the raw pages."""
 
 from __future__ import annotations
 
@@ -58,13 +55,7 @@ class BlockInput(NamedTuple):
 
 
 class DecoderGraph:
-    """The graph of a decoder while it is built, part by part; `edgeinfer.export.graph.draft_module` overrides parts.
-
-    Args:
-        tensors: the tensor table by canonical name; complete for the spec.
-        operators, attention: of the layout.
-        taps: as `Manifest.taps`.
-    """
+    """The graph of a decoder while it is built, part by part; `edgeinfer.export.graph.draft_module` overrides parts."""
 
     def __init__(
         self,

@@ -54,8 +54,6 @@ def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_c
 
 @dataclass(frozen=True)
 class Entering:
-    """Input of an MLP or a mixture."""
-
     value: str
     norm: str  # before it; empty for none
     residual: str
@@ -124,10 +122,8 @@ def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -
 
 
 def _choose(graph: GraphBuilder, experts: Experts, judged: str) -> tuple[str, str]:
-    """The values and ids of the experts that are best by `judged` and the caller's bias.
-
-    The bias of an expert that may be chosen is zero, so its value is its score.
-    """
+    """The values and ids of the experts that are best by `judged` and the caller's bias. The bias of an expert that may
+    be chosen is zero, so its value is its score."""
     prefix = f"layers.{experts.layer}.mlp.router"
     biased = graph.op("Add", [judged, _bias(experts.layer)], f"{prefix}.biased")
     if experts.moe.groups > 1:

@@ -1,8 +1,6 @@
 """The weighted parts of a decoder's graph in standard operators on float32 weights, activations and experts included.
-
 Each layout of quantized weights has a subclass, which takes over where a weight is quantized: `PortableOperators` and
-`NativeOperators`.
-"""
+`NativeOperators`."""
 
 from __future__ import annotations
 
@@ -93,11 +91,8 @@ class Operators:
         gated: bool | None = None,
         cut: float = 0.0,
     ) -> str:
-        """The first half of an MLP, normed before where a norm is named: act(gate) * up of the value, or act(up).
-
-        Args:
-            gated: None is as the decoder's own MLPs.
-        """
+        """The first half of an MLP, normed before where a norm is named: act(gate) * up of the value, or act(up); by
+        default gated as the decoder's own MLPs are."""
         gated = self._spec.gated if gated is None else gated
         name = f"{prefix}.gate_up" if gated else f"{prefix}.up"
         product = self.linear(graph, value, name, f"{name}.result", norm=norm, part=part)
@@ -166,12 +161,8 @@ _XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
 
 
 def add_activation(graph: GraphBuilder, name: str, value: str, result: str, constants: str = "") -> str:
-    """Adds an activation function; returns `result`.
-
-    Args:
-        name: of edgeinfer.bundle.spec.Activation except swiglu_oai, which needs both factors; or "sigmoid".
-        constants: of xielu, alpha_p and alpha_n (2,).
-    """
+    """Adds an activation, or "sigmoid", and returns `result`; swiglu_oai needs both factors, xielu alpha_p and alpha_n
+    (2,)."""
     if name == "xielu":
         return _xielu(graph, value, result, constants)
     return _FUNCTIONS[name](graph, value, result)
@@ -299,8 +290,6 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Arguments of an operator of experts."""
-
     experts: Experts
     count: int  # most experts of a token
     value: str  # normed input
@@ -310,10 +299,8 @@ class Mixing:
 
 
 def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
-    """Experts of float32: ONNX Runtime's MoE where it can, else all of them, multiplied by their weights.
-
-    MoE makes weights by its own softmax; logarithms of the weights give the weights divided by their sum.
-    """
+    """Experts of float32: ONNX Runtime's MoE where it can, else all of them, multiplied by their weights. MoE makes
+    weights by its own softmax; logarithms of the weights give the weights divided by their sum."""
     experts, routing = mixing.experts, mixing.routing
     prefix = f"layers.{experts.layer}.mlp.experts"
     dense = _dense_weights(graph, routing, prefix)
@@ -369,10 +356,8 @@ def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) 
 
 
 def quantized_experts(graph: GraphBuilder, mixing: Mixing) -> str:
-    """Experts of the portable layout: QMoE, which gets their weights as inputs.
-
-    Experts that are not gated are all computed by the whole model: their router may choose any number of them.
-    """
+    """Experts of the portable layout: QMoE, which gets their weights as inputs. Experts that are not gated are all
+    computed by the whole model: their router may choose any number of them."""
     experts, routing = mixing.experts, mixing.routing
     prefix, into = f"layers.{experts.layer}.mlp.experts", experts.into
     dense = _dense_weights(graph, routing, prefix)

@@ -1,8 +1,6 @@
 """Parts around a layer: hidden states in several streams, per-layer embeddings, and the scale of a layer's output.
-
 Between layers the streams of a token follow one another (1, S, A D). A layer whose MLP the layer mask leaves out
-predicts each stream unchanged and adds the attention's change to all of them.
-"""
+predicts each stream unchanged and adds the attention's change to all of them."""
 
 from __future__ import annotations
 
@@ -34,9 +32,8 @@ class Streams:
         self._spec, self._ops, self._streams = spec, operators, spec.streams
 
     def declare(self, graph: GraphBuilder) -> None:
-        """Makes values for all layers from the layer mask: 1 or 0 per MLP, and the weights of attention's result and
-        of the augmented residual.
-        """
+        """Makes values for all layers from the layer mask: 1 or 0 per MLP, and the weights of attention's result and of
+        the augmented residual."""
         layers = self._spec.num_layers
         mlps = graph.constant(range(1, 2 * layers, 2))
         runs = graph.op("Gather", [io.LAYER_MASK, mlps], "streams.run")

@@ -132,15 +132,34 @@ class ExportConfig:
             if not pattern:
                 raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
         if self.drafter is not None:
-            self._check_drafter()
+            # The native graph alone gives a drafter the states that it reads.
+            asked = {
+                f"format={self.format!r}": self.format != "onnx",
+                f"exporter={self.exporter!r}": self.exporter != "native",
+                f"layout={self.layout!r}": self.layout != NATIVE,
+                "static": self.static is not None,
+            }
+            _refuse(asked, "with a drafter", "Leave it out, or leave --drafter out.")
         if self.exporter != "native":
-            self._check_opaque()
+            # The optimum exporter names no tensors and runs no layers.
+            asked = {
+                "method": self.method not in (None, "rtn"),
+                "calibration": self.calibration is not None,
+                "budget_bits": self.budget_bits is not None,
+                "target_size": self.target_size is not None,
+                "bits_for": bool(self.bits_for),
+            }
+            _refuse(asked, f"by the {self.exporter} exporter", "Leave it out, or use the native exporter.")
         if self.static is not None:
             self._check_static()
         if self.format == "gguf":
             self._check_gguf()
         else:
-            self._check_onnx()
+            asked = {
+                "A GGUF type": self.gguf_type is not None or bool(self.types_for),
+                "Leaving layers out": bool(self.prune_layers or self.prune_count),
+            }
+            _refuse(asked, "for ONNX models", "Add --format gguf, or leave it out.")
 
     def _check_method(self) -> None:
         _choice("method", self.method, (None, *METHODS))
@@ -162,27 +181,6 @@ class ExportConfig:
         if self.target_size is not None and self.target_size <= 0:
             message = Setting("target_size", self.target_size) + " is out of range."
             raise UsageError(message, "Use a positive number of bytes.")
-
-    def _check_opaque(self) -> None:
-        """Refuses options that the optimum exporter lacks: it names no tensors and runs no layers."""
-        asked = {
-            "method": self.method not in (None, "rtn"),
-            "calibration": self.calibration is not None,
-            "budget_bits": self.budget_bits is not None,
-            "target_size": self.target_size is not None,
-            "bits_for": bool(self.bits_for),
-        }
-        _refuse(asked, f"by the {self.exporter} exporter", "Leave it out, or use the native exporter.")
-
-    def _check_drafter(self) -> None:
-        """Refuses bundles without the native graph, which alone gives a drafter the states that it reads."""
-        asked = {
-            f"format={self.format!r}": self.format != "onnx",
-            f"exporter={self.exporter!r}": self.exporter != "native",
-            f"layout={self.layout!r}": self.layout != NATIVE,
-            "static": self.static is not None,
-        }
-        _refuse(asked, "with a drafter", "Leave it out, or leave --drafter out.")
 
     def _check_gguf(self) -> None:
         """Refuses options that llama.cpp's types decide."""
@@ -222,14 +220,6 @@ class ExportConfig:
             **{f"{few} bits": few in (self.bits, self.head_bits, *(b for _, b in self.bits_for)) for few in (2, 3)},
         }
         _refuse(asked, "for static models", "Leave it out, and choose --bits 4, 8 or 32, or leave --static out.")
-
-    def _check_onnx(self) -> None:
-        """Refuses options of GGUF files only."""
-        asked = {
-            "A GGUF type": self.gguf_type is not None or bool(self.types_for),
-            "Leaving layers out": bool(self.prune_layers or self.prune_count),
-        }
-        _refuse(asked, "for ONNX models", "Add --format gguf, or leave it out.")
 
     @property
     def is_reworked(self) -> bool:
@@ -304,8 +294,6 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True)
 class FileType:
-    """A type of files."""
-
     name: str  # as llama.cpp's own tool writes it
     number: int  # llama.cpp's number of it
     base: str  # type of most tensors

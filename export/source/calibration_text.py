@@ -20,8 +20,6 @@ _PIECES = 256
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Texts to run a model on."""
-
     texts: tuple[NDArray[np.int64], ...]  # token ids of each
     sha256: str  # of the file
 

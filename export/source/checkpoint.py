@@ -56,11 +56,7 @@ class TensorFile(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name; opening reads the headers only.
-
-    Args:
-        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
-    """
+    """The tensors of a checkpoint directory, in one file or in shards, by name; opening reads the headers only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

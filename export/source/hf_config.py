@@ -1,8 +1,5 @@
-"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike.
-
-Fields that the file leaves out get the defaults of transformers, which config_defaults.json holds;
-`python -m tests.tools.config_defaults` writes that file.
-"""
+"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike. Fields that the file leaves out get the
+defaults of transformers, which config_defaults.json holds; `python -m tests.tools.config_defaults` writes that file."""
 
 from __future__ import annotations
 
@@ -10,11 +7,12 @@ import functools
 import json
 import math
 import sys
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle.parts import RopeSpec
+from edgeinfer.bundle.parts import Mixer, RopeSpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
@@ -36,29 +34,23 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class HFConfig:
-    """A parsed config.json."""
-
     def __init__(self, values: dict[str, Any]) -> None:
         listed = values.get("layers_block_type")
         if isinstance(listed, list) and values.get("num_hidden_layers") is None:
             values = values | {"num_hidden_layers": len(listed)}
-        self._values = values
+        self.values = values
         classes = values.get("architectures")
         named = isinstance(classes, list) and bool(classes) and isinstance(classes[0], str)
         self.architecture: str = classes[0] if named and classes else ""  # the model class, `architectures[0]`, or ""
         self.model_type: str = str(values.get("model_type", ""))  # transformers' name of the family, or ""
 
-    @property
-    def values(self) -> dict[str, Any]:
-        return self._values
-
     def get(self, name: str) -> Any:
         """A raw value; None where it is absent or null."""
-        return self._values.get(name)
+        return self.values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer; required unless a default is given."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
             raise _wrong(name, value, "a positive integer")
@@ -66,10 +58,10 @@ class HFConfig:
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; required unless a default is given."""
-        return _number(self._values, name, default)
+        return _number(self.values, name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise _wrong(name, value, "true or false")
         return default if value is None else value
@@ -80,7 +72,7 @@ class HFConfig:
 
     def dense_layers(self) -> tuple[int, ...]:
         """Layers of a Qwen that have an ordinary MLP: `mlp_only_layers`, and all but each `decoder_sparse_step`th."""
-        given = self._values.get("mlp_only_layers") or []
+        given = self.values.get("mlp_only_layers") or []
         if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
             raise _wrong("mlp_only_layers", given, "a list of layers")
         step = self.integer("decoder_sparse_step", 1)
@@ -89,26 +81,23 @@ class HFConfig:
 
     def activation(self, field: str = "hidden_act") -> Activation:
         """The MLP's activation function, which a family may name in another field."""
-        name = self._values.get(field, "silu")
+        name = self.values.get(field, "silu")
         if not isinstance(name, str) or name not in _ACTIVATIONS:
             raise UnsupportedArchitectureError(f"The activation {name!r} is not supported.", OPTIMUM_HINT)
         return _ACTIVATIONS[name]
 
     def head_dim(self) -> int:
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
-        given = self._values.get("head_dim")
+        given = self.values.get("head_dim")
         if given is None and hidden % heads:
             raise _wrong("hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
         return self.integer("head_dim", hidden // heads)
 
     def rope(self, head_dim: int, layers: str = "", *, partial: float = 1.0) -> RopeSpec:
-        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
-
-        Args:
-            layers: type of layers with a rotation of its own, such as "full_attention".
-            partial: default share of rotated channels of a head.
-        """
-        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4), of all
+        layers or of a type with its own, such as "full_attention"; `partial` is the default share of rotated
+        channels."""
+        given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if isinstance(given, dict) and layers and isinstance(given.get(layers), dict):
             given = given[layers]
         if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
@@ -140,7 +129,7 @@ class HFConfig:
         raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
 
     def rope_number(self, name: str) -> float:
-        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         return _number(given if isinstance(given, dict) else {}, name)
 
     def _yarn(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
@@ -190,7 +179,7 @@ class HFConfig:
 
     def local_rope(self, head_dim: int) -> RopeSpec:
         """The rotation of layers with a window: their own (`rope_local_base_freq` where given), else a plain one."""
-        given = self._values.get("rope_parameters")
+        given = self.values.get("rope_parameters")
         if isinstance(given, dict) and isinstance(given.get("sliding_attention"), dict):
             return self.rope(head_dim, "sliding_attention")
         nested = given.get("rope_theta") if isinstance(given, dict) else None
@@ -198,14 +187,10 @@ class HFConfig:
         return RopeSpec("default", self.number("rope_local_base_freq", theta), head_dim)
 
     def slides(self, pattern: int = 0) -> list[bool]:
-        """Which layers have a sliding window, by `layer_types`, or all but each `sliding_window_pattern`th.
-
-        Args:
-            pattern: default; 0 for no sliding layer.
-        """
-        layers, kinds = self.integer("num_hidden_layers"), self._values.get("layer_types")
+        """Which layers have a sliding window, by `layer_types`, or all but each `pattern`th; 0 is none."""
+        layers, kinds = self.integer("num_hidden_layers"), self.values.get("layer_types")
         if kinds is None:
-            given = self._values.get("sliding_window_pattern")
+            given = self.values.get("sliding_window_pattern")
             step = pattern if given is None else self.integer("sliding_window_pattern")
             return [bool(step) and (layer + 1) % step != 0 for layer in range(layers)]
         known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
@@ -215,7 +200,7 @@ class HFConfig:
 
     def windows_of(self, slides: list[bool]) -> tuple[int, ...]:
         """Windows of the layers that slide, and 0 of the others; empty where none does."""
-        given = self._values.get("sliding_window")
+        given = self.values.get("sliding_window")
         if given is None or not any(slides):
             return ()
         window = self.integer("sliding_window")
@@ -227,13 +212,24 @@ class HFConfig:
     def uniform_windows(self) -> tuple[int, ...]:
         return self.windows_of([True] * self.integer("num_hidden_layers"))
 
+    def mixers(self, types: object, mixers: Mapping[str, Mixer]) -> tuple[Mixer, ...]:
+        """The mixer of each layer by its type; empty where all layers attend."""
+        layers = self.integer("num_hidden_layers")
+        known = isinstance(types, list) and all(isinstance(each, str) and each in mixers for each in types)
+        if not known or not isinstance(types, list) or len(types) != layers:
+            raise CheckpointError(
+                f"config.json: layer_types={types!r} is not {layers} of {', '.join(mixers)}.", CONFIG_HINT
+            )
+        found = tuple(mixers[each] for each in types)
+        return () if set(found) == {"attention"} else found
+
     def windows_by_layer(self) -> tuple[int, ...]:
         """Qwen's windows: by `layer_types`, or from layer `max_window_layers` on, if `use_sliding_window` is set."""
         layers = self.integer("num_hidden_layers")
         if not self.flag("use_sliding_window"):
             return ()
-        if self._values.get("layer_types") is None:
-            first = self._values.get("max_window_layers", 0)
+        if self.values.get("layer_types") is None:
+            first = self.values.get("max_window_layers", 0)
             return self.windows_of([layer >= first for layer in range(layers)])
         return self.windows_of(self.slides())
 
@@ -286,11 +282,7 @@ _OLDER = {"layers_block_type": "hybrid_override_pattern", "rope_parameters": "ro
 
 
 def completed(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The values of a config.json, with the defaults of its kind for missing fields; null stays null.
-
-    Args:
-        kind: `model_type`, of multimodal models that of the language model.
-    """
+    """The values of a config.json, with the defaults of its `model_type` for missing fields; null stays null."""
     known = _known_defaults()
     kind = known["kinds"].get(kind, kind)
     family = known["families"].get(kind, {"aliases": {}, "defaults": {}})

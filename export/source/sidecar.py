@@ -37,11 +37,7 @@ class Sidecar:
     files: dict[str, bytes] = field(default_factory=dict)
 
     def write(self, folder: Path, *, table: bool = True) -> None:
-        """Writes all files into a folder.
-
-        Args:
-            table: also write the tokenizer's memory-mapped table, where it can have one.
-        """
+        """Writes all files into a folder, with the tokenizer's memory-mapped `table` where it can have one."""
         made = encode_table(self.files[_TOKENIZER]) if table else None
         for name, data in (self.files | ({} if made is None else {TABLE: made})).items():
             (folder / name).write_bytes(data)
@@ -79,8 +75,7 @@ def _tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> bytes:
 
 def _completed(data: bytes, tokenizer: dict[str, Any], tokenizer_config: dict[str, Any]) -> bytes:
     """A tokenizer completed from tokenizer_config.json as transformers does: Unicode composition by class, and added
-    tokens.
-    """
+    tokens."""
     given = tokenizer.get("added_tokens") or []
     if not isinstance(given, list) or not all(map(_is_added_token, given)):
         return data
@@ -116,10 +111,8 @@ def _written(tokenizer: dict[str, Any], data: bytes) -> bytes:
 
 
 def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
-    """A tokenizer with merges as strings instead of pairs, which devices parse in half of the memory.
-
-    Unchanged where a part of a pair contains a space, or there are no pairs.
-    """
+    """A tokenizer with merges as strings instead of pairs, which devices parse in half of the memory. Unchanged where a
+    part of a pair contains a space, or there are no pairs."""
     model = tokenizer.get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
     if not isinstance(merges, list) or not merges or not all(_is_plain_pair(pair) for pair in merges):

@@ -50,8 +50,6 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class DflashOptions(KindOptions["DflashTask"]):
-    """How a drafter is trained."""
-
     kind = "dflash"
 
     layers: int = 1  # of the drafter
@@ -83,8 +81,6 @@ class DflashOptions(KindOptions["DflashTask"]):
 
 @dataclass(frozen=True)
 class BlockShape(ModuleShape):
-    """Sizes of a drafter."""
-
     layers: int
     target_layers: int
     taps: tuple[int, ...]  # layers of the target after which it reads states
@@ -249,10 +245,8 @@ class _Attention(ModuleAttention):
         super().__init__(shape, shape.width, _EPS)
 
     def forward(self, hidden: Tensor, given: Tensor, places: Tensor, seen: Tensor) -> Tensor:
-        """Rows of blocks attend to the text before their block and to the block.
-
-        hidden (B, R, D), given (B, C, D), places (B, C + R), seen (B, R, C + R) -> (B, R, D)
-        """
+        """Rows of blocks attend to the text before their block and to the block. hidden (B, R, D), given (B, C, D),
+        places (B, C + R), seen (B, R, C + R) -> (B, R, D)"""
         both = torch.cat([given, hidden], 1)
         queries, keys = self._queries(hidden, places[:, given.shape[1] :]), self._keys(both, places)
         mixed = F.scaled_dot_product_attention(queries, keys, self._values(both), attn_mask=seen[:, None])

@@ -1,7 +1,5 @@
-"""The training of a drafter over a frozen target: text, the target's replies, as many steps as fit the time.
-
-A kind of drafter is one file with its options and its task: the model, the loss, how it is measured and written.
-"""
+"""The training of a drafter over a frozen target: text, the target's replies, as many steps as fit the time. A kind of
+drafter is one file with its options and its task: the model, the loss, how it is measured and written."""
 
 from __future__ import annotations
 
@@ -36,17 +34,12 @@ _SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
-class DistillOptions:
-    """Options of all trainings of drafters."""
+class StepOptions:
+    """Options of the steps of every training."""
 
-    least_steps: ClassVar[int] = 1
-    least_samples: ClassVar[int] = 0
     weight_decay: ClassVar[float] = 0.1
     most_warmup: ClassVar[int] = 50
 
-    steps: int | None = None  # of the optimizer; None goes by `minutes`
-    minutes: float | None = 30.0  # time limit of everything, where `steps` is None
-    samples: int | None = None  # tokens that the target writes; None goes by the steps or by `minutes`
     # `rows`, `length`: windows of a step and their tokens.
     rows: int = 8
     length: int = 256
@@ -57,12 +50,6 @@ class DistillOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", self.least_steps), ("samples", self.least_samples)):
-            value = getattr(self, name)
-            require(value is None or value >= least, name, value, f"{least} or more")
-        if self.steps is None:
-            fits = self.minutes is not None and 0 < self.minutes <= 100_000
-            require(fits, "minutes", self.minutes, "more than 0")
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
 
@@ -82,13 +69,30 @@ class DistillOptions:
         return torch.from_numpy(tokens.batch(self.seed, step, self.rows, self.length + extra)).to(device)
 
 
-class DistillTask(ABC):
-    """A model over a frozen target. Implements `trainer.Task`.
+@dataclass(frozen=True)
+class DistillOptions(StepOptions):
+    """Options of all trainings of drafters."""
 
-    Args:
-        sources: replies of the target and other text, which take turns.
-        settings: what the result depends on, besides windows and data.
-    """
+    least_steps: ClassVar[int] = 1
+    least_samples: ClassVar[int] = 0
+
+    steps: int | None = None  # of the optimizer; None goes by `minutes`
+    minutes: float | None = 30.0  # time limit of everything, where `steps` is None
+    samples: int | None = None  # tokens that the target writes; None goes by the steps or by `minutes`
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", self.least_steps), ("samples", self.least_samples)):
+            value = getattr(self, name)
+            require(value is None or value >= least, name, value, f"{least} or more")
+        if self.steps is None:
+            fits = self.minutes is not None and 0 < self.minutes <= 100_000
+            require(fits, "minutes", self.minutes, "more than 0")
+        super().__post_init__()
+
+
+class DistillTask(ABC):
+    """A model over a frozen target, which learns from the target's replies and other text in turns. Implements
+    `trainer.Task`."""
 
     name: str
     module: torch.nn.Module
@@ -129,8 +133,6 @@ T = TypeVar("T", bound=DistillTask)
 
 @dataclass(frozen=True)
 class KindOptions(DistillOptions, ABC, Generic[T]):
-    """Options of one kind of drafter."""
-
     kind: ClassVar[str]
 
     @abstractmethod
@@ -140,8 +142,6 @@ class KindOptions(DistillOptions, ABC, Generic[T]):
 
 @dataclass(frozen=True)
 class Distilled(Generic[T]):
-    """A trained drafter."""
-
     task: T
     # `before`, `after`: figures on validation text.
     before: dict[str, float]
@@ -170,11 +170,8 @@ def distill(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> Distilled[T]:
-    """Trains a drafter in a working folder, or resumes the training that was interrupted there.
-
-    Args:
-        replier: draws the target's replies; None draws them in torch.
-    """
+    """Trains a drafter in a working folder, or resumes there; torch draws the target's replies where no `replier`
+    does."""
     started = time.monotonic()
     material = open_text(text, work, options.length, options.threads)
     drawer: Replier = replier or TorchReplier(target)

@@ -141,12 +141,6 @@ def expected_tokens(acceptance: float, drafted: int) -> float:
     return sum(acceptance**i for i in range(drafted + 1))
 
 
-def acceptance_guess(size: StudentSize, vocabulary: int, target_weights: int) -> float:
-    """The acceptance rate that a drafter of this size may reach after training."""
-    halvings = max(0.0, math.log2(target_weights / size.weights(vocabulary)) + 1 - math.log2(size.layers + 1))
-    return max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
-
-
 def choose_size(costs: TargetCosts, vocabulary: int) -> SizeChoice:
     """The size with the highest predicted speed-up; of equals the smallest."""
     sizes = [StudentSize.of(width, layers) for width in _WIDTHS for layers in _LAYERS]
@@ -155,7 +149,9 @@ def choose_size(costs: TargetCosts, vocabulary: int) -> SizeChoice:
 
 
 def _judge(size: StudentSize, costs: TargetCosts, vocabulary: int) -> SizeChoice:
-    acceptance = acceptance_guess(size, vocabulary, costs.target_weights)
+    # The acceptance rate that a drafter of this size may reach after training.
+    halvings = max(0.0, math.log2(costs.target_weights / size.weights(vocabulary)) + 1 - math.log2(size.layers + 1))
+    acceptance = max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
     draft_ms = costs.draft_ms(size, vocabulary)
 
     def speedup(drafted: int) -> float:
@@ -192,10 +188,8 @@ def make_student(size: StudentSize, target: Target, seed: int) -> Any:
 
 @torch.no_grad()
 def _inherit_embedding(student: Any, target: Any) -> None:
-    """Copies the target's head to the student in the directions in which its tokens differ most.
-
-    Which tokens are alike is most of what a tiny model has to learn.
-    """
+    """Copies the target's head to the student in the directions in which its tokens differ most. Which tokens are alike
+    is most of what a tiny model has to learn."""
     head = target.lm_head.weight.detach().float().cpu()  # (V, T)
     directions = torch.linalg.eigh(head.T @ head).eigenvectors  # (T, T), ascending
     width = min(student.config.hidden_size, head.shape[1])
@@ -309,8 +303,6 @@ class _StudentTask:
 
 @dataclass(frozen=True)
 class DrafterTraining:
-    """A trained drafter."""
-
     checkpoint: Path
     size: StudentSize
     # `untrained`, `read`, `distilled`: acceptance before training, after reading text, and at the end, on replies of
@@ -346,11 +338,8 @@ def train_drafter(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> DrafterTraining:
-    """Trains a drafter in a working folder, or resumes the training that was interrupted there.
-
-    Args:
-        replier: draws the target's replies; None draws them in torch.
-    """
+    """Trains a drafter in a working folder, or resumes there; torch draws the target's replies where no `replier`
+    does."""
     started = time.monotonic()
     material = open_text(text, work, options.length, options.threads)
     drawer: Replier = replier or TorchReplier(target)

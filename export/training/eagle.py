@@ -16,21 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.distill import KindOptions
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
+    ChainOptions,
+    ChainShape,
     ChainTask,
     ModuleAttention,
     ModuleLayer,
-    ModuleShape,
     Taught,
-    common_config,
-    drafted_tokens,
     draw_matrices,
-    mapped_tokens,
-    save_module,
-    sizes_like,
 )
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.options import require
@@ -41,26 +36,22 @@ _USUAL_LAYERS = 8
 
 
 @dataclass(frozen=True)
-class EagleOptions(KindOptions["EagleTask"]):
-    """How a head is trained."""
-
+class EagleOptions(ChainOptions["EagleTask"]):
     kind = "eagle"
 
     depth: int = 5  # steps of drafting that a window is unrolled over
-    # That the head can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-    tokens: int | None = None
+
+    @property
+    def places(self) -> int:
+        return self.depth
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.depth <= 16, "depth", self.depth, "from 1 to 16")
-        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
-        require(self.length >= 2 * self.depth, "length", self.length, f"{2 * self.depth} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> EagleTask:
-        sizes = sizes_like(target)
         taps = _default_taps(target.config.get_text_config().num_hidden_layers)
-        shape = HeadShape(**sizes, drafted=drafted_tokens(self.tokens, sizes["vocabulary"]), taps=taps)
-        return EagleTask(target, sources, self, shape)
+        return EagleTask(target, sources, self, HeadShape(**self._sizes(target), taps=taps))
 
 
 def _default_taps(layers: int) -> tuple[int, int, int]:
@@ -71,10 +62,7 @@ def _default_taps(layers: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class HeadShape(ModuleShape):
-    """Sizes of a head."""
-
-    drafted: int  # Vd, tokens that it can draft
+class HeadShape(ChainShape):
     taps: tuple[int, ...]  # layers of the target before which it reads states
 
 
@@ -86,20 +74,12 @@ class EagleTask(ChainTask):
     shape: HeadShape
 
     def __init__(self, target: Target, sources: tuple[TokenFile, ...], options: EagleOptions, shape: HeadShape) -> None:
-        super().__init__(target, sources, options, {"depth": options.depth}, options.depth, shape.drafted)
-        self.shape = shape
+        super().__init__(target, sources, options, {"depth": options.depth}, options.depth, shape)
         self.module = self._draw(lambda: EagleHead(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        config = common_config(self.shape, _EPS) | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": self.shape.drafted,
-            "eagle_aux_hidden_state_layer_ids": list(self.shape.taps),
-            "tie_word_embeddings": False,
-        }
-        save_module(folder, self.module, mapped_tokens(self.tokens, self.shape.vocabulary), config)
+        taps = {"eagle_aux_hidden_state_layer_ids": list(self.shape.taps)}
+        self._write(folder, _EPS, {"architectures": ["LlamaForCausalLMEagle3"], **taps}, {})
 
     def _read_states(self, output: Any) -> Tensor:  # (1, S, W)
         return torch.cat([output.hidden_states[tap].float() for tap in self.shape.taps], -1)
@@ -116,11 +96,8 @@ class EagleTask(ChainTask):
 
 
 class EagleHead(ChainModule):
-    """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints.
-
-    Args:
-        head: initial LM head, over the tokens that can be drafted. (Vd, D)
-    """
+    """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints; `head` is the
+    initial LM head (Vd, D)."""
 
     def __init__(self, shape: HeadShape, head: Tensor) -> None:
         super().__init__()
@@ -140,11 +117,8 @@ class _Attention(ModuleAttention):
         super().__init__(shape, 2 * shape.width)
 
     def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, 2 D) -> (B, S, D)
-        """Each row attends to the text up to itself and, of each drafted step, to the row of its own chain.
-
-        Args:
-            past: keys and values of earlier steps, the text's first; this step's are appended. (B, H, S, Dh) each
-        """
+        """Each row attends to the text up to itself and, of each drafted step, to its own chain's row. `past` has keys
+        and values of earlier steps, the text's first, (B, H, S, Dh) each; this step's are appended."""
         places = torch.arange(x.shape[1], device=x.device) + len(past)
         queries = self._queries(x, places)
         past.append((self._keys(x, places), self._values(x)))

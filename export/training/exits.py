@@ -1,8 +1,6 @@
-"""Trains a model so that its first layers predict what the whole model does.
-
-LayerSkip (Elhoushi et al. 2024): layers are left out in training, later ones more often, and each step one exit in turn
-learns as well. The last layer's distribution stays close to the original one, which guards the quality.
-"""
+"""Trains a model so that its first layers predict what the whole model does. LayerSkip (Elhoushi et al. 2024): layers
+are left out in training, later ones more often, and each step one exit in turn learns as well. The last layer's
+distribution stays close to the original one, which guards the quality."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.distill import VALIDATION_SHARE
+from edgeinfer.export.training.distill import VALIDATION_SHARE, StepOptions
 from edgeinfer.export.training.losses import TeacherProbabilities, taught_divergence, teacher_probabilities
 from edgeinfer.export.training.models import Target, layer_states, require_plain, save_checkpoint
 from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.trainer import Trained, Trainer, TrainOptions
+from edgeinfer.export.training.trainer import Trained, Trainer
 from edgeinfer.options import require
 from edgeinfer.results import Progress
 
@@ -37,46 +35,27 @@ DepthFigures = dict[int, float]
 
 
 @dataclass(frozen=True)
-class ExitsOptions:
-    """How exits are tuned."""
+class ExitsOptions(StepOptions):
+    weight_decay = 0.0  # the model shall forget nothing
+    most_warmup = 30
 
-    steps: int = 300
-    rows: int = 8
-    length: int = 256
     learning_rate: float = 5e-4
+    steps: int = 300
     # Rate at which the last layer is left out; it is lower for earlier layers, and 0 for the first.
     dropout: float = 0.1
     exit_weight: float = 1.0  # of an exit's loss relative to the whole model's
     guard: float = 1.0  # weight of the whole model's divergence from its original predictions
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("length", 8)):
-            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+        super().__post_init__()
         require(0 <= self.dropout < 1, "dropout", self.dropout, "from 0 to less than 1")
         for name in ("exit_weight", "guard"):
             require(0 <= getattr(self, name) <= 100, name, getattr(self, name), "from 0 to 100")
-        self.training()
-
-    def training(self) -> TrainOptions:
-        warmup = min(30, max(1, self.steps // 10))
-        return TrainOptions(
-            self.steps,
-            self.learning_rate,
-            weight_decay=0.0,  # the model shall forget nothing
-            warmup=warmup,
-            seed=self.seed,
-            device=self.device,
-            threads=self.threads,
-        )
+        self.training(self.steps)
 
 
 @dataclass(frozen=True)
 class ExitsTraining:
-    """A model whose exits were tuned."""
-
     checkpoint: Path
     # `before`, `after`: by layers run, how often an exit finds the whole model's likeliest token, which is the
     # acceptance of greedy self-speculation.
@@ -179,7 +158,7 @@ def tune_exits(
     before, perplexity = measure_depths(target.model, windows)
     target.model.requires_grad_(True)
     task = ExitsTask(target.model, taught, options, target.digest)
-    trained = Trainer(task, options.training(), work / "exits").run(progress)
+    trained = Trainer(task, options.training(options.steps), work / "exits").run(progress)
     target.model.requires_grad_(False)
     after, perplexity_after = measure_depths(target.model, windows)
     save_checkpoint(target.model, target, out)

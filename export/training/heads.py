@@ -1,8 +1,6 @@
 """Trains heads that draft from a target's last states: Medusa's residual blocks, and Hydra's, which also read tokens.
-
 The state at token t predicts the root, t + 1; head i, counted from 0, predicts the token at t + 2 + i, as the target
-would predict it after the tokens before that place.
-"""
+would predict it after the tokens before that place."""
 
 from __future__ import annotations
 
@@ -32,27 +30,20 @@ _HYDRA_TOKENS = 1024
 
 @dataclass(frozen=True)
 class HeadsOptions(KindOptions["HeadsTask"]):
-    """How heads are trained.
-
-    Attributes:
-        samples: tokens that the target writes; None is a tenth of what the training reads (Medusa's self-distillation).
-        count: heads, which predict one place each.
-        tokens: that can be predicted, the most frequent ones; None is all of them for Medusa, 1024 for Hydra.
-    """
-
     weight_decay = 0.0
     most_warmup = 20
 
     steps: int | None = 600
     length: int = 128
-    count: int = 3
+    count: int = 3  # heads, which predict one place each
+    # That can be predicted, the most frequent ones; None is all of them for Medusa, 1024 for Hydra.
     tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.count <= 8, "count", self.count, "between 1 and 8")
         require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
-        if self.samples is None and self.steps is not None:
+        if self.samples is None and self.steps is not None:  # Medusa's self-distillation
             object.__setattr__(self, "samples", self.steps * self.rows * self.length // 10)
 
 
@@ -159,10 +150,8 @@ class HeadsTask(DistillTask):
 
     @abstractmethod
     def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """A head's output, which the rows multiply; it may see the first n + i of the following tokens.
-
-        states (B, n, D), following (B, ...) -> (B, n, D)
-        """
+        """A head's output, which the rows multiply; it may see the first n + i of the following tokens. states (B, n,
+        D), following (B, ...) -> (B, n, D)"""
 
     @abstractmethod
     def _arrays(self) -> dict[str, NDArray[Any]]:
@@ -170,10 +159,8 @@ class HeadsTask(DistillTask):
 
 
 class MedusaTask(HeadsTask):
-    """Head i is the target's final norm of n + SiLU(W n + b), n being a state divided by its root mean square.
-
-    Before training it gives the input of the target's own head.
-    """
+    """Head i is the target's final norm of n + SiLU(W n + b), n being a state divided by its root mean square. Before
+    training it gives the input of the target's own head."""
 
     kind = "medusa"
 

@@ -17,21 +17,16 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.spec import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.distill import KindOptions
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
+    ChainOptions,
+    ChainShape,
     ChainTask,
     ModuleAttention,
     ModuleLayer,
-    ModuleShape,
     Taught,
-    common_config,
-    drafted_tokens,
     draw_matrices,
-    mapped_tokens,
-    save_module,
-    sizes_like,
 )
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.options import require
@@ -40,40 +35,31 @@ _USUAL_EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class HydraPlusOptions(KindOptions["HydraPlusTask"]):
-    """How a module is trained."""
-
+class HydraPlusOptions(ChainOptions["HydraPlusTask"]):
     kind = "hydra-plus"
 
     count: int = 4  # heads, and tokens of a draft; 4 in the paper
     layers: int = 4  # of each head; 4 in the paper
-    # That can be drafted, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
-    tokens: int | None = None
+
+    @property
+    def places(self) -> int:
+        return self.count
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.count <= MOST_DRAFT_HEADS, "count", self.count, f"from 1 to {MOST_DRAFT_HEADS}")
         require(1 <= self.layers <= MOST_HEAD_LAYERS, "layers", self.layers, f"from 1 to {MOST_HEAD_LAYERS}")
-        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
-        require(self.length >= 2 * self.count, "length", self.length, f"{2 * self.count} or more")
 
     def task(self, target: Target, sources: tuple[TokenFile, ...]) -> HydraPlusTask:
-        sizes = sizes_like(target)
-        shape = HydraShape(
-            **sizes,
-            drafted=drafted_tokens(self.tokens, sizes["vocabulary"]),
-            places=self.count,
-            layers=self.layers,
-            eps=float(getattr(target.config.get_text_config(), "rms_norm_eps", _USUAL_EPS)),
-        )
+        eps = float(getattr(target.config.get_text_config(), "rms_norm_eps", _USUAL_EPS))
+        shape = HydraShape(**self._sizes(target), places=self.count, layers=self.layers, eps=eps)
         return HydraPlusTask(target, sources, self, shape)
 
 
 @dataclass(frozen=True)
-class HydraShape(ModuleShape):
+class HydraShape(ChainShape):
     """Sizes of a module; the inherited ones are the prefix layer's."""
 
-    drafted: int  # Vd, tokens that it can draft
     places: int  # heads, one for each place of a draft
     layers: int  # of each head
     eps: float  # of the norms
@@ -89,22 +75,15 @@ class HydraPlusTask(ChainTask):
     def __init__(
         self, target: Target, sources: tuple[TokenFile, ...], options: HydraPlusOptions, shape: HydraShape
     ) -> None:
-        super().__init__(target, sources, options, {}, shape.places, shape.drafted)
+        super().__init__(target, sources, options, {}, shape.places, shape)
         self._state_norm = _final_norm(target, shape.width)
-        self.shape = shape
         self.module = self._draw(lambda: HydraModule(shape, self._first_head()))
 
     def save(self, folder: Path) -> None:
-        config = common_config(self.shape, self.shape.eps) | {
-            "architectures": ["HydraPlusPlusModel"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": self.shape.drafted,
-            "tie_word_embeddings": False,
-            "hydra_config": {"num_heads": self.shape.places, "num_layers": self.shape.layers},
-        }
-        more = mapped_tokens(self.tokens, self.shape.vocabulary) | {"state_norm.weight": self._state_norm.cpu()}
-        save_module(folder, self.module, more, config)
+        shape = self.shape
+        heads = {"num_heads": shape.places, "num_layers": shape.layers}
+        config: dict[str, object] = {"architectures": ["HydraPlusPlusModel"], "hydra_config": heads}
+        self._write(folder, shape.eps, config, {"state_norm.weight": self._state_norm.cpu()})
 
     def _read_states(self, output: Any) -> Tensor:  # (1, S, D)
         # transformers gives the last one after the final norm.
@@ -131,13 +110,8 @@ def _final_norm(target: Target, width: int) -> Tensor:  # (D,)
 
 
 class HydraModule(ChainModule):
-    """A prefix layer over the target's states, and a head for each place of a draft (Ankner et al. 2024).
-
-    Before training every head gives the prefix layer's result.
-
-    Args:
-        head: initial LM head, over the tokens that can be drafted. (Vd, D)
-    """
+    """A prefix layer over the target's states, and a head for each place of a draft (Ankner et al. 2024). Before
+    training every head gives the prefix layer's result; `head` is the initial LM head (Vd, D)."""
 
     def __init__(self, shape: HydraShape, head: Tensor) -> None:
         super().__init__()

@@ -1,8 +1,6 @@
-"""Losses over large vocabularies in pieces, and a target's probabilities recorded on disk to learn from.
-
-Of each distribution the most probable tokens are recorded, and the rest as one sum: a student reads them as often as it
-likes, in a fraction of the time that the target takes.
-"""
+"""Losses over large vocabularies in pieces, and a target's probabilities recorded on disk to learn from. Of each
+distribution the most probable tokens are recorded, and the rest as one sum: a student reads them as often as it likes,
+in a fraction of the time that the target takes."""
 
 from __future__ import annotations
 
@@ -35,13 +33,8 @@ _ROWS = 16
 def in_pieces(
     loss: Callable[..., torch.Tensor], vocabulary: int, *rows: torch.Tensor, most: int = _MOST_LOGITS
 ) -> torch.Tensor:
-    """The mean over rows of a loss, computed for some rows at a time, and again for its gradient.
-
-    Args:
-        vocabulary: columns of the logits.
-        rows: arguments of the loss. (N, ...) each
-        most: logits in memory at a time.
-    """
+    """The mean over rows (N, ...) of a loss, computed for rows of `most` logits at a time, and again for its
+    gradient."""
     count = len(rows[0])
     size = max(1, most // vocabulary)
     if size >= count:
@@ -65,10 +58,8 @@ def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor
 def divergence(
     hidden: torch.Tensor, head: torch.Tensor, teacher: torch.Tensor, teacher_head: torch.Tensor
 ) -> torch.Tensor:
-    """Mean Kullback-Leibler divergence of the student from its teacher, in nats.
-
-    hidden (N, D), head (V, D), teacher (N, T), teacher_head (V', T); where V' differs, the columns of both count.
-    """
+    """Mean Kullback-Leibler divergence of the student from its teacher, in nats. hidden (N, D), head (V, D), teacher
+    (N, T), teacher_head (V', T); where V' differs, the columns of both count."""
     known = min(len(head), len(teacher_head))
 
     def piece(states: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
@@ -93,10 +84,8 @@ def divergence_from_logits(hidden: torch.Tensor, head: torch.Tensor, logits: tor
 def taught_divergence(
     hidden: torch.Tensor, head: torch.Tensor, likeliest: torch.Tensor, logs: torch.Tensor
 ) -> torch.Tensor:
-    """`divergence` from recorded distributions: their most probable tokens, and the sum of the others.
-
-    hidden (N, D), head (V, D), likeliest (N, K), logs (N, K)
-    """
+    """`divergence` from recorded distributions: their most probable tokens, and the sum of the others. hidden (N, D),
+    head (V, D), likeliest (N, K), logs (N, K)"""
 
     def piece(states: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         logits = states @ head.T  # (n, V)

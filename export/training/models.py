@@ -50,8 +50,6 @@ def no_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The model to learn from."""
-
     model: Any  # in transformers, float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits
     tokenizer: Tokenizer
     template: str | None  # of conversations; None where it has none
@@ -79,11 +77,8 @@ class Target:
 
 
 def load_target(source: Path, device: torch.device | None = None, *, any_family: bool = False) -> Target:
-    """Loads a checkpoint folder, or a bundle.
-
-    Args:
-        any_family: accept every family of transformers, for trainings that do not call layers one by one.
-    """
+    """Loads a checkpoint folder or a bundle, `any_family` of transformers for trainings that do not call layers one by
+    one."""
     model, digest = _from_bundle(source) if (source / MANIFEST).is_file() else _from_checkpoint(source, any_family)
     model.requires_grad_(False)
     model.train(False)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.distill import DistillOptions, DistillTask
+from edgeinfer.export.training.distill import DistillOptions, DistillTask, KindOptions, T
 from edgeinfer.export.training.losses import divergence_from_logits
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
@@ -35,8 +35,6 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """Sizes of all modules."""
-
     width: int  # D, hidden size of the target and of the module
     inner: int  # of the MLPs
     heads: int
@@ -64,13 +62,6 @@ def sizes_like(target: Target) -> dict[str, int]:
     }
 
 
-def drafted_tokens(wanted: int | None, vocabulary: int) -> int:
-    """Number of tokens that a module can draft: as many as wanted, or 32,000, or half of a smaller vocabulary."""
-    drafted = wanted or min(_MOST_TOKENS, vocabulary // 2)
-    require(1 <= drafted <= vocabulary, "tokens", drafted, f"from 1 to {vocabulary}")
-    return drafted
-
-
 def rotated(x: Tensor, places: Tensor) -> Tensor:  # (B, H, S, h), (B, S) or (S,)
     """Queries or keys rotated by their positions, in halves."""
     half = x.shape[-1] // 2
@@ -82,12 +73,7 @@ def rotated(x: Tensor, places: Tensor) -> Tensor:  # (B, H, S, h), (B, S) or (S,
 
 
 class ModuleAttention(torch.nn.Module):
-    """The projections of Llama's attention, or of Qwen3's with normed queries and keys; subclasses attend.
-
-    Args:
-        entering: E, values of a row that enter.
-        eps: of the norms of queries and keys; None for none.
-    """
+    """The projections of Llama's attention, or of Qwen3's with queries and keys normed by `eps`; subclasses attend."""
 
     def __init__(self, shape: ModuleShape, entering: int, eps: float | None = None) -> None:
         super().__init__()
@@ -153,17 +139,6 @@ def draw_matrices(module: torch.nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=_DEVIATION)
-
-
-def mapped_tokens(tokens: Tensor, vocabulary: int) -> dict[str, Tensor]:
-    """The tensors d2t and t2d of a checkpoint: offset of each drafted token's id, and which tokens are drafted.
-
-    Args:
-        tokens: the drafted tokens' ids in the target, ascending. (Vd,)
-    """
-    own = tokens.cpu()
-    known = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, own, True)
-    return {"d2t": own - torch.arange(len(own)), "t2d": known}
 
 
 def common_config(shape: ModuleShape, eps: float) -> dict[str, object]:
@@ -234,15 +209,41 @@ class ChainModule(torch.nn.Module):
     lm_head: torch.nn.Linear  # (Vd, D)
 
 
-class ChainTask(ModuleTask):
-    """A module that drafts token by token among the most frequent tokens.
+@dataclass(frozen=True)
+class ChainShape(ModuleShape):
+    drafted: int  # Vd, tokens that it can draft
 
-    Args:
-        places: tokens of a draft to learn from.
-        drafted: number of tokens that can be drafted.
-    """
+
+@dataclass(frozen=True)
+class ChainOptions(KindOptions[T]):
+    """Options of modules that draft token by token."""
+
+    # That the module can draft, the most frequent ones; None is 32,000, or half of a smaller vocabulary.
+    tokens: int | None = None
+
+    @property
+    @abstractmethod
+    def places(self) -> int:
+        """Tokens of a draft to learn from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
+        require(self.length >= 2 * self.places, "length", self.length, f"{2 * self.places} or more")
+
+    def _sizes(self, target: Target) -> dict[str, int]:
+        sizes = sizes_like(target)
+        vocabulary = sizes["vocabulary"]
+        drafted = self.tokens or min(_MOST_TOKENS, vocabulary // 2)
+        require(1 <= drafted <= vocabulary, "tokens", drafted, f"from 1 to {vocabulary}")
+        return sizes | {"drafted": drafted}
+
+
+class ChainTask(ModuleTask):
+    """A module that drafts token by token, up to `places`, among the most frequent tokens."""
 
     module: ChainModule
+    shape: ChainShape
 
     def __init__(
         self,
@@ -251,11 +252,11 @@ class ChainTask(ModuleTask):
         options: DistillOptions,
         settings: Mapping[str, Any],
         places: int,
-        drafted: int,
+        shape: ChainShape,
     ) -> None:
         super().__init__(target, sources, options, settings)
-        self._places = places
-        self.tokens = torch.from_numpy(frequent_tokens(sources, drafted)).to(target.device)  # (Vd,)
+        self._places, self.shape = places, shape
+        self.tokens = torch.from_numpy(frequent_tokens(sources, shape.drafted)).to(target.device)  # (Vd,)
         self._embedding = target.model.get_input_embeddings().weight.detach()  # (V, D)
 
     @abstractmethod
@@ -265,6 +266,15 @@ class ChainTask(ModuleTask):
     @abstractmethod
     def _unrolled(self, batch: Tensor, taught: Taught) -> list[Tensor]:
         """Inputs of the head at each place of a draft, after each row of windows (B, S). places of (B, R, D)"""
+
+    def _write(self, folder: Path, eps: float, config: dict[str, object], more: Mapping[str, Tensor]) -> None:
+        """Saves the module with d2t and t2d: the offset of each drafted token's id, and which tokens are drafted."""
+        own, shape = self.tokens.cpu(), self.shape
+        known = torch.zeros(shape.vocabulary, dtype=torch.bool).index_fill(0, own, True)
+        mapped = {"d2t": own - torch.arange(len(own)), "t2d": known}
+        config |= {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        config |= common_config(shape, eps) | {"draft_vocab_size": shape.drafted}
+        save_module(folder, self.module, {**mapped, **more}, config)
 
     def _first_head(self) -> Tensor:  # (Vd, D)
         """The target's head for the drafted tokens, scaled to logits of about one, so that nothing seems certain."""

@@ -30,8 +30,6 @@ _SCALED = 4
 
 @dataclass(frozen=True)
 class RoutersOptions(KindOptions["RoutersTask"]):
-    """How routers are trained."""
-
     kind = "routers"
     weight_decay = 0.0
     most_warmup = 20

@@ -29,8 +29,6 @@ _PROMPTS, _KEPT = 4000, 20
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text to train on."""
-
     tokens: TokenFile
     asked: list[Ints]  # prompts to sample replies to. (n,) each
     kept: list[Ints]  # other prompts, for measuring on an engine; the same ones where there are few. (n,) each
@@ -50,8 +48,6 @@ def open_text(text: TextSource, work: Path, length: int, threads: int | None) ->
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How replies are drawn."""
-
     tokens: int  # least number in all
     length: int = 256  # most tokens of a reply
     rows: int = 96  # replies drawn at a time
@@ -144,10 +140,8 @@ class TorchReplier:
 
 
 class _Replies:
-    """Replies drawn together, one row each; finished rows are removed.
-
-    Prompts are padded in front, so that all rows end at the same column.
-    """
+    """Replies drawn together, one row each; finished rows are removed. Prompts are padded in front, so that all rows
+    end at the same column."""
 
     def __init__(
         self, target: Target, prompts: Sequence[Ints], heat: torch.Tensor, generator: torch.Generator

@@ -1,8 +1,6 @@
-"""Text as tokens of a model, stored on disk and mapped into memory, and prompts from it.
-
-A .txt file holds documents separated by "<|endoftext|>". A line of a .jsonl file is an object with "text", or with
-"messages", which the model's chat template renders; the text before a reply is a prompt.
-"""
+"""Text as tokens of a model, stored on disk and mapped into memory, and prompts from it. A .txt file holds documents
+separated by "<|endoftext|>". A line of a .jsonl file is an object with "text", or with "messages", which the model's
+chat template renders; the text before a reply is a prompt."""
 
 from __future__ import annotations
 
@@ -111,7 +109,6 @@ class TextSource:
                 raise UsageError(f"{file} is not a text file.", _HINT)
 
     def digest(self) -> str:
-        """A digest of the files' contents."""
         digest = hashlib.sha256()
         for file in self.files:
             with _reading(file), file.open("rb") as stream:

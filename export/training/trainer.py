@@ -1,9 +1,6 @@
-"""Trains whatever gives a loss, saves its state on disk, and resumes after an interruption.
-
-A step depends on its number and the seed alone: batches and everything else that is drawn come from them. So an
-interrupted training gives the losses and weights, to the last bit, of one that was not, on one machine and with one
-number of threads.
-"""
+"""Trains whatever gives a loss, saves its state on disk, and resumes after an interruption. A step depends on its
+number and the seed alone: batches and everything else that is drawn come from them. So an interrupted training gives
+the losses and weights, to the last bit, of one that was not, on one machine and with one number of threads."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a task is trained."""
-
     steps: int  # of the optimizer; the learning rate rises over `warmup` of them and falls along half a cosine
     learning_rate: float = 2e-3  # at its highest
     weight_decay: float = 0.1  # of matrices; vectors have none
@@ -80,16 +75,12 @@ class Task(Protocol):
         """The parameters to train, by name, on their device."""
 
     def loss(self, step: int) -> torch.Tensor:
-        """The loss of a step, whose batch depends on the seed and the step alone.
-
-        Torch's own generators are seeded with both before each call.
-        """
+        """The loss of a step, whose batch depends on the seed and the step alone. Torch's own generators are seeded
+        with both before each call."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training."""
-
     losses: tuple[float, ...]  # of every step
     resumed_at: int  # step at which it was resumed; 0 where it was not interrupted
     seconds: float  # since it was last started
@@ -109,12 +100,7 @@ def find_device(name: str) -> torch.device:
 
 
 class Trainer:
-    """Trains one task with AdamW.
-
-    Args:
-        folder: for the state; None saves none.
-        clock: says when a checkpoint is due.
-    """
+    """Trains one task with AdamW; keeps its state in `folder`, if any, when `clock` says that a checkpoint is due."""
 
     def __init__(
         self, task: Task, options: TrainOptions, folder: Path | None = None, clock: Callable[[], float] = time.monotonic

@@ -188,11 +188,8 @@ _SAMPLE = 256
 def fold_layer(
     spec: DecoderSpec, tensors: PlannedTensors, plan: QuantPlan, layer: int, statistics: dict[str, InputStatistics]
 ) -> None:
-    """Folds input scales of a layer's matrices into the tensors before them.
-
-    Args:
-        statistics: of the inputs of each matrix, by name; matrices without are skipped.
-    """
+    """Folds input scales of a layer's matrices into the tensors before them, of those with statistics of their
+    inputs."""
     folder, prefix = _Folder(tensors, plan, statistics), f"layers.{layer}"
     reading = [f"{prefix}.{name}" for name in ("attn.qkv", "attn.gate", "attn.q", "attn.q_a", "attn.kv_a", "mixer.in")]
     attention, gates = [name for name in reading if name in tensors], [f"{prefix}.mixer.gates"]

@@ -142,17 +142,12 @@ class KVCache(Protocol):
         """Whether rows can be copied out and in, and rewritten."""
 
     def trim(self, length: int) -> None:
-        """Drops all rows from `length` on. Costs nothing.
-
-        Until they are overwritten they stay what they are, for a pass that starts there and masks the layers that
-        wrote them.
-        """
+        """Drops all rows from `length` on. Costs nothing. Until they are overwritten they stay what they are, for a
+        pass that starts there and masks the layers that wrote them."""
 
     def resumable(self, length: int) -> int:
-        """To how many rows, `length` at most, the cache can be trimmed for a text to go on there.
-
-        All of them, but where recurrent layers have a state, which cannot go back to any row.
-        """
+        """To how many rows, `length` at most, the cache can be trimmed for a text to go on there. All of them, but
+        where recurrent layers have a state, which cannot go back to any row."""
 
     def mark(self) -> None:
         """Keeps the state needed to trim the cache to this length later, if it could not be otherwise."""
@@ -162,10 +157,8 @@ class KVCache(Protocol):
         """To how many rows it can be trimmed for a mark; 0 where that takes none, or there is none."""
 
     def hold(self, length: int | None) -> None:
-        """Has passes from now on leave it possible to trim the cache to `length` again; None: to where each begins.
-
-        Of a cache that can be trimmed to any length nothing changes.
-        """
+        """Has passes from now on leave it possible to trim the cache to `length` again; None: to where each begins. Of
+        a cache that can be trimmed to any length nothing changes."""
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """After a pass that began at row `start`: keeps these of its rows, in this order, and drops the others."""
@@ -180,11 +173,9 @@ class KVCache(Protocol):
         """Puts rows in the place of all."""
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns.
-
-        Keys are as cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where
-        `edit` fails, the cache is empty afterwards.
-        """
+        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns. Keys are as
+        cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where `edit` fails,
+        the cache is empty afterwards."""
 
     def clear(self) -> None:
         """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
@@ -282,11 +273,7 @@ def check_edit(
     rows: int,
     left: int | None,
 ) -> int:
-    """Number of rows that an edit of `rows` rows left in a layer.
-
-    Args:
-        left: rows left in the layers before; None in the first.
-    """
+    """Number of rows that an edit of `rows` rows left in a layer, as in the layers before."""
     keys, values = edited
     found = keys.shape[1] if left is None else left
     fit = keys.shape == (kept.heads, found, kept.key_size) and values.shape == (kept.heads, found, kept.value_size)

@@ -1,8 +1,6 @@
-"""The interface of backends to the engine: passes over new tokens of one sequence, and optional abilities.
-
-A pass appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of
-them. Arrays returned by a pass are views that the next pass overwrites.
-"""
+"""The interface of backends to the engine: passes over new tokens of one sequence, and optional abilities. A pass
+appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of them.
+Arrays returned by a pass are views that the next pass overwrites."""
 
 from __future__ import annotations
 
@@ -159,10 +157,8 @@ class ForkingBackend(Protocol[C]):
         """The cache of `Backend.forward`; its forks are sequences too."""
 
     def forward_together(self, sequences: Sequence[tuple[C, ForwardInput]]) -> list[ForwardOutput]:
-        """Evaluates new tokens of several sequences, each appended to its own cache.
-
-        Every row is what it is in a pass of its own sequence alone.
-        """
+        """Evaluates new tokens of several sequences, each appended to its own cache. Every row is what it is in a pass
+        of its own sequence alone."""
 
 
 @runtime_checkable
@@ -177,10 +173,8 @@ class TogetherBackend(ForkingBackend[PagedCache], Protocol):
         """An empty sequence, for `forward_together`."""
 
     def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
-        """One pass over new tokens of several sequences, each appended to its own cache.
-
-        Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
-        """
+        """One pass over new tokens of several sequences, each appended to its own cache. Every row is what it is in a
+        pass of its own sequence alone. Arrays are views that the next pass overwrites."""
 
     def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
         """`forward_together` for passes that `check_pass` has let through already."""
@@ -215,11 +209,7 @@ def require(able: bool, backend: Backend, what: str, hint: str) -> None:
 
 
 def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = None) -> None:
-    """Refuses a pass that the backend's contract excludes.
-
-    Args:
-        cache: the cache that the pass appends to; None is the backend's own.
-    """
+    """Refuses a pass that the backend's contract excludes; `cache`, by default the backend's own, is appended to."""
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
     planes, experts = batch.planes, batch.experts
     size, can = len(tokens), backend.capabilities
@@ -314,17 +304,13 @@ class HeadBackend(Protocol):
     head_apart: bool
 
     def head(self, hidden: Floats) -> Floats:  # (R, D) -> (R, V)
-        """The logits of rows by their states after the last layer: the bits that the rows' own pass would give.
-
-        A view that the next pass overwrites, as this overwrites what the pass before gave; the cache stays as it is.
-        """
+        """The logits of rows by their states after the last layer: the bits that the rows' own pass would give. A view
+        that the next pass overwrites, as this overwrites what the pass before gave; the cache stays as it is."""
 
 
 def runs_apart(manifest: Manifest, layout: Layout) -> bool:
-    """Whether the head of a model can run without its layers.
-
-    A pass of the head alone overwrites which experts the pass before used, and what a draft module reads of it.
-    """
+    """Whether the head of a model can run without its layers. A pass of the head alone overwrites which experts the
+    pass before used, and what a draft module reads of it."""
     decoder = manifest.decoder
     if decoder is None or decoder.moe is not None or manifest.taps or manifest.module is not None:
         return False

@@ -26,8 +26,6 @@ from edgeinfer.runtime.weights.layouts import Progress
 
 @dataclass(frozen=True)
 class BackendOrder:
-    """A backend that is wanted."""
-
     bundle: Bundle
     layout: Layout  # where the bundle's weights are kept, as the factory's `layout` says
     config: LoadConfig

@@ -42,11 +42,9 @@ class CopiedFork:
 
 
 class TurnTaking:
-    """Implements `ForkingBackend` for a backend of one text at a time, whose passes the texts take turns in.
-
-    Every row is what it is in a pass of its own text alone, to the last bit, as that is what it is computed in. What a
-    text has in common with the one before it stays where it is in the cache.
-    """
+    """Implements `ForkingBackend` for a backend of one text at a time, whose passes the texts take turns in. Every row
+    is what it is in a pass of its own text alone, to the last bit, as that is what it is computed in. What a text has
+    in common with the one before it stays where it is in the cache."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -103,9 +101,7 @@ def copied_bytes(backend: Backend, rows: int) -> int:
 
 
 def forking(backend: Backend) -> ForkingBackend[Any]:
-    """A backend for several continuations of the text in a backend's cache, if `can_fork` allows it.
-
-    Experts that their passes use are not counted.
-    """
+    """A backend for several continuations of the text in a backend's cache, if `can_fork` allows it. Experts that their
+    passes use are not counted."""
     backend = uncounted(backend)
     return backend if isinstance(backend, TogetherBackend) else TurnTaking(backend)

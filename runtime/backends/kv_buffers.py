@@ -1,7 +1,8 @@
-"""The KV buffers of one sequence: growing, cutting, compacting, copying; and which of their rows a pass sees."""
+"""Float32 keys and values of one sequence, in buffers or as a graph gives them; and which of their rows a pass sees."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,14 +28,64 @@ from edgeinfer.runtime.backends.cache import (
 _FIRST_ROWS = 256
 
 
-class KVBuffers(TrimmedCache):
-    """Implements `KVCache`: float32 keys and values of every layer, (1, heads, rows, width), for GroupQueryAttention.
+class FloatCache(TrimmedCache):
+    """The common part of caches of float32 keys and values of every layer, (1, heads, rows, width) each, of whose rows
+    `length` are in use."""
 
-    Args:
-        spare: rows beyond the capacity, for the padding of passes.
-        zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
-        fixed: the memory of all rows is taken at once and stays where it is.
-    """
+    copyable = True
+
+    def __init__(self, geometry: Geometry, capacity: int) -> None:
+        self._geometry = geometry
+        self.capacity = capacity
+        self.length = 0
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (*self.keys, *self.values))
+
+    def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:  # (H, n, h) each
+        """Stores rows of one layer from `start` on, for which there must be room; the length stays."""
+        stop = start + keys.shape[1]
+        self.keys[layer][0, :, start:stop] = keys
+        self.values[layer][0, :, start:stop] = values
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h) each
+        return self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
+
+    def trim(self, length: int) -> None:
+        check_length(length, self.length)
+        self.length = length
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        start, stop = row_range(start, stop, self.length)
+        keys, values = ([a[0, :, start:stop].copy() for a in arrays] for arrays in (self.keys, self.values))
+        return CopiedRows(stop - start, keys, values)
+
+    @abstractmethod
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """See `KVCache.append`."""
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        check_snapshot(snapshot, self._geometry, self.capacity)
+        self.length = 0
+        self.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        rows, left = self.length, None
+        self.length = 0
+        for layer in range(self._geometry.num_layers):
+            edited = edit(layer, *(floats.copy() for floats in self.read(layer, 0, rows)))
+            left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
+            self.write(layer, 0, *edited)
+        self.length = left or 0
+
+
+class KVBuffers(FloatCache):
+    """Implements `KVCache`: float32 keys and values of every layer, (1, heads, rows, width), for GroupQueryAttention.
+    `spare` rows beyond the capacity hold the padding of passes. `zeros` makes arrays elsewhere than in the memory of
+    the process, all rows at once; where `fixed`, that memory is taken at once too and stays where it is."""
 
     def __init__(
         self,
@@ -44,7 +95,7 @@ class KVBuffers(TrimmedCache):
         zeros: Callable[[tuple[int, ...], Any], Any] | None = None,
         fixed: bool = False,
     ) -> None:
-        self._geometry = geometry
+        super().__init__(geometry, capacity)
         self._most = capacity + spare
         self._zeros = zeros
         # Growing elsewhere would need room for both arrays, and a copy through this process.
@@ -53,18 +104,8 @@ class KVBuffers(TrimmedCache):
         # Called before memory moves or is freed; nothing may be bound to the buffers afterwards.
         self.unbind: Callable[[], None] | None = None
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
-        self.capacity = capacity
-        self.length = 0
         self.rows = 0
-        self.keys: list[Any] = []
-        self.values: list[Any] = []
         self.reserve(min(_FIRST_ROWS, self._most))
-
-    copyable = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def reserve(self, rows: int) -> bool:
         """Makes room for `rows` rows by doubling the buffers; True if they were too small and moved."""
@@ -90,19 +131,6 @@ class KVBuffers(TrimmedCache):
         self.rows = wanted
         return True
 
-    def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:  # (H, n, h) each
-        """Stores rows of one layer from `start` on, for which there must be room; the length stays."""
-        stop = start + keys.shape[1]
-        self.keys[layer][0, :, start:stop] = keys
-        self.values[layer][0, :, start:stop] = values
-
-    def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h) each
-        return self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
-
-    def trim(self, length: int) -> None:
-        check_length(length, self.length)
-        self.length = length
-
     def clear(self) -> None:
         self.length = 0
         if self._fixed:
@@ -123,17 +151,6 @@ class KVBuffers(TrimmedCache):
         if self.observe_keep is not None:
             self.observe_keep(start, rows)
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        start, stop = row_range(start, stop, self.length)
-        keys = tuple(k[0, :, start:stop].copy() for k in self.keys)
-        values = tuple(v[0, :, start:stop].copy() for v in self.values)
-        return CopiedRows(stop - start, keys, values)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        check_snapshot(snapshot, self._geometry, self.capacity)
-        self.length = 0
-        self.append(snapshot)
-
     def append(self, snapshot: CacheSnapshot) -> None:
         check_snapshot(snapshot, self._geometry, self.capacity - self.length)
         start, stop = self.length, self.length + snapshot.length
@@ -142,26 +159,14 @@ class KVBuffers(TrimmedCache):
             mine[0, :, start:stop] = copied
         self.length = stop
 
-    def rewrite(self, edit: Edit) -> None:
-        rows, left = self.length, None
-        self.length = 0
-        for layer in range(self._geometry.num_layers):
-            edited = edit(layer, *(floats.copy() for floats in self.read(layer, 0, rows)))
-            left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
-            self.write(layer, 0, *edited)
-        self.length = left or 0
-
 
 def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)
     return np.empty((*array.shape[:2], 0, array.shape[3]), array.dtype)
 
 
 def visible_rows(start: int, size: int, tree: Ints | None, window: int = 0) -> NDArray[np.bool_]:  # (S, T)
-    """Mask of the T cached and new rows that each of the S new ones sees: all before it without a tree.
-
-    Args:
-        window: places of its text up to its own that a row sees at most; 0 is all.
-    """
+    """Mask of the T cached and new rows that each of the S new ones sees: all before it without a tree, `window` places
+    up to its own at most; 0 is all."""
     seen = np.ones((size, start + size), np.bool_)
     seen[:, start:] = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
     if window:

@@ -27,16 +27,9 @@ from edgeinfer.runtime.paging.states import SequenceState, StatePool, StateSnaps
 
 
 class PageSnapshot:
-    """Implements `CacheSnapshot` by holding the pages that the rows lie in.
-
-    Args:
-        pages: one behind the other; this becomes a holder of each.
-        offset: slot of the first row in the first page.
-        joined: the first page holds rows of another snapshot, which counts it.
-        start: position of the first row in the text.
-        behind: state of recurrent layers with which the text goes on after some of the rows, if there is one.
-        states: the pool of such states; None without recurrent layers.
-    """
+    """Implements `CacheSnapshot` by holding the pages that the rows lie in. The first row lies in slot `offset` of the
+    first page, which where `joined` holds rows of another snapshot that counts it. `behind` is the state of recurrent
+    layers with which the text goes on after some of the rows."""
 
     in_place = True
 

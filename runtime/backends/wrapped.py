@@ -188,12 +188,8 @@ class WrappedBackend(Generic[B]):
 
 
 class ExpertCountingBackend(WrappedBackend[Backend]):
-    """Implements `contract.Backend` around another one; its passes are the same.
-
-    Args:
-        cache: the backend's own, which tells which rows were kept.
-        expert_cache: the cache of its experts, where not all stay in memory.
-    """
+    """Implements `contract.Backend` around another one with the same passes. `cache` is the backend's own, which tells
+    which rows were kept; `expert_cache` is that of its experts, where not all stay in memory."""
 
     def __init__(
         self, inner: Backend, cache: ObservedCache, decoder: DecoderSpec, expert_cache: ExpertCache | None = None

@@ -31,14 +31,9 @@ _FEW = 16
 
 
 class Engine:
-    """Keeps one conversation in a backend's cache and makes its replies.
-
-    Args:
-        backend: evaluates passes; its cache belongs to this engine alone.
-        chunk: prompt tokens per pass.
-        context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
-        prefixes: keeps other conversations, to go back to them cheaply; engines of one model may share it.
-    """
+    """Keeps one conversation in a backend's cache, which belongs to it alone, and makes its replies. Without a
+    `context_shift` a text ends where it outgrows the cache. `prefixes` keep other conversations, to go back to them
+    cheaply; engines of one model may share them."""
 
     def __init__(
         self,
@@ -91,11 +86,9 @@ class Engine:
         stop_ids: frozenset[int],
         strategy: DecodingStrategy | None = None,
     ) -> Generator[Step]:
-        """Yield tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
-
-        Where a context shift makes room, no context is ever full; a reply without `max_tokens` then ends after as many
-        tokens as the context holds. `strategy` decodes by the same sampler; None is plain decoding.
-        """
+        """Yield tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`. Where a context
+        shift makes room, no context is ever full; a reply without `max_tokens` then ends after as many tokens as the
+        context holds. `strategy` decodes by the same sampler; None is plain decoding."""
         self.check(prompt)
         # Here, not when iteration begins: a `cancel` in between counts.
         self._cancelled.clear()
@@ -172,10 +165,8 @@ class Engine:
         self._rotating.rotate_long(length > self._border)
 
     def _until_border(self) -> int:
-        """Tokens that the next passes may feed before the text is rotated otherwise, at least one.
-
-        A text that has reached the border is evaluated again, as in transformers (models/phi3/modeling_phi3.py).
-        """
+        """Tokens that the next passes may feed before the text is rotated otherwise, at least one. A text that has
+        reached the border is evaluated again, as in transformers (models/phi3/modeling_phi3.py)."""
         if self._rotating is None or self._rotating.rotates_long:
             return self.backend.cache.capacity
         if (left := self._border - self.backend.cache.length) > 0:
@@ -240,10 +231,8 @@ class Engine:
         self, tokens: Sequence[int], rows: Ints, gains: tuple[float, ...] | None = None, run: Run | None = None
     ) -> Floats:  # (R, V)
         """Feed the next tokens of a text and return the logits of `rows` (R,), as a view that the next pass overwrites.
-
         With `gains`, as `ForwardInput` takes them, the last tokens need not be fed, and as many rows come. `run` runs
-        the pass.
-        """
+        the pass."""
         start = self.backend.cache.length
         places = np.arange(start, start + len(tokens))
         batch = ForwardInput(np.array(tokens, np.int64), places, rows, gains=gains)

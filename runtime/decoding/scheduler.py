@@ -35,10 +35,8 @@ from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 
 
 class RowRequest:
-    """Rows of one sequence that a task waits for: its batch, rows evaluated so far, and the passes' outputs.
-
-    The last output is a view until `keep`. A prompt's rows may be cut into several passes; drafts may be cut.
-    """
+    """Rows of one sequence that a task waits for: its batch, rows evaluated so far, and the passes' outputs. The last
+    output is a view until `keep`. A prompt's rows may be cut into several passes; drafts may be cut."""
 
     def __init__(self, cache: PagedCache, batch: ForwardInput) -> None:
         self.cache, self.batch = cache, batch
@@ -123,7 +121,6 @@ class SequenceTask:
 
     @property
     def waits(self) -> bool:
-        """Whether the task waits for rows."""
         return not all(request.over for request in self.requests)
 
     def outputs(self) -> list[ForwardOutput]:
@@ -497,10 +494,8 @@ class Scheduler:
 
 
 def sharing_backend(backend: Backend) -> Backend | None:
-    """The backend whose passes sequences can share, each as it would be alone; None if they cannot.
-
-    Experts that passes use together are not counted. Where long texts are rotated otherwise, sequences differ.
-    """
+    """The backend whose passes sequences can share, each as it would be alone; None if they cannot. Experts that passes
+    use together are not counted. Where long texts are rotated otherwise, sequences differ."""
     backend = uncounted(backend)
     rotates = isinstance(backend, RotatingBackend) and backend.rotation_border is not None
     shares = isinstance(backend, TogetherBackend) and backend.capabilities.paged and not rotates

@@ -39,13 +39,9 @@ class DraftAdvice:
 
 
 class PromptShare:
-    """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
-
-    Args:
-        most: rows of prompts in any pass.
-        inter_token_latency: milliseconds that a step with such a pass may take; None is twice those of one without
-            prompts, and infinity as long as it takes. One row of a prompt comes with a pass in any case.
-    """
+    """How many rows of prompts a pass with others' rows has, so that these come no later than they may. A step with
+    such a pass may take `inter_token_latency` milliseconds; None is twice those of one without prompts. One row of a
+    prompt comes with a pass in any case."""
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
         # Of prompts in a pass with others'; see `prompt_rows`.
@@ -56,11 +52,9 @@ class PromptShare:
         self._since = 0  # passes with prompts since the last without
 
     def prompt_rows(self, rows: int) -> int:
-        """Rows of prompts in the next pass with this many rows of sequences that are being decoded.
-
-        While prompts wait, no pass would show what a step takes without them. So where that is unknown, and again every
-        `_LOOK` passes, one goes without.
-        """
+        """Rows of prompts in the next pass with this many rows of sequences that are being decoded. While prompts wait,
+        no pass would show what a step takes without them. So where that is unknown, and again every `_LOOK` passes, one
+        goes without."""
         if self._wanted_ms is not None:
             return self.rows
         near = any(max(known, rows) <= _NEAR * min(known, rows) for known in self._plain_ms)
@@ -74,18 +68,14 @@ class PromptShare:
             self._plain_ms[rows] = known + _WEIGHT * (ms - known)
         elif prompt_rows >= self.rows and (wanted_ms := self._wanted(rows)) is not None:
             change = min(max(wanted_ms / ms, _SLOWER), _FASTER)
-            self.rows = min(max(_stepped(self.rows, change), 1), self._most)
+            least = self.rows + 1 if change > 1 else 1
+            self.rows = min(max(int(self.rows * change), least), self._most)
 
     def _wanted(self, rows: int) -> float | None:
         """Milliseconds that a step with prompts may take; None before anything was measured."""
         if self._wanted_ms is not None or not self._plain_ms:
             return self._wanted_ms
         return _USUAL_GAP * self._plain_ms[min(self._plain_ms, key=lambda known: (abs(known - rows), known))]
-
-
-def _stepped(rows: int, change: float) -> int:
-    """Scale a number of rows, by at least one if it grows."""
-    return max(int(rows * change), rows + 1) if change > 1 else int(rows * change)
 
 
 def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float], most: int) -> list[int]:
@@ -95,10 +85,7 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
     tokens per millisecond are most, rows end (goodput, Liu et al. 2024, "Optimizing Speculative Decoding for Serving
     Large Language Models Using Goodput"). What drafts cost to make is spent by then.
 
-    Args:
-        gains: expected tokens that each row adds, by drafts; each begins with its root. A draft that must be whole, or
-            is none, has its root alone.
-        pass_ms: milliseconds of a pass of so many rows.
+    `gains` are the expected tokens of each row, by drafts; a draft that must be whole, or is none, has its root alone.
     """
     rows = [1] * len(gains)
     chosen = list(rows)
@@ -120,10 +107,8 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
 
 def draft_advice(replies: int, acceptance: float, pass_ms: Callable[[int], float], most: int) -> DraftAdvice:
     """Whether replies that are drafted elsewhere are better streamed, by what a token costs where all do alike.
-
     `draft_rows` looks at drafts that were sent, so what it takes to ask for a round is spent there; here it counts. A
-    device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait.
-    """
+    device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait."""
     stream_ms = pass_ms(replies) + replies * _EVENT_MS
     best, chosen, tokens = _BATCH_GAIN / stream_ms, 0, 1.0
     for drafted in range(1, most // replies + 1):

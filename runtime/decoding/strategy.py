@@ -32,9 +32,8 @@ class Prefill:
 @dataclass(frozen=True)
 class Step:
     """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
-
-    After the `last` token of a pass the generation can be closed and continued by another. `pass_ms` is 0 unless plain.
-    """
+    After the `last` token of a pass the generation can be closed and continued by another. `pass_ms` is 0 unless
+    plain."""
 
     token: int
     ms: float
@@ -43,23 +42,17 @@ class Step:
 
 
 @dataclass
-class DecodingStatistics:
-    """Counts what every strategy may count."""
+class SearchStatistics:
+    """Counts what a search took; fields as in `results.SearchUse`."""
 
     passes: int = 0
     rows: int = 0
-
-
-@dataclass
-class SearchStatistics(DecodingStatistics):
-    """Counts what a search took; `trials` as in `SearchUse`."""
-
     branches: int = 0
     trials: int = 0
 
 
 @dataclass
-class ReducedStatistics(DecodingStatistics):
+class ReducedStatistics:
     """What reduced compute made of a reply's tokens after the first."""
 
     tokens: int = 0
@@ -80,7 +73,7 @@ class RoundTimes:
 
 
 @dataclass
-class SpeculationStatistics(DecodingStatistics):
+class SpeculationStatistics:
     """Counts what the rounds of one generation came to; fields as in `results.SpeculationUse`."""
 
     rounds: int = 0

@@ -1,9 +1,6 @@
-"""Arrays in the memory of a device, as far as the KV cache needs them.
-
-onnxruntime copies whole arrays between memories, no parts of them. So reading or writing some rows copies the array
-over and back: that is for what happens between replies. A pass reads and writes where the array lies, and cutting the
-cache is passing a smaller length.
-"""
+"""Arrays in the memory of a device, as far as the KV cache needs them. onnxruntime copies whole arrays between
+memories, no parts of them. So reading or writing some rows copies the array over and back: that is for what happens
+between replies. A pass reads and writes where the array lies, and cutting the cache is passing a smaller length."""
 
 from __future__ import annotations
 

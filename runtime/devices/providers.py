@@ -1,8 +1,6 @@
-"""Devices as execution providers of onnxruntime: their abilities, installation, and options of sessions.
-
-onnxruntime is imported when it is needed, as models on other engines do without it. A provider that comes as a library
-of its own is loaded from its installed package alone: what a bundle brings is never loaded.
-"""
+"""Devices as execution providers of onnxruntime: their abilities, installation, and options of sessions. onnxruntime is
+imported when it is needed, as models on other engines do without it. A provider that comes as a library of its own is
+loaded from its installed package alone: what a bundle brings is never loaded."""
 
 from __future__ import annotations
 
@@ -43,8 +41,6 @@ class Traits:
 
 @dataclass(frozen=True)
 class Device:
-    """Where a model runs."""
-
     name: str  # as users write it: "cpu", "cuda", "openvino:NPU"
     provider: str  # onnxruntime's name: "CPUExecutionProvider"
     options: Mapping[str, str]
@@ -66,19 +62,15 @@ STATIC_ONLY = Traits(False, False, False, False, False, False)
 CPU = Device("cpu", CPU_PROVIDER, {}, Traits(True, True, True, True, True, True), CPU_MEMORY)
 
 
-def _always(device: Device) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class DeviceEntry:
-    """One name's entry in the registry."""
-
     devices: tuple[Device, ...]  # the devices it stands for, the first by the bare name
     package: str  # the pip package that brings the provider
     plugin: bool  # whether the package is installed together with onnxruntime; else in place of it
     tried: str  # where it was run, for people: the table says so
-    hardware: Callable[[Device], bool] = _always  # whether the provider, which is installed, sees hardware for a device
+    hardware: Callable[[Device], bool] = lambda device: (
+        True
+    )  # whether the provider, which is installed, sees hardware for a device
     automatic: bool = True  # whether "auto" may take it
 
     @property

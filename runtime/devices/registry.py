@@ -1,7 +1,5 @@
-"""The table of devices, and the choice of the one that runs a model; makes no session.
-
-The order of the entries is the one in which "auto" looks for a device: what computes most comes first, the CPU last.
-"""
+"""The table of devices, and the choice of the one that runs a model; makes no session. The order of the entries is the
+one in which "auto" looks for a device: what computes most comes first, the CPU last."""
 
 from __future__ import annotations
 
@@ -140,10 +138,8 @@ def find_device(name: str) -> tuple[DeviceEntry, Device]:
 
 
 def choose_device(config: LoadConfig, graphs: Graphs) -> Device:
-    """The device asked for; for "auto" the first of the registry that is there and runs such graphs as asked.
-
-    A budget keeps "auto" on the CPU, the only device on which all that a model takes is known beforehand.
-    """
+    """The device asked for; for "auto" the first of the registry that is there and runs such graphs as asked. A budget
+    keeps "auto" on the CPU, the only device on which all that a model takes is known beforehand."""
     if config.device != "auto":
         return _asked_for(config, graphs)
     if config.memory is not None:

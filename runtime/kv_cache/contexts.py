@@ -109,7 +109,6 @@ class RowsInMemory:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], rows: CacheSnapshot, edits: int = 0) -> RowsInMemory:
-        """A copy of these rows."""
         return cls(tokens, CopiedRows(rows.length, rows.keys, rows.values, rows.kv, rows.scales), edits)
 
     def pieces(self) -> Iterator[CacheSnapshot]:
@@ -129,12 +128,7 @@ PLACEMENTS: dict[str, Callable[[Sequence[int]], list[int]]] = {"parallel": _para
 
 
 class JoinedContexts:
-    """A prefix and contexts as a cache holds them before a prompt.
-
-    Args:
-        prefix: the rows behind which every context was evaluated.
-        use: how they are placed, and the temperature of their scores.
-    """
+    """A prefix and contexts as a cache holds them before a prompt; every context was evaluated behind the prefix."""
 
     def __init__(
         self, spec: DecoderSpec, prefix: ContextRows, contexts: Sequence[ContextRows], use: ContextUse
@@ -163,14 +157,11 @@ class JoinedContexts:
             if start > self._prefix:
                 turn(cache, self._spec, first, self._prefix, start)
         if self.use.temperature != 1:
-            self._temper(cache)
+            # Scores are products with keys, so these are divided in their place.
+            factor = np.float32(1 / self.use.temperature)
+            for layer in range(self._spec.num_layers):
+                cache.write_keys(layer, self._prefix, cache.read_keys(layer, self._prefix, cache.length) * factor)
         cache.shift = len(self.tokens) - self._behind
-
-    def _temper(self, cache: PagedCache) -> None:
-        """Scores are products with keys, so these are divided in their place."""
-        factor = np.float32(1 / self.use.temperature)
-        for layer in range(self._spec.num_layers):
-            cache.write_keys(layer, self._prefix, cache.read_keys(layer, self._prefix, cache.length) * factor)
 
 
 def turn(cache: PagedCache, spec: DecoderSpec, first: int, old: int, new: int) -> None:
@@ -246,8 +237,7 @@ def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSn
 
 def read_rows(path: Path, making: Making) -> KeptRows | None:
     """The rows that a file keeps, all of which is checked; None where it is not there, or keeps rows that were made
-    otherwise by the same model.
-    """
+    otherwise by the same model."""
     if not path.exists():
         return None
     with _saying_what_to_do(), open_session(path) as file:

@@ -1,7 +1,5 @@
 """Errors of attention over smaller caches, layer by layer: its output over rows stored and loaded, against the rows.
-
-Every layer sees the hidden states of a float32 cache, so that errors do not add up.
-"""
+Every layer sees the hidden states of a float32 cache, so that errors do not add up."""
 
 from __future__ import annotations
 

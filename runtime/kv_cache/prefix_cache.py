@@ -46,23 +46,15 @@ class _Span:
 
 
 class PrefixCache:
-    """Stores rows by the tokens they and all rows before them belong to.
-
-    Args:
-        cap: bytes of rows and token ids kept at most; 0 keeps nothing.
-    """
+    """Stores up to `cap` bytes of rows by the tokens they and all rows before them belong to; 0 keeps nothing."""
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
         self._roots: dict[str | None, _Span] = {}  # by adapter
         self._spans: set[_Span] = set()
         self._kind: CacheSnapshot | None = None  # of no rows, which tells what more of them take
-        self._nbytes = 0
+        self.nbytes = 0
         self._clock = itertools.count(1)
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     @property
     def bytes_in_place(self) -> int:
@@ -80,10 +72,8 @@ class PrefixCache:
         return found
 
     def take(self, tokens: Sequence[int], start: int, stop: int, adapter: str | None = None) -> Iterator[CacheSnapshot]:
-        """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece.
-
-        The pieces may be views of what is stored: add them to a cache before anything else is asked of this one.
-        """
+        """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece. The pieces may be
+        views of what is stored: add them to a cache before anything else is asked of this one."""
         tick, at = next(self._clock), 0
         for span, shared in self._path(np.array(tokens, _ID), adapter):
             span.used = tick
@@ -99,11 +89,8 @@ class PrefixCache:
         wanted: Sequence[int] = (),
         adapter: str | None = None,
     ) -> None:
-        """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit.
-
-        Args:
-            wanted: tokens whose rows are about to be taken, and are therefore not dropped for those offered.
-        """
+        """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit without dropping
+        the `wanted` tokens' rows, which are about to be taken."""
         if self.cap == 0:
             return
         ids = np.array(tokens, _ID)
@@ -163,17 +150,17 @@ class PrefixCache:
         assert span.parent is not None
         span.parent.children[int(span.tokens[0])] = span
         self._spans.add(span)
-        self._nbytes += span.nbytes
+        self.nbytes += span.nbytes
 
     def _split(self, span: _Span, at: int) -> None:
         assert span.rows is not None
-        self._nbytes -= span.nbytes
+        self.nbytes -= span.nbytes
         below = _Span(span.tokens[at:].copy(), span.rows.cut(at), span, span.used)
         span.tokens = span.tokens[:at].copy()
         below.children, span.children = span.children, {}
         for child in below.children.values():
             child.parent = below
-        self._nbytes += span.nbytes
+        self.nbytes += span.nbytes
         self._add(below)
 
     def _evict(self, keep_bytes: int, pinned: Collection[_Span]) -> None:
@@ -185,7 +172,7 @@ class PrefixCache:
             assert oldest.parent is not None
             del oldest.parent.children[int(oldest.tokens[0])]
             self._spans.remove(oldest)
-            self._nbytes -= oldest.nbytes
+            self.nbytes -= oldest.nbytes
 
 
 def shared_length(a: NDArray[Any], b: NDArray[Any]) -> int:  # (n,), (m,)

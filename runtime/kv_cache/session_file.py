@@ -144,25 +144,19 @@ class Stamp(NamedTuple):
 
 
 class SessionFile:
-    """An open session file, whose digest is right.
-
-    Attributes:
-        kv, scales: the type of cache the rows come from, as `CacheSnapshot` names it.
-        sampling: version of how a seed made text when it was written.
-        stamp: the file's stamp; while it stays, the digest need not be checked again.
-    """
+    """An open session file, whose digest is right."""
 
     def __init__(self, path: Path, file: BufferedReader, known: Stamp | None = None) -> None:
         self.path = path
         self._file = file
-        self.stamp = Stamp.of(os.fstat(file.fileno()))
+        self.stamp = Stamp.of(os.fstat(file.fileno()))  # while it stays, the digest need not be checked again
         index = self._read_index(os.fstat(file.fileno()).st_size)
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
-        self.kv, self.scales = metadata["kv"], metadata["scales"]
+        self.kv, self.scales = metadata["kv"], metadata["scales"]  # as `CacheSnapshot` names them
         sampling = metadata[_SAMPLING]
         self._require(sampling.isdecimal() and len(sampling) < 5, "it does not tell how it was sampled")
-        self.sampling = int(sampling)
+        self.sampling = int(sampling)  # version of how a seed made text when it was written
         self._state = self._tensors[-2] if self._tensors[-2].name == _STATE else None
         self._rows = self._tensors[1 : -1 if self._state is None else -2]
         self._layers = self._listed_layers(metadata)
@@ -312,11 +306,7 @@ def is_session(path: Path) -> bool:
 
 @contextmanager
 def open_session(path: Path, known: Stamp | None = None) -> Iterator[SessionFile]:
-    """Opens and checks a session file.
-
-    Args:
-        known: the file's stamp when its digest was last checked; the check is skipped while it is the same.
-    """
+    """Opens and checks a session file, whose digest was checked before if its stamp is still the one `known`."""
     with _reading(path) as file:
         yield SessionFile(path, file, known)
 

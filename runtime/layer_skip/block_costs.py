@@ -60,10 +60,8 @@ class BlockCosts:
 
 
 def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REPEATS, past: int = _PAST) -> BlockCosts:
-    """Times whole passes, and passes without any attention or any MLP block; empties the cache.
-
-    Blocks of one kind are each as equal: the time of a single one is lost in the noise of a small model.
-    """
+    """Times whole passes, and passes without any attention or any MLP block; empties the cache. Blocks of one kind are
+    each as equal: the time of a single one is lost in the noise of a small model."""
     if past + longest >= backend.cache.capacity:
         message = f"Measuring needs a context of {past + longest + 1} tokens, but there are {backend.cache.capacity}."
         raise UsageError(message, "Load the model with a larger context.")

@@ -43,11 +43,7 @@ _MOST = 128
 
 
 class LayerSkipDecoding(ReducedDecoding):
-    """A reply whose tokens skip the blocks that a policy chose after its prompt.
-
-    Raises:
-        CapabilityError: the backend cannot skip layers.
-    """
+    """A reply whose tokens skip the blocks that a policy chose after its prompt."""
 
     def __init__(self, given: StrategyArguments, policy: SkipPolicy, costs: BlockCosts) -> None:
         hint = "Use a natively exported bundle, or the full model."
@@ -128,22 +124,17 @@ class LayerSkipDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far."""
         if self._mask is None:
             return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
 
 
 class PromptStates:
-    """Implements `contract.EvaluatedPrompt`.
+    """Implements `contract.EvaluatedPrompt` for a backend that can skip layers and resume from hidden states.
 
     Layer by layer or at once, a pass gives the same rows and logits, to the bit. So the passes that evaluate a prompt
     run layer by layer over its last tokens, which costs no further pass. Where the cache held some of these tokens
     already, they are read once more.
-
-    Args:
-        backend: whose cache holds the prompt and nothing else when `states` is asked; must skip layers and resume from
-            hidden states.
     """
 
     def __init__(self, backend: Backend, prompt: Sequence[int], chunk: int) -> None:
@@ -210,12 +201,9 @@ class PromptStates:
 
 
 def kept_layers(layers: int, speedup: float) -> list[int]:
-    """Layers that unified skipping keeps, by the authors' rule (arXiv 2404.06954).
-
-    They are first and last, and each multiple of an interval until int(L / speedup) layers are kept.
-
-    Below three layers to keep there is nothing to space; first and last always stay.
-    """
+    """Layers that unified skipping keeps, by the authors' rule (arXiv 2404.06954). They are first and last, and each
+    multiple of an interval until int(L / speedup) layers are kept. Below three layers to keep there is nothing to
+    space; first and last always stay."""
     count = int(layers / speedup)
     if count >= layers:
         return list(range(layers))
@@ -296,14 +284,9 @@ def skipping(strategies: ReducedComputeStrategies, given: StrategyArguments, pol
     return LayerSkipDecoding(given.timed(costs), policy, costs)
 
 
-def kept_levels(strategies: ReducedComputeStrategies) -> SkipLevels | None:
-    """The sets of blocks that tuning found; None where it did not run."""
-    layers = strategies.engine.backend.geometry.num_layers
-    return strategies.kept(SKIP_LEVELS, lambda state: SkipLevels.from_state(state, layers), None)
-
-
 def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> LayerSkipDecoding:
-    levels = kept_levels(strategies)
+    layers = strategies.engine.backend.geometry.num_layers
+    levels = strategies.kept(SKIP_LEVELS, lambda state: SkipLevels.from_state(state, layers), None)
     if levels is None:
         message = "This model has no calibrated sets of blocks to skip."
         raise UsageError(message, "Run edgeinfer tune --skip on it once.")

@@ -62,7 +62,6 @@ class Entropies:
         return len(self._means)
 
     def add(self, mean: float) -> None:
-        """Add one rolling mean."""
         if len(self._means) == _MOST:
             del self._sorted[bisect_left(self._sorted, self._means[0])]
         self._means.append(mean)
@@ -87,17 +86,13 @@ class Entropies:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Entropies:
-        """Take back what `state` gave."""
         if not state:
             return cls()
         means = state.get("means")
-        if means is None or means.dtype != np.float64 or means.ndim != 1 or not _are_bits(means):
+        usable = means is not None and means.dtype == np.float64 and means.ndim == 1
+        if means is None or not usable or not (np.isfinite(means) & (means >= 0)).all():
             raise StorageError("The kept entropies are damaged.", "Run edgeinfer tune --entropy again.")
         return cls(means.tolist())
-
-
-def _are_bits(means: NDArray[Any]) -> bool:
-    return bool((np.isfinite(means) & (means >= 0)).all())
 
 
 class Stay:
@@ -116,12 +111,8 @@ class Stay:
 
 
 class EntropyPolicy:
-    """Lets the large model write where predictions are unsure.
-
-    Args:
-        share: of tokens wanted from the large model.
-        threshold: in bits; None takes what gives the share.
-    """
+    """Lets the large model write a `share` of tokens where predictions are unsure; without a threshold in bits, by the
+    one that gives that share."""
 
     def __init__(self, entropies: Entropies, share: float, threshold: float | None, stay: int) -> None:
         self._entropies = entropies
@@ -244,16 +235,10 @@ class ModelSwitchDecoding(ReducedDecoding):
         )
 
 
-def kept_entropies(strategies: ReducedComputeStrategies) -> Entropies:
-    """What is known of how unsure the small model is; replies add to it."""
-    return strategies.kept(ENTROPY, Entropies.from_state, Entropies())
-
-
 def _make(strategies: ReducedComputeStrategies, given: StrategyArguments) -> ModelSwitchDecoding:
     options = given.options
-    policy = EntropyPolicy(
-        kept_entropies(strategies), options.compute_share, options.entropy_threshold, options.entropy_stay
-    )
+    known = strategies.kept(ENTROPY, Entropies.from_state, Entropies())  # replies add to it
+    policy = EntropyPolicy(known, options.compute_share, options.entropy_threshold, options.entropy_stay)
     return ModelSwitchDecoding(given, strategies.require_small(), policy, strategies.parameters)
 
 

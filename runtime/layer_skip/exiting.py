@@ -119,14 +119,12 @@ class EarlyExitDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far."""
         return self._predicted(self._first, self._costs)
 
 
 def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
     """Give rows start..stop-1 keys and values of the nearest lower layer where attention did not run (`missing`, 2 L),
-    and drops what comes after them.
-    """
+    and drops what comes after them."""
     copied = backend.cache.snapshot(start, stop)
     source = 0
     below_keys, below_values = copied.keys, copied.values

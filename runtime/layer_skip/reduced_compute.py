@@ -56,16 +56,9 @@ class Kept(Protocol):
 
 
 class ReducedComputeStrategies:
-    """Makes the strategies of replies that take less compute. There is one per model.
-
-    Args:
-        engine: of the model; between replies its cache may be emptied.
-        small: the draft model; None where there is none.
-        tuned_exit: gives the exit that tuning found, if any.
-        heads: reads the bundle's heads of a kind; None where it has none.
-        plain_ms: gives what a plain step takes, as far as that is known.
-        profile: where what was calibrated is kept.
-    """
+    """Makes the strategies of replies that take less compute. There is one per model. Between replies the engine's
+    cache may be emptied. `tuned_exit` gives the exit that tuning found, `plain_ms` what a plain step takes, each None
+    where that is not known."""
 
     def __init__(
         self,

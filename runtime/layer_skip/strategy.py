@@ -91,12 +91,8 @@ class SwitchPolicy(Protocol):
 def feed(
     run: Callable[[Ints, Ints, Ints], Floats], tokens: Sequence[int], start: int, wanted: Sequence[int], chunk: int
 ) -> Iterator[tuple[int, Floats]]:
-    """Feed tokens from row `start` on, chunk by chunk, and yield the logits (V,) after those of these indices.
-
-    Args:
-        run: a pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V).
-        wanted: indices into the tokens, ascending.
-    """
+    """Feed tokens from row `start` on, chunk by chunk, and yield the logits (V,) after those of these ascending
+    indices."""
     for at in range(0, len(tokens), chunk):
         size = min(chunk, len(tokens) - at)
         rows = [index - at for index in wanted if at <= index < at + size]
@@ -134,11 +130,7 @@ def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
 
 
 class DivergenceLimit:
-    """A limit on the mean divergence of a reply's tokens.
-
-    Args:
-        nats: the limit; None only counts.
-    """
+    """A limit in nats on the mean divergence of a reply's tokens; None only counts."""
 
     def __init__(self, nats: float | None) -> None:
         self.nats = nats
@@ -166,38 +158,29 @@ class DivergenceLimit:
 
     @property
     def mean(self) -> float | None:
-        """The mean divergence of the samples."""
         return self._sum / self.sampled if self.sampled else None
 
     @property
     def bound(self) -> float:
-        """What the mean may be: it and one standard error, taken from a spread that is never below the mean.
-
-        Divergences are spread at least as widely as that; a few samples that happen to agree would say otherwise.
-        """
-        if not self.sampled:
-            return 0.0
-        mean = self._sum / self.sampled
-        return mean + max(self._spread, mean) / math.sqrt(self.sampled)
+        """What the mean may be: it and one standard error."""
+        return self._sum / self.sampled + self._spread / math.sqrt(self.sampled) if self.sampled else 0.0
 
     @property
     def _spread(self) -> float:
+        """The samples' standard deviation or their mean: divergences are spread at least as widely as that, and a few
+        samples that happen to agree would say otherwise."""
         mean = self._sum / self.sampled
-        return math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0))
+        return max(math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0)), mean)
 
     @property
     def worst(self) -> float:
         """What a token is likely to diverge by at worst."""
-        if self.sampled < _ENOUGH:
-            return self._worst
-        mean = self._sum / self.sampled
-        return mean + _SPREADS * max(self._spread, mean)
+        return self._sum / self.sampled + _SPREADS * self._spread if self.sampled >= _ENOUGH else self._worst
 
     def expect(self, prompt: DivergenceLimit) -> None:
         """Take over from samples of the prompt what a token may diverge by at worst."""
         if prompt.sampled:
-            mean = prompt._sum / prompt.sampled
-            self._worst = mean + _SPREADS * max(prompt._spread, mean)
+            self._worst = prompt._sum / prompt.sampled + _SPREADS * prompt._spread
 
     def allows(self, further: int, reduced: int, tokens: int) -> bool:
         """Whether so many further tokens, at their worst, leave the reply's mean within the limit as it is now."""
@@ -264,7 +247,6 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return accepted
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """Make one further token."""
         started = time.perf_counter()
         logits = self._logits(lost)
         accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
@@ -283,9 +265,8 @@ class ReducedDecoding(DecodingStrategy, ABC):
         """Decide what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
 
     def _try(self, share: float) -> None:
-        """Read the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
-        far there already, nothing is left out of the reply.
-        """
+        """Read the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too far
+        there already, nothing is left out of the reply."""
         end = self._backend.cache.length
         size = min(_TRIED, end - 1, len(self._tokens) - 2)
         if not self._limit.watching or size < 1:
@@ -323,7 +304,6 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
     def compute_use(self) -> ComputeUse:
-        """What reduced compute did so far."""
         statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
         plain, sampled = self._plain_ms, self._limit.mean
         return ComputeUse(

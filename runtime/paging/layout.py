@@ -67,13 +67,11 @@ class LayerGroup:
 
     @cached_property
     def key_bytes(self) -> int:
-        """Bytes of a head's keys in a page."""
         shape, scales = self.key_shape, PAGE * _scale_bytes(self.keys, self.kept.key_size)
         return _aligned(int(np.prod(shape)) * _item_bytes(self.keys) + scales)
 
     @cached_property
     def value_bytes(self) -> int:
-        """Bytes of a head's values in a page."""
         shape, scales = self.value_shape, PAGE * _scale_bytes(self.values, self.kept.value_size)
         return _aligned(int(np.prod(shape)) * _item_bytes(self.values) + scales)
 
@@ -288,13 +286,8 @@ class PageRows:
 
 
 class _Part(ABC):
-    """The keys or the values of a group of layers in all pages.
-
-    Args:
-        size: channels of a head.
-        shape: shape of a head's numbers in a page.
-        memory: the bytes of every head. (pages, L, H, bytes)
-    """
+    """The keys or the values of a group of layers in all pages, whose heads have `size` channels in numbers of this
+    shape; `memory` has the bytes of every head, (pages, L, H, bytes)."""
 
     def __init__(self, codec: RowCodec, size: int, shape: tuple[int, ...], memory: NDArray[Any]) -> None:
         self._codec = codec

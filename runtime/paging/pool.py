@@ -26,14 +26,9 @@ _ADVICE = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTN
 
 
 class BlockPool:
-    """Blocks of one size that sequences, snapshots and kept prefixes take, share and release; safe from any thread.
-
-    The memory of all is one range of addresses, which the system fills as blocks are touched. It never moves, so a
-    graph can be bound to it once.
-
-    Args:
-        spare: free blocks that stay in memory.
-    """
+    """Blocks of one size that sequences, snapshots and kept prefixes take, share and release; safe from any thread. The
+    memory of all is one range of addresses, which the system fills as blocks are touched. It never moves, so a graph
+    can be bound to it once. Of free blocks `spare` stay in memory."""
 
     def __init__(self, pages: int, page_bytes: int, spare: int) -> None:
         self.pages = pages

@@ -77,8 +77,6 @@ class StateLayout:
 
 
 class StatePool(BlockPool):
-    """The slots of a model."""
-
     def __init__(self, geometry: Geometry) -> None:
         self.layout = StateLayout(geometry.states)
         self.array = self.layout.array
@@ -105,11 +103,7 @@ class StatePool(BlockPool):
 
 
 class StateSnapshot:
-    """A slot in use, in which a text can go on after `position` to `until` of its tokens.
-
-    Args:
-        pool: the slot's pool; the snapshot becomes a holder of the slot.
-    """
+    """A slot in use, which this holds, in which a text can go on after `position` to `until` of its tokens."""
 
     def __init__(self, pool: StatePool, slot: int, position: int, until: int) -> None:
         self.pool = pool

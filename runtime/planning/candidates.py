@@ -80,8 +80,6 @@ def configurations(
 
 
 class Drafting(NamedTuple):
-    """A way to draft."""
-
     drafters: tuple[str, ...]  # names of those that may draft
     most: int  # tokens in a draft at most; 0 is no speculation
     model: bool  # whether the draft model is in memory

@@ -1,8 +1,6 @@
-"""What drafting is worth in tokens per millisecond, to the controller of rounds and to plans that foresee them.
-
-The rules are the renewal-reward ones (algorithms.md A4): what counts is tokens over milliseconds, both summed over
-rounds, and a further guess pays while it is worth more than the rate times its milliseconds.
-"""
+"""What drafting is worth in tokens per millisecond, to the controller of rounds and to plans that foresee them. The
+rules are the renewal-reward ones (algorithms.md A4): what counts is tokens over milliseconds, both summed over rounds,
+and a further guess pays while it is worth more than the rate times its milliseconds."""
 
 from __future__ import annotations
 
@@ -26,10 +24,8 @@ _STEPS, _STEP = 12, 1e-6
 
 @dataclass(frozen=True)
 class Prior:
-    """Expectations of a drafter before anything was measured; fields as in `Prospect`.
-
-    `share` is of a target's pass that a guess takes, 0 for tables; `model` says whether it is or runs the draft model.
-    """
+    """Expectations of a drafter before anything was measured; fields as in `Prospect`. `share` is of a target's pass
+    that a guess takes, 0 for tables; `model` says whether it is or runs the draft model."""
 
     covers: float
     accepted: float

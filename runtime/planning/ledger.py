@@ -1,7 +1,5 @@
 """What a loaded model really takes, watched while it works: gives up what it can spare before the budget is exceeded.
-
-It knows the plan and what can give memory back, not what that memory holds.
-"""
+It knows the plan and what can give memory back, not what that memory holds."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ _AMPLE = 0.1
 @dataclass(frozen=True)
 class MemoryRelief:
     """A way to free memory: `release` returns False if nothing was left, `restore` undoes it when there is ample room.
-
-    `name` is for people, "" where the loss is not noticed.
-    """
+    `name` is for people, "" where the loss is not noticed."""
 
     name: str
     release: Callable[[], bool]
@@ -38,10 +34,8 @@ class MemoryRelief:
 
 
 class Ledger:
-    """Keeps a process within the budget of its plan; without a budget nothing is ever given up.
-
-    `terms` gives bytes in use by the plan's terms; `reliefs` are tried in order; `given_up` names what was given up.
-    """
+    """Keeps a process within the budget of its plan; without a budget nothing is ever given up. `terms` gives bytes in
+    use by the plan's terms; `reliefs` are tried in order; `given_up` names what was given up."""
 
     def __init__(
         self,

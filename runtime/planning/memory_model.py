@@ -117,10 +117,8 @@ class MemoryModel:
 
     def with_rows(self, configuration: Configuration, free: int) -> tuple[int, Footprint]:
         """Size a prefix cache for the rows of concurrent replies from `free` bytes; return its cap and the footprint
-        with it.
-
-        Few replies fill a long context at once, so they share the rows of one, or have some each if that is more.
-        """
+        with it. Few replies fill a long context at once, so they share the rows of one, or have some each if that is
+        more."""
         layers = self._input.manifest.geometry.num_layers
         rows, others = self.footprint(configuration).anonymous.get("kv", 0), self._config.parallel - 1
         wanted = max(rows, others * rows * min(configuration.context, _FURTHER_TOKENS) // configuration.context)

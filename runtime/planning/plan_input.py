@@ -36,8 +36,6 @@ GrammarMode = Literal["none", "plain", "sliced"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run a model."""
-
     context: int  # tokens of prompt plus reply the cache may hold
     prefill_chunk: int  # prompt tokens per pass
     kv: str  # how the cache stores numbers, one of KV_TYPES
@@ -116,10 +114,8 @@ class ModelMemory(Protocol):
 
 @dataclass(frozen=True)
 class OptionBytes:
-    """Bytes that options take besides the model, as upper bounds, and what drafters are expected to do.
-
-    Each is computed by the room that implements it.
-    """
+    """Bytes that options take besides the model, as upper bounds, and what drafters are expected to do. Each is
+    computed by the room that implements it."""
 
     # Tables of the configuration's drafters, and what the largest pass that verifies gives out, with all of its logits
     # at once or a few rows of them.

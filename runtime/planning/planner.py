@@ -1,7 +1,5 @@
-"""Plans a request by what is known of bundle, process and device, and plans again when a turn begins.
-
-While a model is loaded, only what can change under it does: who drafts, how far, and how prompts are cut.
-"""
+"""Plans a request by what is known of bundle, process and device, and plans again when a turn begins. While a model is
+loaded, only what can change under it does: who drafts, how far, and how prompts are cut."""
 
 from __future__ import annotations
 
@@ -241,11 +239,9 @@ def _rereading(plan_input: PlanInput) -> Iterator[Configuration]:
 
 
 def _scaled(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
-    """A variant's pace as if it had been measured together with the usual one's.
-
-    Two measurements on different days may differ by more than two variants do. So only what further rows cost is the
-    variant's own; reading again is never faster.
-    """
+    """A variant's pace as if it had been measured together with the usual one's. Two measurements on different days may
+    differ by more than two variants do. So only what further rows cost is the variant's own; reading again is never
+    faster."""
     scale = row_ms / own.passes.ms(1)
     if rereads:
         scale = max(1.0, scale)

@@ -1,9 +1,6 @@
-"""Finds the best way to run a model within a budget.
-
-The best way has the fastest turn of a chat, where half of the usual context is worth as much as a third of the speed,
-and a lossless cache as much as a sixth. A longer context gives way before anything else. What the caller fixed is never
-changed; a plan that cannot fit says what would.
-"""
+"""Finds the best way to run a model within a budget. The best way has the fastest turn of a chat, where half of the
+usual context is worth as much as a third of the speed, and a lossless cache as much as a sixth. A longer context gives
+way before anything else. What the caller fixed is never changed; a plan that cannot fit says what would."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ from edgeinfer.options import format_size
 from edgeinfer.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.planning.candidates import (
-    USUAL_CONTEXT,
-    Drafting,
-    configurations,
-)
+from edgeinfer.runtime.planning.candidates import USUAL_CONTEXT, Drafting, configurations
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan, SpeedCurve, WayToRun, speed_curve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
@@ -124,11 +117,9 @@ def search(
     among: Callable[[Configuration], bool] | None = None,
     hints: bool = True,
 ) -> MemoryPlan:
-    """Find the plan for a request; without a budget, the one that gives up nothing but context.
-
-    A context longer than usual may take `free` bytes if none was requested. `among` limits the choice; `hints` say what
-    would fit where nothing does, which takes longer than the search.
-    """
+    """Find the plan for a request; without a budget, the one that gives up nothing but context. A context longer than
+    usual may take `free` bytes if none was requested. `among` limits the choice; `hints` say what would fit where
+    nothing does, which takes longer than the search."""
     drafts = drafting_ways(plan_input, config, memory, speed)
     ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []
     ways = ways or [*filter(among, configurations(plan_input, config, drafts, "whole"))]
@@ -174,10 +165,8 @@ def _chosen(
     choice: _Choice,
     candidate: Callable[[Configuration], _Candidate],
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
-    """The best way to run, and candidates among which are the smallest of all and those that larger budgets get.
-
-    One of `modest` is the smallest; if there are none, every way is tried.
-    """
+    """The best way to run, and candidates among which are the smallest of all and those that larger budgets get. One of
+    `modest` is the smallest; if there are none, every way is tried."""
     least = [*map(candidate, modest)]
     if any(map(choice.fits, least)):
         # Speeds take less to predict than bytes do.

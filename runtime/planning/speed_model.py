@@ -128,11 +128,8 @@ def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lam
 
 
 class SpeedModel:
-    """Predicts the pace of configurations of one model.
-
-    `disk` is what passes read if weights do not stay in memory, `room` the bytes of weights that do; None where all
-    stay.
-    """
+    """Predicts the pace of configurations of one model. `disk` is what passes read if weights do not stay in memory,
+    `room` the bytes of weights that do; None where all stay."""
 
     def __init__(
         self,

@@ -1,20 +1,19 @@
-"""What passes and guesses cost on this device, as numbers that were measured once.
-
-c(m) is the time of one pass of the target over m new tokens with the logits of all of them.
-"""
+"""What passes and guesses cost on this device, as numbers that were measured once. c(m) is the time of one pass of the
+target over m new tokens with the logits of all of them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
+from edgeinfer.bundle.strict_json import MisfitError, read_whole
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -29,21 +28,8 @@ def _require(condition: bool, what: str) -> None:
         raise StorageError(f"Costs: {what}.", _AGAIN)
 
 
-def _is_time(value: object) -> bool:
-    # Compared, not converted: an integer may be too large for a float. NaN compares as false.
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST_MS
-
-
-def _is_count(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-
-
-def _fields(data: object, names: Iterable[str]) -> dict[str, Any]:
-    """Return the object if it has exactly these fields."""
-    wanted = set(names)
-    _require(isinstance(data, dict) and set(data) == wanted, f"expected the fields {', '.join(sorted(wanted))}")
-    assert isinstance(data, dict)
-    return data
+def _is_time(ms: float) -> bool:
+    return 0 <= ms <= _LONGEST_MS
 
 
 @dataclass(frozen=True)
@@ -56,10 +42,10 @@ class PassCosts:
     def __post_init__(self) -> None:
         _require(len(self.points) > 0, "no pass was measured")
         for rows, ms in self.points:
-            _require(_is_count(rows, 4096), f"a pass of {rows} rows")
+            _require(1 <= rows <= 4096, f"a pass of {rows} rows")
             _require(_is_time(ms) and ms > 0, f"a pass of {ms} ms")
         _require(all(a[0] < b[0] for a, b in pairwise(self.points)), "sizes must ascend")
-        _require(_is_count(self.step, 64), f"a step of {self.step} rows")
+        _require(1 <= self.step <= 64, f"a step of {self.step} rows")
 
     @property
     def largest(self) -> int:
@@ -97,17 +83,6 @@ class PassCosts:
             return self._table[-1] / self.largest
         return (self._table[-1] - self._table[halves[-1]]) / (self.largest - halves[-1])
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"points": [list(point) for point in self.points], "step": self.step}
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        fields = _fields(data, ("points", "step"))
-        points = fields["points"]
-        pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
-        _require(pairs, "points must be pairs")
-        return cls(tuple((rows, ms) for rows, ms in points), fields["step"])
-
 
 @dataclass(frozen=True)
 class DraftCosts:
@@ -121,22 +96,10 @@ class DraftCosts:
     read_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        times = (*self.guess_ms.items(), *self.read_ms.items())
-        named = all(isinstance(name, str) and _is_time(ms) for name, ms in times)
-        _require(named, "what a guess or reading costs is impossible")
+        times = (*self.guess_ms.values(), *self.read_ms.values())
+        _require(all(map(_is_time, times)), "what a guess or reading costs is impossible")
         _require(_is_time(self.round_ms), f"a round of {self.round_ms} ms")
         _require(self.token_ms is None or _is_time(self.token_ms), f"a token of {self.token_ms} ms")
-
-    def to_dict(self) -> dict[str, Any]:
-        times: dict[str, Any] = {"guess_ms": dict(self.guess_ms), "read_ms": dict(self.read_ms)}
-        return times | {"round_ms": self.round_ms, "token_ms": self.token_ms}
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        fields = _fields(data, ("guess_ms", "round_ms", "token_ms", "read_ms"))
-        objects = all(isinstance(fields[name], dict) for name in ("guess_ms", "read_ms"))
-        _require(objects, "guess_ms and read_ms must be objects")
-        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -148,24 +111,17 @@ class Costs:
     processor: str
     measured: str
 
-    def __post_init__(self) -> None:
-        texts = (self.processor, self.measured)
-        _require(all(isinstance(text, str) for text in texts), "processor and measured must be texts")
-
     @property
     def round_ms(self) -> float:
         return self.drafts.round_ms
 
-    def to_dict(self) -> dict[str, Any]:
-        parts = {"passes": self.passes.to_dict(), "drafts": self.drafts.to_dict()}
-        return parts | {"processor": self.processor, "measured": self.measured}
-
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        fields = dict(_fields(data, ("passes", "drafts", "processor", "measured")))
-        fields["passes"] = PassCosts.from_dict(fields["passes"])
-        fields["drafts"] = DraftCosts.from_dict(fields["drafts"])
-        return cls(**fields)
+        """Takes back what `dataclasses.asdict` gave."""
+        try:
+            return read_whole(cls, data)
+        except MisfitError as misfit:
+            raise StorageError(f"The fields of costs are not as expected: {misfit}.", _AGAIN) from misfit
 
 
 # Rows of a pass, and its milliseconds.
@@ -214,11 +170,9 @@ class RanPasses:
 
 
 def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:
-    """Move costs towards those of passes that ran while decoding.
-
-    Sizes that did not run move as the nearest ones that did: beliefs that one busy moment spoiled are mostly spoiled
-    alike, and where only small passes seemed to pay, larger ones have no other way to look better.
-    """
+    """Move costs towards those of passes that ran while decoding. Sizes that did not run move as the nearest ones that
+    did: beliefs that one busy moment spoiled are mostly spoiled alike, and where only small passes seemed to pay,
+    larger ones have no other way to look better."""
     ran = _within(costs, observed)
     if len(ran) < _FEWEST:
         return costs

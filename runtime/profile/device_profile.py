@@ -8,6 +8,7 @@ trusted: arrays are plain numbers of bounded size, never pickles, and what canno
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -72,11 +73,8 @@ def profile_folder(
     drafter: Bundle | None = None,
     variant: str = "",
 ) -> Path:
-    """Where the profile of a bundle as it runs here belongs, with the draft model if any; the folder need not exist.
-
-    Args:
-        variant: way of running it in which passes cost or round differently from the usual one.
-    """
+    """Where the profile of a bundle belongs as it runs here, in a way (`variant`) in which passes cost or round
+    differently from the usual one; the folder need not exist."""
     files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
     key = json.dumps([files, layout, kernel, threads, exact, variant, VERSION], sort_keys=True)
     return _all_profiles() / hashlib.sha256(key.encode()).hexdigest()
@@ -126,11 +124,8 @@ def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
 
 
 class DeviceProfile:
-    """A folder of measured costs and learned arrays. One that is damaged or unusable counts as empty and never raises.
-
-    Args:
-        folder: made when something is first saved; None keeps nothing.
-    """
+    """A folder of measured costs and learned arrays, made at the first save; None keeps nothing. One that is damaged or
+    unusable counts as empty and never raises."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -157,7 +152,7 @@ class DeviceProfile:
         return None
 
     def save_costs(self, costs: Costs) -> None:
-        data = json.dumps(costs.to_dict(), indent=1) + "\n"
+        data = json.dumps(dataclasses.asdict(costs), indent=1) + "\n"
         self._guarded(lambda folder: self._keep(folder / _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
     def arrays(self, name: str) -> dict[str, NDArray[Any]] | None:
@@ -265,12 +260,9 @@ def _plain(dtype: np.dtype[Any]) -> bool:
 
 
 def _npz(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
-    """What numpy.savez writes, without pickles and whatever the names are.
-
-    It lies in a mapping of its own, which goes back to the system as soon as nothing refers to it. Blocks of the C
-    library of this size would be left behind in the heap of every thread that ever saved, as long as replies keep what
-    is freed.
-    """
+    """What numpy.savez writes, without pickles and whatever the names are. It lies in a mapping of its own, which goes
+    back to the system as soon as nothing refers to it. Blocks of the C library of this size would be left behind in the
+    heap of every thread that ever saved, as long as replies keep what is freed."""
     size = _MEMBER_BYTES + sum(_MEMBER_BYTES + 2 * len(key) + array.nbytes for key, array in arrays.items())
     buffer = mmap.mmap(-1, size)
     with zipfile.ZipFile(cast(BinaryIO, buffer), "w", zipfile.ZIP_STORED) as archive:

@@ -31,18 +31,10 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 
 class SeenTexts:
-    """Remembers prompts and replies by fingerprints of them.
-
-    Args:
-        kept: what `fingerprints` was in an earlier session.
-    """
+    """Remembers prompts and replies by fingerprints of them, which may be `kept` from an earlier session."""
 
     def __init__(self, kept: NDArray[np.uint64] | None = None) -> None:
-        self._seen = np.zeros(0, np.uint64) if kept is None else kept[-MOST_SEEN:].copy()
-
-    @property
-    def fingerprints(self) -> NDArray[np.uint64]:  # (N,)
-        return self._seen
+        self.fingerprints = np.zeros(0, np.uint64) if kept is None else kept[-MOST_SEEN:].copy()
 
     def observe(self, prompt: Sequence[int], reply: Sequence[int]) -> bool:
         """Remembers a reply; whether it is new: its prompt was never answered, and hardly any of it was seen before,
@@ -52,11 +44,13 @@ class SeenTexts:
         different = np.unique(windows)
         chosen = different[different % _ONE_IN == 0]
         looked_up = chosen if len(chosen) else different
-        least, known = 1 - _MOST_REPEATED, np.isin(looked_up, self._seen)
+        least, known = 1 - _MOST_REPEATED, np.isin(looked_up, self.fingerprints)
         repeats = len(different) < least * len(windows) or np.count_nonzero(~known) < least * len(looked_up)
-        is_new = not (repeats or np.isin(asked, self._seen).any())
+        is_new = not (repeats or np.isin(asked, self.fingerprints).any())
         kept = chosen if len(windows) >= _FEW else different
-        self._seen = np.concatenate([self._seen[~np.isin(self._seen, kept)], asked, kept])[-MOST_SEEN:]
+        self.fingerprints = np.concatenate([self.fingerprints[~np.isin(self.fingerprints, kept)], asked, kept])[
+            -MOST_SEEN:
+        ]
         return is_new
 
 
@@ -140,23 +134,21 @@ def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
 
 
 class DraftHistory:
-    """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens.
-
-    A repeated text is predicted by what drafters remember of it, which no new one is.
-    """
+    """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens. A repeated text is
+    predicted by what drafters remember of it, which no new one is."""
 
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._rounds: NDArray[np.float64] = np.zeros(2)  # all of them, and those with a draft
         self._tokens: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))  # drafted and accepted
-        self._seen = SeenTexts()
+        self.fingerprints = SeenTexts()
         if kept is not None and _is_sound(kept):
-            self._rounds[:], self._seen = kept["rounds"], SeenTexts(kept["seen"])
+            self._rounds[:], self.fingerprints = kept["rounds"], SeenTexts(kept["seen"])
             self._tokens |= {name: tokens.copy() for name, tokens in _tokens(kept).items()}
 
     def add(self, prompt: Sequence[int], reply: Sequence[int], rounds: int, plain: int, drafters: _Uses) -> None:
         """Count a reply of a new text; `rounds` is 0 where other replies decided what was drafted, `plain` are without
         a draft."""
-        if not self._seen.observe(prompt, reply) or not rounds:
+        if not self.fingerprints.observe(prompt, reply) or not rounds:
             return
         share = min(1.0, _MOST_ROUNDS / rounds)
         faded = 0.5 ** (share * rounds / _HALF_LIFE)
@@ -169,7 +161,7 @@ class DraftHistory:
 
     def state(self) -> dict[str, NDArray[Any]]:
         tokens = {_TOKENS + name: tokens.copy() for name, tokens in self._tokens.items()}
-        return {"rounds": self._rounds.copy(), "seen": self._seen.fingerprints} | tokens
+        return {"rounds": self._rounds.copy(), "seen": self.fingerprints.fingerprints} | tokens
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.strict_json import MisfitError, read_whole
 from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options.load import LoadConfig
@@ -91,11 +92,7 @@ class TunedSettings:
         return tuple(name for name, value in self.to_dict().items() if value not in (None, ""))
 
     def left_open_by(self, config: LoadConfig, proved_with: int) -> TunedSettings:
-        """Settings that the caller has not set himself.
-
-        Args:
-            proved_with: threads that the settings were proved with; with another number they were not measured.
-        """
+        """Settings that the caller left open; with other threads than `proved_with`, they were not measured."""
         if (config.threads or self.threads or usable_cores()) != proved_with:
             return UNTUNED
         own_weights = config.weights is not None or config.expert_memory is not None
@@ -112,16 +109,11 @@ class TunedSettings:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Takes back what `to_dict` gave.
-
-        Raises:
-            UsageError: anything is unknown, missing or impossible.
-        """
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:
-            strange = sorted(set(data) ^ names) if isinstance(data, Mapping) else ["no object"]
-            raise UsageError(f"Tuned settings are not as expected: {', '.join(map(str, strange))[:80]}.")
-        return cls(**data)
+        """Takes back what `to_dict` gave; UsageError where anything is unknown, missing or impossible."""
+        try:
+            return read_whole(cls, data)
+        except MisfitError as misfit:
+            raise UsageError(f"Tuned settings are not as expected: {str(misfit)[:80]}.") from misfit
 
 
 UNTUNED = TunedSettings()
@@ -149,11 +141,7 @@ class Fingerprint:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("cores", "processors"):
-                fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            else:
-                fits = isinstance(value, str) and len(value) <= _MOST_TEXT
-            if not fits:
+            if (len(value) > _MOST_TEXT) if isinstance(value, str) else value < 1:
                 raise UsageError(f"{field.name} of the machine is {str(value)[:40]!r}.")
 
     @classmethod
@@ -175,12 +163,6 @@ class Fingerprint:
             if mine != theirs:
                 return f"another {word} ({theirs}, not {mine})"
         return ""
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        if not isinstance(data, dict) or set(data) != {field.name for field in dataclasses.fields(cls)}:
-            raise UsageError("The machine is not described as expected.")
-        return cls(**data)
 
 
 _FORMAT = 1
@@ -208,13 +190,12 @@ class TunedProfile:
     measured: str
 
     def __post_init__(self) -> None:
-        texts = (self.model, self.name, self.measured)
-        fits = all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts)
+        fits = all(len(text) <= _MOST_TEXT for text in (self.model, self.name, self.measured))
         if not fits or not _DIGEST.fullmatch(self.model):
             raise UsageError("It does not say which model it is for.")
         # The same bounds as of a setting.
         TunedSettings(threads=self.threads)
-        if not isinstance(self.threads, int) or self.settings.threads not in (None, self.threads):
+        if self.settings.threads not in (None, self.threads):
             raise UsageError("It does not say with how many threads it was measured.")
         pinned = self.settings.affinity.count(";") + 2 if self.settings.affinity else self.threads
         if pinned != self.threads:
@@ -226,16 +207,12 @@ class TunedProfile:
     @classmethod
     def from_json(cls, text: str) -> Self:
         data = json.loads(text)
-        names = {"format", *(field.name for field in dataclasses.fields(cls))}
-        if not isinstance(data, dict) or set(data) != names:
-            strange = sorted(set(data) ^ names) if isinstance(data, dict) else ["no object"]
-            raise UsageError(f"Its fields are not as expected: {', '.join(strange)[:80]}.")
-        fields: dict[str, Any] = dict(data)
-        if fields.pop("format") != _FORMAT:
+        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
             raise UsageError("It has another format.")
-        fields["machine"] = Fingerprint.from_dict(fields["machine"])
-        fields["settings"] = TunedSettings.from_dict(fields["settings"])
-        return cls(**fields)
+        try:
+            return read_whole(cls, data)
+        except MisfitError as misfit:
+            raise UsageError(f"Its fields are not as expected: {str(misfit)[:80]}.") from misfit
 
 
 def kept_profile(model: str) -> Path:
@@ -298,10 +275,8 @@ def _make_room(path: Path) -> None:
 
 
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
-    """Find the settings to load with, in the caller's file or kept for this user, except those that the caller set.
-
-    A profile that cannot be used is warned of. `model` gives the digest and `here` the fingerprint when needed.
-    """
+    """Find the settings to load with, in the caller's file or kept for this user, except those that the caller set. A
+    profile that cannot be used is warned of. `model` gives the digest and `here` the fingerprint when needed."""
     if config.profile == OFF:
         return UNTUNED
     given = config.profile is not None

@@ -266,10 +266,8 @@ class Channel:
         return max(_SOON * (self._round_costs(_ROW)[drafted] - least), 2 * stream)
 
     def _best(self, row: float, *, hoping: bool = False, share: float | None = None) -> tuple[int, float]:
-        """The length of drafts whose rounds cost least per token, and their expected gain over a stream.
-
-        `row` is by how much each row lengthens a pass if that was not measured, `share` the share of tokens accepted.
-        """
+        """The length of drafts whose rounds cost least per token, and their expected gain over a stream. `row` is by
+        how much each row lengthens a pass if that was not measured, `share` the share of tokens accepted."""
         if self._room == 0:
             return 0, 0.0
         share, stream = self.acceptance if share is None else share, self._stream_cost(row)

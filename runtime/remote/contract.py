@@ -57,11 +57,7 @@ class RemoteReply(Protocol):
         """Requests that were sent again."""
 
     def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
-        """One round, which is sent again where the way fails: what is decided is always the same.
-
-        Args:
-            draft: what may follow them.
-        """
+        """One round, which is sent again where the way fails: what is decided is always the same."""
 
     def close(self) -> None:
         """Gives up the round that another thread waits for, and the connection."""

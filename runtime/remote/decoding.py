@@ -50,10 +50,8 @@ class _Answers:
 
 
 class _Askers:
-    """Threads that ask the server, kept because starting one delays a round.
-
-    A second one exists only while a stream that was left still waits for its next token.
-    """
+    """Threads that ask the server, kept because starting one delays a round. A second one exists only while a stream
+    that was left still waits for its next token."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -80,10 +78,8 @@ class _Askers:
 
 class RemoteDecoding(DecodingStrategy):
     """Decodes one reply in rounds: this model drafts, a server verifies; or the server streams, where that is faster.
-
     The text is the server's, whatever is drafted. During a round, drafting goes on as if all of the draft were
-    accepted. `goes_on` lets the local model write the rest where the server is lost.
-    """
+    accepted. `goes_on` lets the local model write the rest where the server is lost."""
 
     def __init__(
         self,
@@ -388,7 +384,6 @@ class RemoteDeciding:
             self._server = _new_server(config.remote_api, access)
 
     def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
-        """The strategy of one reply."""
         server, options = self._answering(), _sent(config)
         server.check(options)
         given = (engine.backend, sampler, server, options | {"seed": sampler.seed}, self._channel)

@@ -7,7 +7,7 @@ import json
 import ssl
 import threading
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -30,15 +30,8 @@ def connection_pool(trusted: ssl.SSLContext | None) -> httpcore.ConnectionPool:
 class _JoiningBackend(httpcore.SyncBackend):
     """Opens connections that join what is written."""
 
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        return _JoiningStream(super().connect_tcp(host, port, timeout, local_address, socket_options))
+    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        return _JoiningStream(super().connect_tcp(*args, **options))
 
 
 class _JoiningStream(httpcore.NetworkStream):
@@ -61,10 +54,8 @@ class _JoiningStream(httpcore.NetworkStream):
     def close(self) -> None:
         self._stream.close()
 
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        return _JoiningStream(self._stream.start_tls(ssl_context, server_hostname, timeout))
+    def start_tls(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        return _JoiningStream(self._stream.start_tls(*args, **options))
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
@@ -194,7 +185,6 @@ class RetriedReply:
         return True
 
     def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
-        """See `contract.RemoteReply.verify`."""
         reply, tried, pause = list(reply), 1, _FIRST_PAUSE_S
         # A round that waited for a thread is of no use once the reply was left.
         while not self._closed.is_set():

@@ -16,10 +16,8 @@ _TOKENS_PATH, _TEXT_PATH = "/inference/v1/generate", "/v1/completions"
 
 class VLLMReply(OtherEngineReply):
     """One reply; fields as vllm/entrypoints/serve/disagg/protocol.py and openai/completion/protocol.py have them.
-
     Log-probabilities of a prompt are right only where it is evaluated, not where rows come from the cache (vllm#42245).
-    So a salt makes the cache this reply's own, which changes where it may hold rows of a draft.
-    """
+    So a salt makes the cache this reply's own, which changes where it may hold rows of a draft."""
 
     def __init__(self, access: RemoteAccess, prompt: Sequence[int], sampling: Mapping[str, Any]) -> None:
         super().__init__(access, prompt, sampling)

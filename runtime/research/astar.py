@@ -37,18 +37,15 @@ class _Node:
 
 
 class AStar(SearchStrategy):
-    """Answers with the first beginning that is over when its turn comes, or the best one after so many expansions.
-
-    A step is a line, of 48 tokens at most. Beginnings are valued by the scorer, else by the mean log-probability of
-    their tokens. Where the best one is not over, the reply goes on from it alone.
-    """
+    """Answers with the first beginning that is over when its turn comes, or the best one after so many expansions. A
+    step is a line, of 48 tokens at most. Beginnings are valued by the scorer, else by the mean log-probability of their
+    tokens. Where the best one is not over, the reply goes on from it alone."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
         self._options = METHOD.values(self._config.method_options)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The reply, or its beginning."""
         most, first_logits = self._share(self._config.samples, room), logits.copy()
         self._reply_rows = self._backend.cache.length
         branches = Branches(self._passes)

@@ -38,10 +38,8 @@ class _Trial:
 
 class Cautious(SearchStrategy):
     """Trials are drawn up to the next punctuation, and the one of the lowest perplexity per token joins the reply.
-
-    Where one trial is due, the reply grows by one token, so that the next one is asked about again.
-    Entropy and perplexity are those of the distribution that tokens are drawn from: after temperature and truncation.
-    """
+    Where one trial is due, the reply grows by one token, so that the next one is asked about again. Entropy and
+    perplexity are those of the distribution that tokens are drawn from: after temperature and truncation."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
@@ -49,12 +47,10 @@ class Cautious(SearchStrategy):
         self._length = 0  # tokens of the text
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The first piece of the reply."""
         self._length = len(prompt)
         return self._piece(logits, room)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
-        """Its next piece."""
         return self._piece(self._passes.feed(self._root), room)
 
     def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)

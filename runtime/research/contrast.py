@@ -1,7 +1,5 @@
-"""USCD: where the next token is uncertain, the reply moves away from what the model would say to a worse prompt.
-
-The worse prompt and the reply behind it lie in the same cache, and one pass feeds both texts.
-"""
+"""USCD: where the next token is uncertain, the reply moves away from what the model would say to a worse prompt. The
+worse prompt and the reply behind it lie in the same cache, and one pass feeds both texts."""
 
 from __future__ import annotations
 
@@ -32,11 +30,7 @@ _CERTAIN = 0.8
 
 
 def contrasted(logits: Floats, lame: Floats, strength: float, judged: Floats) -> Floats:  # (V,), (V,), _, (V,) -> (V,)
-    """log(p - strength * p_lame) of the plausible tokens, of the others -inf; the logits where that leaves no token.
-
-    Args:
-        judged: -inf for tokens that may not follow.
-    """
+    """log(p - strength * p_lame) of the plausible tokens, of the others -inf; the logits where that leaves no token."""
     own = np.exp(log_probabilities(logits))
     moved = own - strength * np.exp(log_probabilities(lame))
     left = (moved > 0) & (own >= _PLAUSIBLE / len(own)) & np.isfinite(judged)

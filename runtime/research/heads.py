@@ -18,15 +18,12 @@ _ALONE = 9000
 
 
 class Matrix:
-    """Multiplies a float32 matrix by vectors on one thread.
+    """Multiplies a float32 matrix (N, K) by vectors on one thread.
 
     numpy's BLAS shares out larger products among threads of its own, which then fight with those of the execution
-    engine for the same processors: while another program runs, a product of 0.07 ms took 16 ms on two cores, the
-    time slice of a thread that it waited for. Products of few elements it leaves alone, so the matrix is kept as a
-    stack of such.
-
-    Args:
-        values: of any float type. (N, K)
+    engine for the same processors: while another program runs, a product of 0.07 ms took 16 ms on two cores, the time
+    slice of a thread that it waited for. Products of few elements it leaves alone, so the matrix is kept as a stack of
+    such.
     """
 
     def __init__(self, values: NDArray[np.floating]) -> None:  # (N, K)
@@ -74,21 +71,12 @@ class OutputRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.nbytes for array in (self._tokens, self._all)) + self._rows.nbytes
 
 
 class StateDrafter(LogitDrafter):
-    """A drafter with heads over the state that predicted the root.
-
-    Until a round has shown that state, after a prompt, it has no guess.
-
-    Args:
-        norm: what a state is multiplied by once it is divided by its root mean square. (D,)
-
-    Raises:
-        CapabilityError: the target gives no states.
-    """
+    """A drafter with heads over the state that predicted the root, divided by its root mean square and times `norm`
+    (D,). Until a round has shown that state, after a prompt, it has no guess."""
 
     def __init__(self, target: Backend, norm: NDArray[np.floating]) -> None:  # (D,)
         hint = "Use a natively exported bundle, or another drafter."
@@ -131,5 +119,4 @@ class StateDrafter(LogitDrafter):
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         return super().nbytes() + self._norm.nbytes + self._state.nbytes

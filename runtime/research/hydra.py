@@ -1,8 +1,6 @@
-"""Drafts with heads that also see the tokens drafted before them (Hydra, Ankner et al. 2024, arXiv 2402.05109).
-
-The output rows are those of the most frequent tokens only: on a CPU the whole output matrix would cost a good part of a
-pass, and heads that see the tokens before them cannot share one.
-"""
+"""Drafts with heads that also see the tokens drafted before them (Hydra, Ankner et al. 2024, arXiv 2402.05109). The
+output rows are those of the most frequent tokens only: on a CPU the whole output matrix would cost a good part of a
+pass, and heads that see the tokens before them cannot share one."""
 
 from __future__ import annotations
 
@@ -24,9 +22,6 @@ class HydraDrafter(StateDrafter):
     Head i reads the state that predicted the root, the root's embedding and those of i drafted tokens, by one block
     with a projected residual, P z + SiLU(W z + b), before the model's output rows. Like those, the embeddings are those
     of the most frequent tokens only; any other token enters as zeros.
-
-    Args:
-        heads: of kind "hydra".
     """
 
     name = "hydra"
@@ -54,7 +49,6 @@ class HydraDrafter(StateDrafter):
         return self._output.logits(both[:size] + silu(both[size:] + self._biases[head]))
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         arrays = sum(array.nbytes for array in (*self._biases, self._embeddings, self._input))
         return super().nbytes() + arrays + sum(weight.nbytes for weight in self._weights) + self._output.nbytes
 

@@ -51,7 +51,6 @@ class TokenJudge:
 
     @classmethod
     def of(cls, heads: Heads) -> TokenJudge:
-        """The judge of a bundle's heads."""
         return cls(heads.arrays["weight"].astype(np.float32), float(heads.arrays["bias"][0]))
 
     def finds_right(self, state: Floats) -> bool:  # (D,)
@@ -66,15 +65,12 @@ class TokenJudge:
         while children := draft.children(at):
             token = target.token(at)
             same = [child for child in children if draft.guesses[child].token == token]
-            right = same or [child for child in children if self._allows(child, target)]
+            right = same or [c for c in children if self.finds_right(target.state(c)) and target.may_follow(c)]
             if not right:
                 return Verdict(tuple(accepted), token, bonus=False)
             at = right[0]
             accepted.append(at)
         return Verdict(tuple(accepted), target.token(at), bonus=True)
-
-    def _allows(self, node: int, target: TargetView) -> bool:
-        return self.finds_right(target.state(node)) and target.may_follow(node)
 
 
 def normed_states(states: Floats) -> Floats:  # (S, D) -> (S, D)
@@ -167,11 +163,9 @@ class JudgeGain:
 
 
 def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:
-    """Teach a judge on questions: the heads for the model's bundle, and how well they do.
-
-    The text of the lesson has a JSON object on each line: "messages" of a chat, and "answer", where the reply is to
-    stay what it is, or "words" that a right reply has.
-    """
+    """Teach a judge on questions: the heads for the model's bundle, and how well they do. The text of the lesson has a
+    JSON object on each line: "messages" of a chat, and "answer", where the reply is to stay what it is, or "words" that
+    a right reply has."""
     asked = read_questions(lesson.text)
     states, matters, origin = list[Floats](), list[bool](), list[int]()
     for index, question in enumerate(asked):
@@ -193,11 +187,9 @@ def teach(lesson: Lesson) -> tuple[Heads, Mapping[str, Any]]:
 
 
 def find_mismatches(model: Writer, drafter: Writer, question: RightReply) -> Iterator[Mismatch]:
-    """Try the draft model's tokens in the model's reply, one after the other; those that do not matter stay.
-
-    A whole answer is the model's own, right or wrong. Of words that a reply is to have, those count that the model's
-    own has; if it has none, the question tells nothing.
-    """
+    """Try the draft model's tokens in the model's reply, one after the other; those that do not matter stay. A whole
+    answer is the model's own, right or wrong. Of words that a reply is to have, those count that the model's own has;
+    if it has none, the question tells nothing."""
     prompt = model.tokenize_chat(question.messages)
     room = min(_LONGEST, model.context - len(prompt), drafter.context - len(prompt))
     if room < 2:
@@ -229,13 +221,8 @@ def _said(model: Writer, ids: Sequence[int], ends: set[int]) -> str:
 
 
 def _taught(states: Floats, wrong: Flags, origin: NDArray[np.int64]) -> tuple[Doubles, float, JudgeGain]:
-    """The score of a token that may stay, as weights (D,) and bias, and how well it does, each question by others.
-
-    Args:
-        states: of tokens, normed. (N, D)
-        wrong: those that matter. (N,)
-        origin: number of their question. (N,)
-    """
+    """The score of a token that may stay, as weights (D,) and bias, and how well it does, each question by others:
+    normed states (N, D), which tokens are wrong (N,), and the question of each (N,)."""
     inputs = states.astype(np.float64)
     means, scales = inputs.mean(axis=0), inputs.std(axis=0) + 1e-6
     inputs = (inputs - means) / scales

@@ -23,7 +23,6 @@ class UnifiedPolicy:
     reads_states: ClassVar[bool] = False
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skip these layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
 
@@ -53,22 +52,14 @@ class ImportancePolicy:
     reads_states: ClassVar[bool] = True
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
-        """Skip the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
 
 
 @dataclass(frozen=True)
 class RoutersPolicy:
-    """FiRST (Jain et al. 2025): a trained router per layer tells from the prompt whether its reply needs the layer.
-
-    Attributes:
-        weight, bias: of each layer's router, which takes the mean over the prompt of the states entering the layer.
-            (L, D), (L,)
-
-    Raises:
-        BundleError: their shapes do not belong together, or they hold other than finite numbers.
-    """
+    """FiRST (Jain et al. 2025): a trained router per layer, weight (L, D) and bias (L,), tells from the mean over the
+    prompt of the states that enter the layer whether the reply needs it."""
 
     reads_states: ClassVar[bool] = True
 

@@ -30,11 +30,9 @@ class Lookahead(SearchStrategy):
         self._count = min(self._config.candidates or _CANDIDATES, self._backend.geometry.vocab_size)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after the prompt."""
         return self._choose(logits, room)
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """The token after that."""
         return self._choose(self._passes.feed(self._root), room)
 
     def _choose(self, logits: Floats, room: int) -> tuple[int]:  # (V,)

@@ -1,8 +1,6 @@
-"""Drafts with one head for each place behind the root (Medusa, Cai et al. 2024, arXiv 2401.10774).
-
-No head sees what stands at the places before its own, so the first guess of a round computes them all and a tree over
-their best tokens costs no more than a chain.
-"""
+"""Drafts with one head for each place behind the root (Medusa, Cai et al. 2024, arXiv 2401.10774). No head sees what
+stands at the places before its own, so the first guess of a round computes them all and a tree over their best tokens
+costs no more than a chain."""
 
 from __future__ import annotations
 
@@ -20,17 +18,9 @@ from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts with heads n + SiLU(W n + b) over n, the state divided by its root mean square.
-
-    What they give goes through the target's own final norm and head, in a pass that runs no layer; or through the
-    output rows of the tokens that may be guessed, where those are in the bundle.
-
-    Args:
-        heads: of kind "medusa".
-
-    Raises:
-        CapabilityError: the target gives no states, or cannot skip its layers.
-    """
+    """Drafts with heads n + SiLU(W n + b) over n, the state divided by its root mean square. What they give goes
+    through the target's own final norm and head, in a pass that runs no layer; or through the output rows of the tokens
+    that may be guessed, where those are in the bundle."""
 
     name = "medusa"
     at_once = True
@@ -52,17 +42,14 @@ class MedusaDrafter(StateDrafter):
         self._places = 0  # of them that are known
 
     def repeat(self) -> None:
-        """See `Drafter.repeat`."""
         self._known.clear()
         self._places = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Waits for the first state of the new text."""
         super().begin(tokens)
         self._places = 0
 
     def observe(self, round: Round) -> None:
-        """Keep the state that predicted the new root."""
         super().observe(round)
         self._places = 0
 
@@ -101,7 +88,6 @@ class MedusaDrafter(StateDrafter):
         self._target.cache.trim(start)
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         matrices = sum(weight.nbytes for weight in self._weights) + (0 if self._rows is None else self._rows.nbytes)
         arrays = self._bias.nbytes + self._states.nbytes + self._logits_of.nbytes
         return super().nbytes() + matrices + arrays

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from edgeinfer.errors import Setting, UsageError
 from edgeinfer.methods import method_option
 from edgeinfer.records import dataclass
-from edgeinfer.results import SearchedText
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.sampling.distributions import draw_from
@@ -42,8 +41,6 @@ def systematic(weights: NDArray[np.float64], start: float) -> list[int]:  # (N,)
 
 @dataclass(eq=False)
 class _Particle:
-    """A reply that is drawn."""
-
     text: ReplyText
     branch: Branch | None = None  # that it is drawn in, until it is over
     log_weight: float = 0.0  # since the last resampling
@@ -62,9 +59,7 @@ class _Particle:
 
 class Particles(SearchStrategy):
     """Draws replies side by side, replaces those of little weight by others, and answers with one by its weight.
-
-    Temperature, truncation and penalties are part of p. The scorer is asked before each resampling and at the end.
-    """
+    Temperature, truncation and penalties are part of p. The scorer is asked before each resampling and at the end."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
@@ -72,7 +67,6 @@ class Particles(SearchStrategy):
         self.log_evidence = 0.0  # logarithm of the unbiased estimate of the target's sum over all replies
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         count = self._config.samples
         most, first_logits = self._share(count, room), logits.copy()
         self._reply_rows = self._backend.cache.length
@@ -86,7 +80,10 @@ class Particles(SearchStrategy):
             if length % self._options["resample_every"] == 0:
                 self._weigh(particles)
                 particles = self._resampled(particles, prompt, length, branches)
-            self._leave_over(particles, most, branches)
+            for particle in particles:
+                if particle.branch is not None and particle.over(most):
+                    branches.drop(particle.branch)
+                    particle.branch = None
             self._feed(particles, len(prompt), branches)
             length += 1
         branches.end()
@@ -156,14 +153,6 @@ class Particles(SearchStrategy):
         return _Particle(text, branch, score=particle.score, reward=particle.reward)
 
     @staticmethod
-    def _leave_over(particles: Sequence[_Particle], most: int, branches: Branches) -> None:
-        """Drop the particles that are over."""
-        for particle in particles:
-            if particle.branch is not None and particle.over(most):
-                branches.drop(particle.branch)
-                particle.branch = None
-
-    @staticmethod
     def _weights(particles: Sequence[_Particle]) -> tuple[NDArray[np.float64], float]:  # (N,)
         """The particles' shares of the weight, and the logarithm of their mean weight."""
         logs = np.array([particle.log_weight for particle in particles])
@@ -181,11 +170,9 @@ class Particles(SearchStrategy):
         self._statistics.trials = len(particles)
         left = [index for index, particle in enumerate(particles) if not particle.dead]
         self._chosen = draw_from(weights[left], self._parts.sampler.uniform(prompt, 0))
-        self._texts = tuple(self._weighed_text(particles[index], float(weights[index])) for index in left)
+        kept = [(particles[index], float(weights[index])) for index in left]
+        self._texts = tuple(replace(self._searched_text(p.text, p.score), weight=weight) for p, weight in kept)
         return particles[left[self._chosen]].text.tokens
-
-    def _weighed_text(self, particle: _Particle, weight: float) -> SearchedText:
-        return replace(self._searched_text(particle.text, particle.score), weight=weight)
 
 
 METHOD = SearchMethod(

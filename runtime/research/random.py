@@ -10,11 +10,8 @@ from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 
 
 class RandomPolicy:
-    """Draws at random which model makes a stretch of tokens: the baseline that any policy has to beat.
-
-    Args:
-        share: of tokens that the large model makes, on average.
-    """
+    """Draws at random which model makes a stretch of tokens, the large one a `share`: the baseline that any policy has
+    to beat."""
 
     def __init__(self, share: float, stay: int, seed: int) -> None:
         self._share = share

@@ -45,10 +45,8 @@ def _longest() -> int:
 
 
 def retrieved(text: Sequence[int]) -> list[int]:
-    """A text's first passage, the passages that have most to do with its end, in their order, and its end.
-
-    A text that is no longer than that stays whole.
-    """
+    """A text's first passage, the passages that have most to do with its end, in their order, and its end. A text that
+    is no longer than that stays whole."""
     if len(text) <= _longest():
         return list(text)
     body, end = text[:-_END], text[-_END:]

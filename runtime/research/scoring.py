@@ -10,10 +10,7 @@ from edgeinfer.methods import method_option
 
 # A program's own code: requests cannot give one.
 SCORER = method_option(
-    "scorer",
-    None,
-    "function score(text, ended); on the command line a Python file that defines it",
-    kind=Callable,
+    "scorer", None, "function score(text, ended); on the command line a Python file that defines it", kind=Callable
 )
 
 

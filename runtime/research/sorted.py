@@ -1,8 +1,6 @@
-"""Drafting with a small model that goes as deep as a token needs.
-
-S2D: each of some depths of the drafter was trained to guess. A guess begins at the shallowest; where that is unsure the
-pass is resumed from its hidden states. What later layers have not seen of earlier tokens they see then, in one pass.
-"""
+"""Drafting with a small model that goes as deep as a token needs. S2D: each of some depths of the drafter was trained
+to guess. A guess begins at the shallowest; where that is unsure the pass is resumed from its hidden states. What later
+layers have not seen of earlier tokens they see then, in one pass."""
 
 from __future__ import annotations
 
@@ -24,12 +22,7 @@ _FIRST_ROWS = 64
 
 
 class SortedDrafter(ModelDrafter):
-    """Drafts with a small model that goes as deep as a token needs.
-
-    Args:
-        backend: must skip layers and resume from hidden states.
-        depths: layers after which it can guess, ascending, fewer than all.
-    """
+    """Drafts with a small model that goes as deep as a token needs, of ascending `depths` below its own."""
 
     name = "sorted"
 

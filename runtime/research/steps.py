@@ -39,19 +39,14 @@ class StepEnds:
         self._tokenizer, self._known = tokenizer, dict.fromkeys(stop_ids, True)
 
     def __call__(self, token: int) -> bool:
-        """Whether it does."""
         if token not in self._known:
             self._known[token] = not _SENTENCE_ENDS.isdisjoint(self._tokenizer.decode([token]))
         return self._known[token]
 
 
 def advantage(logits: Floats, token: int, probabilities: Probabilities) -> float:  # (V,), (V,)
-    """By how many nats a model expects a token of its own to be likelier than this one.
-
-    Args:
-        logits: with the biases and penalties of the reply, and -inf for what may not follow.
-        token: that may be in its place.
-    """
+    """By how many nats a model, whose logits are -inf for what may not follow, expects a token of its own to be
+    likelier than this one."""
     powers = logits.astype(np.float64) - float(logits.max())
     own = np.flatnonzero(probabilities)
     return float(probabilities[own] @ powers[own]) - float(powers[token])
@@ -61,11 +56,7 @@ class StepRoutingDecoding(DecodingStrategy):
     """Takes a step of the small model's, or writes it with the large one where that expects to do so much better."""
 
     def __init__(
-        self,
-        given: StrategyArguments,
-        small: SmallModel,
-        ends: Callable[[int], bool],
-        parameters: float,
+        self, given: StrategyArguments, small: SmallModel, ends: Callable[[int], bool], parameters: float
     ) -> None:
         super().__init__(given.backend, given.sampler)
         self._least, self._chunk = (

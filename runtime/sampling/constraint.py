@@ -103,12 +103,8 @@ def _check(choices: Sequence[tuple[int, ...]], flat: _Ints, end_ids: _Ints) -> N
 
 
 def _levels(lengths: _Ints, flat: _Ints) -> tuple[_Ints, _Ints, NDArray[np.bool_]]:  # (K,), (T,)
-    """The trie of different choices in lexicographic order, without a loop over them.
-
-    Returns:
-        Token of each slot (N,); first slot of each node's children, and one past them (N + 3,); whether a reply may end
-        at each node (N + 2,).
-    """
+    """The trie of different choices in lexicographic order, without a loop over them: the token of each slot (N,), the
+    first slot of each node's children and one past them (N + 3,), and where a reply may end (N + 2,)."""
     count = len(lengths)
     starts = np.cumsum(lengths) - lengths
     total = len(flat)
@@ -160,11 +156,8 @@ class ChoiceLists:
 
 
 class Constraint(Protocol):
-    """Which tokens may follow, as a stack: drafts are evaluated by pushing them and undone by popping.
-
-    A token that may not follow can be pushed, as drafters propose such: after it, and after an end, only stop ids may
-    follow.
-    """
+    """Which tokens may follow, as a stack: drafts are evaluated by pushing them and undone by popping. A token that may
+    not follow can be pushed, as drafters propose such: after it, and after an end, only stop ids may follow."""
 
     def allowed(self) -> NDArray[np.int64] | None:  # (A,)
         """Token ids that may follow now, ascending, at least one; None is all. Not to be written to."""
@@ -342,11 +335,9 @@ class WeighedDraw:
 def weighed_draw(
     logprobs: NDArray[np.float64], scores: NDArray[np.float64], accepts: Accepts
 ) -> WeighedDraw:  # (S,), (S,)
-    """Draws a token as `first_accepted` does, and estimates the probability that is accepted by one check more.
-
-    The recursive estimator of Lipkin et al. (2025, arXiv 2504.05410): a rejected token of probability q among those
-    that are left multiplies the estimate by 1 - q; of the accepted one the next token's verdict decides whether 1 or q.
-    """
+    """Draws a token as `first_accepted` does, and estimates the probability that is accepted by one check more. The
+    recursive estimator of Lipkin et al. (2025, arXiv 2504.05410): a rejected token of probability q among those that
+    are left multiplies the estimate by 1 - q; of the accepted one the next token's verdict decides whether 1 or q."""
     order, left, log_weight, checks = _ranked(scores), 1.0, 0.0, 0
     following = next(order, None)
     while following is not None and checks < _MOST_CHECKS:

@@ -79,11 +79,9 @@ def truncated(
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """The number in [0, 1) of this seed, position and stream, each in [0, 2**64).
-
-    A counter-based generator: nothing is remembered, so the number is the same on every platform and whatever was drawn
-    before. That is why sampled text does not depend on speculation.
-    """
+    """The number in [0, 1) of this seed, position and stream, each in [0, 2**64). A counter-based generator: nothing is
+    remembered, so the number is the same on every platform and whatever was drawn before. That is why sampled text does
+    not depend on speculation."""
     from numpy.random import Philox  # which replies without draws do not wait for
 
     bits: int = Philox(counter=position, key=seed | stream << 64).random_raw()
@@ -165,11 +163,8 @@ class GumbelNoise:
 
     def draw(self, row: Logits, best: int, temperature: float, position: int, ids: Ids | None = None) -> int:  # (A,)
         """Draw the index of a token from the softmax of a row (A,) at a temperature above 0; `ids` are its tokens, None
-        all.
-
-        Tokens of large noise are tried first. Others have less noise, so only those of large logits can still win, and
-        no exponential of the whole vocabulary is needed.
-        """
+        all. Tokens of large noise are tried first. Others have less noise, so only those of large logits can still win,
+        and no exponential of the whole vocabulary is needed."""
         size, words = len(row), self._tokens if ids is None else self._tokens[ids]
         # Noise is the larger, the smaller these are.
         high = _hashed(words, self._keys(position)[:2], self._high[:size], self._spare[:size])

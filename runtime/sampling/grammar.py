@@ -32,15 +32,9 @@ class GrammarCosts:
 
 
 class GrammarConstraint:
-    """Implements `constraint.Constraint`: the reply is a text of a grammar, and then a stop token.
-
+    """Implements `constraint.Constraint`: the reply is a text of a grammar, by `grammar_source`, and then a stop token.
     How a text is spelled in tokens is the model's choice, so that what is drawn depends on the grammar alone. Where the
-    text is certain, `forced` guesses a spelling: the longest tokens first.
-
-    Args:
-        source: of the grammar, by `grammar_source`.
-        end_ids: stop tokens of the vocabulary, any of which ends the reply where the grammar lets it end, only there.
-    """
+    text is certain, `forced` guesses a spelling: the longest tokens first."""
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str, end_ids: Collection[int]) -> None:
         started = time.perf_counter()
@@ -103,7 +97,6 @@ class GrammarConstraint:
             self._check()
 
     def places(self) -> ConstraintPlaces:
-        """Texts by the tokens that lead there."""
         return TextPlaces(self)
 
     def _may_follow(self, token: int) -> bool:

@@ -1,8 +1,6 @@
-"""Regular expressions of JSON Schema, which are ECMAScript's, as the grammar engine writes them.
-
-What the engine takes for something else than ECMAScript does is spelled out, so that nothing of its own notation gets
-through, and what it cannot follow is refused.
-"""
+"""Regular expressions of JSON Schema, which are ECMAScript's, as the grammar engine writes them. What the engine takes
+for something else than ECMAScript does is spelled out, so that nothing of its own notation gets through, and what it
+cannot follow is refused."""
 
 from __future__ import annotations
 
@@ -57,11 +55,9 @@ def _ipv6(least: int) -> str:
 
 
 def _times() -> tuple[str, str]:
-    """Times by RFC 3339: texts that both expressions have.
-
-    A leap second is the last one of a day in UTC, so that the offset tells hour and minute. One expression compares the
-    hours and another the minutes: as one, it would have 2,880 alternatives.
-    """
+    """Times by RFC 3339: texts that both expressions have. A leap second is the last one of a day in UTC, so that the
+    offset tells hour and minute. One expression compares the hours and another the minutes: as one, it would have 2,880
+    alternatives."""
     minutes = "|".join(
         rf"{minute:02}:60{_PART}(?:[+][0-9]{{2}}:{(minute + 1) % 60:02}|-[0-9]{{2}}:{59 - minute:02})"
         for minute in range(60)
@@ -92,11 +88,8 @@ def _duration() -> str:
 
 
 def _hostname() -> str:
-    """By RFC 1123, at most 253 characters: three long labels or eight of thirty.
-
-    Without hyphens in third and fourth place: whether Punycode behind them is valid takes tables of Unicode (RFC 5892)
-    that no expression has.
-    """
+    """By RFC 1123, at most 253 characters: three long labels or eight of thirty. Without hyphens in third and fourth
+    place: whether Punycode behind them is valid takes tables of Unicode (RFC 5892) that no expression has."""
     any_of, word = "[0-9A-Za-z-]", "[0-9A-Za-z]"
 
     def label(most: int) -> str:

@@ -20,8 +20,6 @@ from edgeinfer.records import dataclass
 
 @dataclass(frozen=True)
 class SchemaDraft:
-    """A draft of JSON Schema."""
-
     number: int  # of the draft, or the year of those since the seventh
     uri: str  # of its own schema, as the grammar engine knows it, by which it tells what keywords there are
     ids: tuple[str, ...] = ("$id",)  # keywords that name a schema

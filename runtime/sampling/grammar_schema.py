@@ -1,8 +1,5 @@
 """JSON Schemas made such that the grammar engine follows them to the letter, or refused by the keyword that it would
-not.
-
-What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`).
-"""
+not. What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`)."""
 
 from __future__ import annotations
 
@@ -50,11 +47,6 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def names_larger(text: str) -> bool:
-    """Whether a schema speaks of integers that `bound_integers` would leave out."""
-    return _LARGER.search(text) is not None
-
-
 def mend_numbers(schema: dict[str, Any]) -> None:
     """Writes numbers as the engine reads them, bounds not wider than they are."""
     for keyword in _COUNTS:
@@ -100,11 +92,9 @@ def bound_integers(schema: dict[str, Any]) -> None:
 
 
 def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> Decimal | None:
-    """A bound as the engine reads it without error, no further out; None where there is none.
-
-    It reads decimals of up to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not
-    always without them, so that one that is excluded becomes the next one.
-    """
+    """A bound as the engine reads it without error, no further out; None where there is none. It reads decimals of up
+    to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not always without them, so
+    that one that is excluded becomes the next one."""
     if not is_number(value):
         return None
     outer = -_OUTERMOST * inward
@@ -156,17 +146,16 @@ _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def mended(schema: Mapping[str, Any], left_out: set[str] | None = None) -> dict[str, Any]:
-    """A schema of the same documents that the engine follows.
-
-    Keywords that cannot be followed are refused, or added to `left_out`: then more documents are allowed.
-    """
+    """A schema of the same documents that the engine follows. Keywords that cannot be followed are refused, or added to
+    `left_out`: then more documents are allowed."""
     # Through its text, so that what stands in several places is mended in each, once.
     text = json.dumps(schema, allow_nan=False)
     root = json.loads(text)
     if left_out is not None and not _names_known_draft(root):
         left_out.add("$schema")
         del root["$schema"]
-    return _Document(root, bounds_integers=not names_larger(text), left_out=left_out).mended()
+    bounded = _LARGER.search(text) is None  # `bound_integers` would leave larger ones out
+    return _Document(root, bounds_integers=bounded, left_out=left_out).mended()
 
 
 def _names_known_draft(root: dict[str, Any]) -> bool:

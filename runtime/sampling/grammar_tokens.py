@@ -1,7 +1,5 @@
-"""A tokenizer's vocabulary as a grammar engine needs it, and how many digits numbers of JSON may have.
-
-Small models write digits for ever, and the engine's grammars let them.
-"""
+"""A tokenizer's vocabulary as a grammar engine needs it, and how many digits numbers of JSON may have. Small models
+write digits for ever, and the engine's grammars let them."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ def _ahead(token: bytes, special: bytes) -> int:
 
 
 class NumberLimit:
-    """Finds tokens that continue a number with too many digits, among those that a grammar allows.
-
-    A number that the grammar itself holds to more digits keeps them: constants, bounds, and whatever has no end yet.
-    """
+    """Finds tokens that continue a number with too many digits, among those that a grammar allows. A number that the
+    grammar itself holds to more digits keeps them: constants, bounds, and whatever has no end yet."""
 
     def __init__(self, source: str, ahead: NDArray[np.uint8], text_of: Callable[[int], bytes]) -> None:
         written = [_size(found) for found in _WRITTEN.finditer(_TEXT.sub("", source))]
@@ -158,10 +154,8 @@ def grammar_bytes(mode: GrammarMode, size: int, replies: int) -> tuple[int, int]
 
 
 class GrammarVocabulary:
-    """The vocabulary of one model for the grammar engine, made at first use: 0.7 s at 150 thousand tokens.
-
-    If `sliced`, the engine keeps the tokens of strings apart, which takes memory and saves time.
-    """
+    """The vocabulary of one model for the grammar engine, made at first use: 0.7 s at 150 thousand tokens. If `sliced`,
+    the engine keeps the tokens of strings apart, which takes memory and saves time."""
 
     def __init__(self, tokenizer: TokenizerLike, size: int, *, sliced: bool = True) -> None:
         self._tokenizer = tokenizer

@@ -1,8 +1,5 @@
-"""Compiles a grammar that may be hostile in a process of its own, with limits.
-
-Run as a program it is that process: it imports nothing of edgeinfer, reads a grammar from its input and writes what is
-wrong with it, or nothing.
-"""
+"""Compiles a grammar that may be hostile in a process of its own, with limits. Run as a program it is that process: it
+imports nothing of edgeinfer, reads a grammar from its input and writes what is wrong with it, or nothing."""
 
 from __future__ import annotations
 

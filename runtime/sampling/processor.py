@@ -20,9 +20,7 @@ _FORCED = np.float32(1e30)
 
 class TokenCounts:
     """How often each token occurs in the prompt and in the reply, as a stack: tokens are pushed and popped in order.
-
-    Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it.
-    """
+    Only ids that occur take space. Draft positions are evaluated by pushing the draft and undone by popping it."""
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
         ids = list(dict.fromkeys(prompt))
@@ -136,15 +134,13 @@ _FAR = 48
 
 
 class LogitsProcessor:
-    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe.
-
-    The mask is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what
-    the one before left, renormalised; at its edge the lower token id wins a tie.
-    """
+    """Turns logits (V,) into tokens: bias, penalties, mask, temperature, top-k, top-p, min-p. Not thread-safe. The mask
+    is the ids that a constraint allows, and the work after it is on those alone. Each truncation works on what the one
+    before left, renormalised; at its edge the lower token id wins a tie."""
 
     def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:
-        self._config = config
-        self._seed = seed
+        self.config = config
+        self.seed = seed
         self._penalties = Penalties.from_config(config, vocab_size)
         self._vocab_size = vocab_size
         self._greedy, self._adjusts = config.greedy, self._penalties.active
@@ -156,14 +152,6 @@ class LogitsProcessor:
         self._weights = np.empty(most)
         self._noise = None if config.greedy else GumbelNoise(seed, vocab_size)
         self._truncates = most < vocab_size or config.top_p < 1 or config.min_p > 0
-
-    @property
-    def config(self) -> GenerationConfig:
-        return self._config
-
-    @property
-    def seed(self) -> int:
-        return self._seed
 
     @property
     def takes_likeliest(self) -> bool:
@@ -187,10 +175,8 @@ class LogitsProcessor:
     def support(
         self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
     ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
-        """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor.
-
-        The arrays are valid until the next call and must not be written to.
-        """
+        """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor. The
+        arrays are valid until the next call and must not be written to."""
         row = self._masked(logits, counts, allowed)
         best = self._best(row, logits, allowed)
         ids, weights = (np.array([best]), np.ones(1)) if self._greedy else self._truncated(row, best)
@@ -199,11 +185,9 @@ class LogitsProcessor:
     def sample(
         self, logits: Logits, position: int, counts: TokenCounts | None = None, allowed: Ids | None = None
     ) -> int:
-        """The token for an absolute position: the most likely one when greedy, else drawn by Gumbel noise.
-
-        The draw depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its
-        own, whatever the others' logits, so a model whose distribution is alike mostly draws the same token.
-        """
+        """The token for an absolute position: the most likely one when greedy, else drawn by Gumbel noise. The draw
+        depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its own,
+        whatever the others' logits, so a model whose distribution is alike mostly draws the same token."""
         row, ids = self._masked(logits, counts, allowed), allowed
         chosen = self._best(row, logits, allowed)
         if self._noise is not None:
@@ -211,7 +195,7 @@ class LogitsProcessor:
                 kept, _ = self._truncated(row, chosen)
                 row, ids = row[kept], kept if allowed is None else allowed[kept]
                 chosen = int(row.argmax())
-            chosen = self._noise.draw(row, chosen, self._config.temperature, position, ids)
+            chosen = self._noise.draw(row, chosen, self.config.temperature, position, ids)
         return chosen if ids is None else int(ids[chosen])
 
     def sample_checked(
@@ -275,4 +259,4 @@ class LogitsProcessor:
 
     def _truncated(self, row: Logits, best: int) -> tuple[Ids, NDArray[np.float64]]:  # (A,) -> (S,), (S,)
         size = len(row)
-        return truncated(row, best, self._config, self._ids[:size], self._weights[:size])
+        return truncated(row, best, self.config, self._ids[:size], self._weights[:size])

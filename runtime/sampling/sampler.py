@@ -10,14 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces, TextCheck, weighed_draw
-from edgeinfer.runtime.sampling.distributions import (
-    Ids,
-    Logits,
-    TokenLogprobs,
-    draw_from,
-    token_logprobs,
-    uniform,
-)
+from edgeinfer.runtime.sampling.distributions import Ids, Logits, TokenLogprobs, draw_from, token_logprobs, uniform
 from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
 
 Probabilities = NDArray[np.float64]
@@ -110,9 +103,7 @@ class Sampler:
         self, logits: Logits, position: int, path: Sequence[int], power: float, stream: int
     ) -> tuple[int | None, float]:  # (V,)
         """Draw a token behind the reply and `path` by probabilities to a power, of those that form and check accept.
-
-        Returns it, or None, and the logarithm of an estimate, exact without a check, of the sum of these powers.
-        """
+        Returns it, or None, and the logarithm of an estimate, exact without a check, of the sum of these powers."""
         with self._along(path):
             probabilities = self._processor.probabilities(logits, self._counts)
             allowed = self._allowed()

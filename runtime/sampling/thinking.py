@@ -1,7 +1,5 @@
 """A limit on what a reasoning model thinks before it answers: behind so many tokens the end of the thought is forced.
-
-The end tag is the only token that may follow then, so that drafts of it are free (budget forcing, arXiv 2501.19393).
-"""
+The end tag is the only token that may follow then, so that drafts of it are free (budget forcing, arXiv 2501.19393)."""
 
 from __future__ import annotations
 
@@ -38,10 +36,8 @@ class _Place:
 
 
 class ThinkingBudget:
-    """Implements `Constraint`: anything may follow except more of a thought that has had `budget` tokens.
-
-    The prompt may end inside a thought, as in templates of some models.
-    """
+    """Implements `Constraint`: anything may follow except more of a thought that has had `budget` tokens. The prompt
+    may end inside a thought, as in templates of some models."""
 
     def __init__(self, tokenizer: TokenizerLike, budget: int, prompt: Sequence[int]) -> None:
         self._tokenizer, self._budget = tokenizer, budget
@@ -76,7 +72,6 @@ class ThinkingBudget:
         del self._places[len(self._places) - count :]
 
     def places(self) -> ConstraintPlaces:
-        """Texts by the tokens that lead there."""
         return TextPlaces(self)
 
     def _after(self, place: _Place, token: int) -> _Place:

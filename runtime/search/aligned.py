@@ -59,8 +59,6 @@ class Beginning:
 
 @dataclass(eq=False)
 class _Draw:
-    """A reply that is drawn."""
-
     text: ReplyText
     path: list[Beginning]  # its beginnings, the empty one first
     stream: int
@@ -74,10 +72,8 @@ class _Draw:
 
 
 class Aligned(SearchStrategy):
-    """Draws rounds of replies side by side, learns from each round, and answers with one of the last.
-
-    Temperature and truncation are part of the distribution that is aligned.
-    """
+    """Draws rounds of replies side by side, learns from each round, and answers with one of the last. Temperature and
+    truncation are part of the distribution that is aligned."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
@@ -87,7 +83,6 @@ class Aligned(SearchStrategy):
         self._tree = Beginning()
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         count, rounds = self._config.samples, self._config.rounds
         most, first_logits = self._share(count, room), logits.copy()
         self._reply_rows = self._backend.cache.length

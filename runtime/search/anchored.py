@@ -42,9 +42,7 @@ class Fused:
 
 def fuse(own: Distribution, anchor: Distribution, budget: float) -> Fused:  # (V,), (V,)
     """The distribution nearest to `own` among the geometric means whose KL divergence from `anchor` is in the budget.
-
-    Only tokens that both find possible have a probability, unless the anchor's own distribution is all that fits.
-    """
+    Only tokens that both find possible have a probability, unless the anchor's own distribution is all that fits."""
     shared = np.flatnonzero((own > 0) & (anchor > 0))
     if budget <= 0 or not len(shared):
         return Fused(anchor, 0.0, 0.0)
@@ -84,12 +82,8 @@ def fuse(own: Distribution, anchor: Distribution, budget: float) -> Fused:  # (V
 
 
 class DivergenceBudget:
-    """Tells what each token may spend: what it adds to the budget, and what earlier ones left.
-
-    Args:
-        each: nats that every token adds.
-        debt: nats that are owed before the first.
-    """
+    """Tells what each token may spend: the nats that it adds to the budget, less those owed before the first, and what
+    earlier ones left."""
 
     def __init__(self, each: float, debt: float = 0.0) -> None:
         self._each, self._debt = each, debt
@@ -127,7 +121,6 @@ class Anchored(SearchStrategy):
         self._budget = DivergenceBudget(self._config.anchor_budget)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after the prompt."""
         own = logits.copy()
         self._text = list(prompt)
         self._anchor.begin(self._text)
@@ -137,7 +130,6 @@ class Anchored(SearchStrategy):
         return self._draw(own)
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """The token after that."""
         return self._draw(self._passes.feed(self._root))
 
     def search_use(self) -> SearchUse:

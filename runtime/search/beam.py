@@ -53,7 +53,6 @@ class Beam(SearchStrategy):
         self._places: ConstraintPlaces | None = None
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
         self._reply_rows = self._backend.cache.length
@@ -125,10 +124,8 @@ class Beam(SearchStrategy):
             yield -float(judged[index]), int(rows[index]), int(tokens[index])
 
     def _free(self, group: _Group, chosen: Counter[int], size: int) -> Iterator[tuple[float, int, int]]:
-        """The best tokens behind each beginning: what they are judged by, less being better, its index, the token.
-
-        So many of each that `size` are left without stop tokens.
-        """
+        """The best tokens behind each beginning: what they are judged by, less being better, its index, the token. So
+        many of each that `size` are left without stop tokens."""
         for index, (beginning, row) in enumerate(zip(group.live, group.behind, strict=True)):
             judged = beginning.total + row
             for token, times in chosen.items():

@@ -18,18 +18,14 @@ from edgeinfer.runtime.search.strategy import Passes
 
 @dataclass(eq=False)
 class Branch:
-    """A continuation."""
-
     cache: ForkableCache  # holds its rows
     apart: bool = False  # it has nothing of the trunk
     tokens: list[int] = field(default_factory=list)  # behind the trunk
 
 
 class Branches:
-    """The branches that begin where the cache ends now, the trunk's end.
-
-    Where the backend evaluates sequences together, a pass has rows of all of them and of other replies.
-    """
+    """The branches that begin where the cache ends now, the trunk's end. Where the backend evaluates sequences
+    together, a pass has rows of all of them and of other replies."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._statistics = passes, passes.statistics
@@ -67,7 +63,6 @@ class Branches:
         return self._add(Branch(branch.cache.fork(), branch.apart, list(branch.tokens)))
 
     def drop(self, branch: Branch) -> None:
-        """Drop a branch."""
         self._live.remove(branch)
 
     def end(self) -> None:

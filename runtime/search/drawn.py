@@ -20,8 +20,6 @@ _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 @dataclass
 class Drawn:
-    """A reply that is drawn."""
-
     sampler: Sampler
     text: ReplyText
     most: int  # tokens it may have
@@ -108,11 +106,7 @@ class ParallelSamples(SearchStrategy):
         return super().search_use()
 
     def _give(self, branches: Branches, most: int) -> Sequence[int]:
-        """What is certain of reply 0, of which its caller ends: its last token waits for the other replies.
-
-        Args:
-            most: tokens that reply 0 may have; as many as others only where others are done.
-        """
+        """What is certain of reply 0, of which its caller ends: its last token waits for the other replies."""
         reply, others = self._replies[0], self._replies[1:]
         while True:
             fresh, ended = reply.text.tokens[self._given :], reply.text.ended or len(reply.text.tokens) >= most
@@ -129,13 +123,10 @@ class ParallelSamples(SearchStrategy):
 
 
 class DrawnSearch(SearchStrategy):
-    """Draws replies until enough is known, and answers with one of them.
-
-    Replies are drawn side by side, and the one that is chosen is then fed once more, alone.
-    """
+    """Draws replies until enough is known, and answers with one of them. Replies are drawn side by side, and the one
+    that is chosen is then fed once more, alone."""
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         count, parts = self._config.samples, self._parts
         limit, first_logits = self._share(count, room), logits.copy()
         # The reply's own sampler follows only the one that is chosen.
@@ -188,11 +179,8 @@ class BestOf(DrawnSearch):
 
 
 def answer_of(text: str, kind: str) -> str:
-    """What of a text is counted: white space, capitals and punctuation at the end make no difference.
-
-    Args:
-        kind: one of `searching.ANSWERS`. A text without a number has its last line for an answer.
-    """
+    """What of a text is counted, by one of `searching.ANSWERS`: white space, capitals and punctuation at the end make
+    no difference. A text without a number has its last line for an answer."""
     lines = [line for line in text.splitlines() if line.strip()]
     if kind == "number" and (numbers := _NUMBER.findall(text)):
         return str(numbers[-1]).replace(",", "")

@@ -30,10 +30,8 @@ _TOGETHER = MOST_ROWS // _STRIDE
 
 
 def beginnings(passage: str, tokenizer: TokenizerLike, encoder: LiteralEncoder, longest: int) -> list[tuple[int, ...]]:
-    """The next so many tokens of a passage from each place on, in order and each text once.
-
-    A reply that begins with a word of the middle may do so without the blank before it, so that is a beginning too.
-    """
+    """The next so many tokens of a passage from each place on, in order and each text once. A reply that begins with a
+    word of the middle may do so without the blank before it, so that is a beginning too."""
     tokens, found = encoder.literal(passage), dict[tuple[int, ...], None]()
     for start, token in enumerate(tokens):
         rest = tokens[start + 1 : start + longest]
@@ -79,7 +77,6 @@ class Extract(SearchStrategy):
         self._best = -math.inf  # of their scores
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """The whole reply."""
         longest = min(self._share(1, room) - 1, _LONGEST)
         texts = beginnings(self._config.passage or "", self._parts.tokenizer, self._encoder, longest)
         texts = [tokens for tokens in texts if max(tokens) < self._vocabulary]

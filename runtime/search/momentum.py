@@ -53,12 +53,10 @@ class Momentum(SearchStrategy):
         self._runs = Runs((), 1)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after the prompt."""
         self._runs = Runs(prompt, len(self._resistance) - 1)
         return self._choose(logits)
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """The token after that."""
         return self._choose(self._passes.feed(self._root))
 
     def _choose(self, logits: Floats) -> tuple[int]:  # (V,)

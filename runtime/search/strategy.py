@@ -1,11 +1,10 @@
-"""The base of searches: their build arguments, counted passes, and falling back to plain decoding.
-
-Between two of a search's answers the rows of the cache are those of the reply alone, each computed in a pass of the
-reply's own text, so that the next turn rests on the same bits as without.
-"""
+"""The base of searches: their build arguments, counted passes, and falling back to plain decoding. Between two of a
+search's answers the rows of the cache are those of the reply alone, each computed in a pass of the reply's own text, so
+that the next turn rests on the same bits as without."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,11 +73,7 @@ class SearchParts:
 
 
 class Passes:
-    """Runs passes over one text at a time, and counts them.
-
-    Attributes:
-        parts, statistics: the same.
-    """
+    """Runs passes over one text at a time, and counts them."""
 
     def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
         self.parts, self.statistics = parts, statistics
@@ -90,10 +85,8 @@ class Passes:
         return next(self.chain([token]))
 
     def chain(self, tokens: Sequence[int]) -> Iterator[Floats]:  # of (V,)
-        """The logits behind each of these tokens; views that the next pass overwrites.
-
-        They are fed a few at a time, as they are asked for.
-        """
+        """The logits behind each of these tokens; views that the next pass overwrites. They are fed a few at a time, as
+        they are asked for."""
         for begin in range(0, len(tokens), MOST_ROWS):
             part = tokens[begin : begin + MOST_ROWS]
             yield from self._feed(part, np.arange(len(part)))
@@ -165,18 +158,8 @@ class SearchStrategy(DecodingStrategy):
             self._reply_rows = None
 
     def search_use(self) -> SearchUse:
-        """What was done so far."""
-        statistics = self._statistics
-        return SearchUse(
-            search=self._config.search,
-            lossless=self.lossless,
-            passes=statistics.passes,
-            rows=statistics.rows,
-            branches=statistics.branches,
-            trials=statistics.trials,
-            chosen=self._chosen,
-            texts=self._texts,
-        )
+        counts = dataclasses.asdict(self._statistics)
+        return SearchUse(self._config.search, self.lossless, **counts, chosen=self._chosen, texts=self._texts)
 
     def _forward(self, token: int) -> Floats:  # (V,)
         return self._passes.feed(token)

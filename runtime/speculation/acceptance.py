@@ -112,10 +112,8 @@ class Mixer:
         return sum(self._copied > edge for edge in _COPY_EDGES)
 
     def _advantage_now(self) -> float:
-        """Logarithm of the odds that a drafter with logits is right where it and the surest table differ.
-
-        Of a reply of which nothing was seen it is 0: a wrong first draft costs dozens of plain steps.
-        """
+        """Logarithm of the odds that a drafter with logits is right where it and the surest table differ. Of a reply of
+        which nothing was seen it is 0: a wrong first draft costs dozens of plain steps."""
         ours, theirs = self._learnt.differences[self._state]
         share = (ours + 1) / (ours + theirs + 2)
         ours, theirs = self._right[0] + _KNOWN * share, self._right[1] + _KNOWN * (1 - share)

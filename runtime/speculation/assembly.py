@@ -47,12 +47,7 @@ def _sequence_bytes(configuration: Configuration) -> int:
 
 
 OPTION_BYTES = OptionBytes(
-    drafting_bytes,
-    _sequence_bytes,
-    prefix_cache.planned_bytes,
-    context_shift.planned_bytes,
-    priors_of,
-    grammar_bytes,
+    drafting_bytes, _sequence_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes, priors_of, grammar_bytes
 )
 
 
@@ -88,13 +83,7 @@ def make_speculator(
     model: Backend | None = None,
     bundle: Bundle | None = None,
 ) -> Speculator:
-    """The speculation of a model; measures what is not known of this device yet.
-
-    Args:
-        target: the model's backend, whose cache is empty.
-        drafter, model: the draft model, and what runs it; None where there is none.
-        bundle: the target's, which may have heads that draft.
-    """
+    """The speculation of a model, whose cache is empty; measures what is not known of this device yet."""
     cached_experts = None
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
         cached_experts = target.expert_cache.bias
@@ -115,10 +104,8 @@ def make_speculator(
 
 
 def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: MemoryPlan) -> Backend | None:
-    """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip).
-
-    Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target.
-    """
+    """What runs the draft model, which drafts nothing where it takes turns with its target (runtime/layer_skip). Its
+    rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
     if drafter is None:
         return None
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu", adapters={})

@@ -18,14 +18,9 @@ _LIKELIEST = 0.95
 
 
 class BatchCosts:
-    """Implements `controller.RoundCosts` for one of several texts that share each pass.
-
-    A plain step costs a text its share of the common pass. Its drafts come on top: the others wait for all that their
-    rows and their making take. So a draft pays by these costs where it raises the tokens per millisecond of all.
-
-    Args:
-        texts: that share passes, at least 1.
-    """
+    """Implements `controller.RoundCosts` for one of several texts that share each pass. A plain step costs a text its
+    share of the common pass. Its drafts come on top: the others wait for all that their rows and their making take. So
+    a draft pays by these costs where it raises the tokens per millisecond of all."""
 
     def __init__(self, costs: RoundCosts, texts: int) -> None:
         self._costs = costs
@@ -38,7 +33,6 @@ class BatchCosts:
         return self._plain_ms / (self._others + 1) + more
 
     def guess_ms(self, drafter: str) -> float:
-        """One guess."""
         return self._costs.guess_ms(drafter)
 
     def read_ms(self, drafter: str) -> float:
@@ -57,11 +51,7 @@ class BatchCosts:
 
 
 class BatchController(DraftController):
-    """Decides as its base does, by what drafts cost when so many texts share passes.
-
-    Args:
-        texts: tells how many share passes now.
-    """
+    """Decides as its base does, by what drafts cost when so many texts share passes."""
 
     def __init__(
         self,
@@ -94,11 +84,7 @@ class BatchController(DraftController):
 
 
 class SequenceDrafting:
-    """Drafters for the texts of one of several sequences.
-
-    Args:
-        texts: tells how many are decoded side by side now.
-    """
+    """Drafters for the texts of one of several sequences."""
 
     def __init__(self, backend: Backend, texts: Callable[[], int]) -> None:
         self.backend = backend

@@ -40,14 +40,7 @@ _FIRST_REST, _LONGEST_REST = 16, 1024
 
 
 class LossBudget:
-    """Keeps what a reply has saved against plain decoding, and tells what that pays for.
-
-    Args:
-        plain_ms: milliseconds of a plain step.
-
-    Attributes:
-        said: tokens so far.
-    """
+    """Keeps what a reply of `said` tokens so far has saved against plain decoding, and tells what that pays for."""
 
     def __init__(self, plain_ms: float, shortest_ms: float) -> None:
         self._plain_ms = plain_ms
@@ -95,10 +88,8 @@ class LossBudget:
         self._saved -= due
 
     def steps_to_save(self, asking_ms: float) -> int:
-        """Plain steps before asking drafters is paid for, and the shortest draft too if they know one.
-
-        Asking that spends what the draft would need finds drafts that it cannot risk.
-        """
+        """Plain steps before asking drafters is paid for, and the shortest draft too if they know one. Asking that
+        spends what the draft would need finds drafts that it cannot risk."""
         budget = _LOSS_BUDGET * self._plain_ms
         steps = math.ceil((asking_ms + self._reserve - budget - self.free) / budget)
         if self._unpaid:
@@ -123,11 +114,7 @@ class LossBudget:
 
 
 class Trials:
-    """Has drafting rest for a while where a trial of it was no faster than plain decoding would have been.
-
-    Attributes:
-        rest: plain steps that are left of that.
-    """
+    """Has drafting rest for a while where a trial of it was no faster than plain decoding would have been."""
 
     def __init__(self) -> None:
         self._rounds, self._lost = 0, 0.0  # since the last rest

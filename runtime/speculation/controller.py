@@ -128,19 +128,8 @@ class RoundCosts(Protocol):
 
 
 class DraftController:
-    """Builds drafts and learns from what becomes of them.
-
-    Args:
-        drafters: in the order in which they are preferred where nothing else decides.
-        acceptance: of these drafters' guesses; may know them from before.
-        width: guesses per drafter and place; above 1 drafts are trees.
-
-    Attributes:
-        width: as given.
-        watched_ms: what it cost to watch the last plain steps.
-        timed_guesses: drafter and milliseconds of each guess of the last draft that was paid for.
-        timed_reading: drafter and milliseconds a token of what was read before such guesses.
-    """
+    """Builds drafts and learns from what becomes of them. Drafters come in the order in which they are preferred where
+    nothing else decides. Above a `width` of 1 guesses per drafter and place, drafts are trees."""
 
     def __init__(
         self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1

@@ -116,14 +116,8 @@ def _blank(backend: Backend, length: int) -> CopiedRows:
 
 def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0.05) -> float:
     """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
-    one, of drafters that guess `at_once`.
-
-    The first chain is not counted: it evaluates the context. If the drafter works on the target's cache, its rows are
-    left there.
-
-    Args:
-        budget_s: seconds, beyond which no further chain is started.
-    """
+    one, of drafters that guess `at_once`. The first chain is not counted: it evaluates the context. If the drafter
+    works on the target's cache, its rows are left there."""
     deadline = time.perf_counter() + budget_s
     # Different tokens, so that no chain finds what the one before it left in a cache.
     starts = list(dict.fromkeys(reversed(context.tokens)))
@@ -206,12 +200,8 @@ class SessionCosts:
 
 
 class DeviceCosts:
-    """Costs of one target and its drafters.
-
-    Args:
-        profile: where costs are kept.
-        check: prove that rows do not depend on how a chain is cut into passes.
-    """
+    """Costs of one target and its drafters; `check` proves that rows do not depend on how a chain is cut into
+    passes."""
 
     def __init__(
         self, backend: Backend, profile: DeviceProfile, check: bool, most: int, stand_in: Callable[[str], Drafter]
@@ -236,11 +226,9 @@ class DeviceCosts:
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
-        """Find out what passes cost; empties the cache if they have to be measured.
-
-        What was kept is not compared with the pace of this moment: controllers weigh costs against each other, replies
-        move them to the pace they find (`learn`), and passes to find out would keep the first token waiting.
-        """
+        """Find out what passes cost; empties the cache if they have to be measured. What was kept is not compared with
+        the pace of this moment: controllers weigh costs against each other, replies move them to the pace they find
+        (`learn`), and passes to find out would keep the first token waiting."""
         kept = self._profile.costs()
         if kept is not None and self._reaches(kept.passes):
             self._kept = kept.passes, kept.drafts
@@ -253,7 +241,8 @@ class DeviceCosts:
             release_code()
         if self._check and self.exact is None:
             self.exact = check_exact(self._backend)
-            self._profile.save_arrays(_EXACT, _check_state(self.exact))
+            kept_check = dataclasses.asdict(self.exact)
+            self._profile.save_arrays(_EXACT, {name: np.array([value]) for name, value in kept_check.items()})
         if self._passes is None:
             self.plain_ms = self._plain_steps()
             can = self._backend.capabilities
@@ -276,10 +265,8 @@ class DeviceCosts:
 
     @property
     def pass_ms(self) -> Callable[[int], float] | None:
-        """Milliseconds of a pass of the target by its rows; None where none was measured and too few ran.
-
-        Larger ones than were measured are known by those that replies shared.
-        """
+        """Milliseconds of a pass of the target by its rows; None where none was measured and too few ran. Larger ones
+        than were measured are known by those that replies shared."""
         costs = self._ran_passes.beyond(self._passes)
         return None if costs is None else costs.ms
 
@@ -385,11 +372,9 @@ class DeviceCosts:
             self._read_ms[drafter.name] = max(0.0, ms - guess_ms) / unread
 
     def _measure_reading(self, drafter: Drafter, tokens: list[int]) -> tuple[int, float]:
-        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times.
-
-        One busy moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing
-        corrects it. Reading the first half, which is no measure, brings what reads into memory.
-        """
+        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times. One busy
+        moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing corrects it.
+        Reading the first half, which is no measure, brings what reads into memory."""
         base = self._backend.cache.length
         middle = (base + 1 + len(tokens)) // 2
         deadline, least = time.perf_counter() + _READING_S, math.inf
@@ -433,10 +418,6 @@ def _followed(believed: float, times: Sequence[float]) -> float:
         return believed
     share = len(times) / (len(times) + _BELIEVED)
     return believed + share * (median(times) - believed)
-
-
-def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:
-    return {name: np.array([value]) for name, value in dataclasses.asdict(check).items()}
 
 
 def _check_from(state: dict[str, NDArray[Any]] | None) -> ExactCheck | None:

@@ -46,12 +46,7 @@ class RoundView:
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        draft: Draft,
-        logits: LogitRows,
-        position: int,
-        hidden: Floats | None = None,
+        self, sampler: Sampler, draft: Draft, logits: LogitRows, position: int, hidden: Floats | None = None
     ) -> None:
         self._sampler = sampler
         self._draft = draft
@@ -61,11 +56,9 @@ class RoundView:
         self._chain = draft.is_chain
 
     def token(self, node: int) -> int:
-        """The keyed choice after a node."""
         return self._sampler.sample(self._logits.row(node + 1), self.position(node), self.path(node))
 
     def probabilities(self, node: int) -> Probabilities:
-        """The distribution after a node."""
         return self._sampler.probabilities(self._logits.row(node + 1), self.path(node))
 
     def uniform(self, depth: int, draw: int) -> float:
@@ -105,13 +98,8 @@ class RoundView:
 
 
 class SpeculativeDecoding(DecodingStrategy):
-    """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts.
-
-    Args:
-        noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
-        on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
-        statistics: that rounds are added to; None begins some.
-    """
+    """Decodes one reply in rounds, with plain steps between them while the controller expects nothing of drafts. A
+    row's logits may differ by `noise` between passes of different sizes; 0 where rows are bit-identical."""
 
     def __init__(
         self,
@@ -234,7 +222,12 @@ class SpeculativeDecoding(DecodingStrategy):
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
         committed = (*accepted, verdict.token)
         logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
-        round = self._round_of(draft, verdict, committed, passed, logits)
+        # Where a recheck ran another pass, it has overwritten the states that the output shows.
+        hidden = passed.hidden if logits is passed.logits else None
+        branches = self._controller.width > 1
+        round = Round(
+            draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
+        )
         for token, entry in zip(committed, logprobs, strict=True):
             self._sampler.accept_with(token, entry)
         self._root = verdict.token
@@ -302,13 +295,8 @@ class SpeculativeDecoding(DecodingStrategy):
         return resumption
 
     def _recheck(self, verdict: Verdict, target: RoundView, passed: Evaluated, base: int) -> tuple[Verdict, LogitRows]:
-        """Repeats the first choice that rounding may have decided, by the pass that plain decoding would run.
-
-        A pass over the root alone is that pass.
-
-        Returns:
-            The verdict, and the logits, which are copied before such a pass overwrites them, with what that gave.
-        """
+        """Repeats the first choice that rounding may have decided, by the pass over the root alone that plain decoding
+        would run; returns the verdict, and the logits with what that gave, copied before the pass overwrites them."""
         if not self._noise or len(passed.fed) == 1:
             return verdict, passed.logits
         for place, node in enumerate((-1, *verdict.accepted)):
@@ -322,16 +310,6 @@ class SpeculativeDecoding(DecodingStrategy):
             self.statistics.rechecked += 1
             return Verdict(verdict.accepted[:place], token, False), LogitRows(logits)
         return verdict, passed.logits
-
-    def _round_of(
-        self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: Evaluated, logits: LogitRows
-    ) -> Round:
-        # Another pass has overwritten the states that the output shows.
-        hidden = passed.hidden if logits is passed.logits else None
-        branches = self._controller.width > 1
-        return Round(
-            draft, verdict, committed, passed.fed, logits.rows, hidden, branches=branches, first_row=logits.first
-        )
 
     def _catch_up(self) -> None:
         """Tell drafters of the plain steps since the last round."""
@@ -391,7 +369,6 @@ class SpeculativeDecoding(DecodingStrategy):
             self._drafters.clear()
 
     def finish(self) -> None:
-        """The reply is over: statistics are complete afterwards."""
         self._count_plain_steps()
         self.texts = self._context.tokens[: self._begin], self._context.tokens[self._begin :]
         # It leads back here: what the reply was asked with would wait for a collection of cycles.

@@ -1,8 +1,6 @@
 """What the pass that verifies a draft gave, and the logits of its rows: all of them, or a few at a time where the
-backend computes further ones when they are asked for.
-
-A row of logits is as large as the vocabulary, and what lies behind the first guess that is refused is never read.
-"""
+backend computes further ones when they are asked for. A row of logits is as large as the vocabulary, and what lies
+behind the first guess that is refused is never read."""
 
 from __future__ import annotations
 
@@ -16,18 +14,8 @@ from edgeinfer.runtime.backends.wrapped import uncounted
 
 
 class LogitRows:
-    """The logits after the rows of a pass, by number; those that are not in memory are computed in place of the others.
-
-    Args:
-        rows: the first of them. (R, V)
-        hidden: states of all rows after the last layer, from which the head computes others. (S, D)
-        head: that does; None where all rows are there.
-
-    Attributes:
-        rows: that are in memory; a view until the next pass. (R, V)
-        first: the number of the first of these.
-        head_ms: milliseconds that the head took.
-    """
+    """The logits after the rows of a pass, by number: `rows` are the first ones (R, V). Where those are not all, others
+    are computed in their place by `head`, from the states of all rows after the last layer (S, D)."""
 
     def __init__(
         self,
@@ -36,6 +24,7 @@ class LogitRows:
         head: HeadBackend | None = None,
         leaving: Callable[[int, Floats], None] | None = None,
     ) -> None:
+        # Rows in memory, a view until the next pass; the number of the first of them; milliseconds that the head took.
         self.rows, self.first, self.head_ms = rows, 0, 0.0
         self._left = 0 if hidden is None else len(hidden) - len(rows)  # rows that were never computed
         self._hidden, self._head, self._leaving = hidden, head, leaving

@@ -37,11 +37,8 @@ _NOISE_SIGMAS = 2.5
 
 
 def filler_tokens(backend: Backend, count: int, skip: int = 0) -> Ints:  # (count,)
-    """Token ids that look different; the same for the same `skip`.
-
-    Their values change what a pass costs where they choose experts, which may be in memory or not, so passes that are
-    timed are given others each time.
-    """
+    """Token ids that look different; the same for the same `skip`. Their values change what a pass costs where they
+    choose experts, which may be in memory or not, so passes that are timed are given others each time."""
     tokens: Ints = ((np.arange(count) + skip) * 7919 + 11) % backend.geometry.vocab_size
     return tokens
 
@@ -94,11 +91,8 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     """Compare passes over one text that is cut in different ways; leaves the cache empty.
 
     Takes seven passes where nothing differs, and one over a tree where side branches are to be as exact. A backend that
-    promises nothing is only asked by how much rows differ, and is never taken to have none: on short texts its rows may
-    agree by accident.
-
-    Args:
-        budget_s: seconds for measuring the noise where rows differ, in which at least one row is compared.
+    promises nothing is only asked by how much rows differ, in `budget_s` seconds and one row at least, and is never
+    taken to have none: on short texts its rows may agree by accident.
     """
     size = min(_TEXT, backend.cache.capacity)
     past = min(_PROMPT, backend.cache.capacity - size)
@@ -198,11 +192,9 @@ def _gap(row: Floats) -> float:  # (V,)
 
 
 def near_edge(choose: Callable[[Floats], int], logits: Floats, noise: float) -> bool:  # (V,)
-    """Whether a choice, drawn or greedy, would be another if every logit moved by at most `noise`.
-
-    The largest sum of logit and Gumbel noise changes first where all other tokens gain and the chosen one loses. Of the
-    edge of a truncation that finds what this move shows.
-    """
+    """Whether a choice, drawn or greedy, would be another if every logit moved by at most `noise`. The largest sum of
+    logit and Gumbel noise changes first where all other tokens gain and the chosen one loses. Of the edge of a
+    truncation that finds what this move shows."""
     shift = np.float32(noise)
     moved = logits + shift
     chosen = choose(logits)

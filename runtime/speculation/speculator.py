@@ -1,7 +1,5 @@
-"""Speculation of a loaded model: its drafters, what they have learnt, what they cost.
-
-Made once per model. Each generation takes its `strategy`, and its `summary` when it is over.
-"""
+"""Speculation of a loaded model: its drafters, what they have learnt, what they cost. Made once per model. Each
+generation takes its `strategy`, and its `summary` when it is over."""
 
 from __future__ import annotations
 
@@ -39,16 +37,14 @@ _SAVE_S = 60.0
 # Plain steps whose median stands for plain decoding.
 _PLAIN_STEPS = 64
 _ACCEPTANCE = "acceptance"
+# Sums over rounds that a reply reports as they are.
+_COUNTED = (
+    "rounds", "drafted", "accepted", "recovered", "bonus", "rechecked", "draft_ms", "verify_ms", "overhead_ms",
+)  # fmt: skip
 
 
 class Speculator:
-    """Makes the decoding strategies of generations.
-
-    Args:
-        most: tokens in a draft at most; 0 never drafts.
-        profile: where what is learnt is kept.
-        check: prove that rows do not depend on how a chain is cut into passes, as the exact mode promises.
-    """
+    """Makes the decoding strategies of generations; drafts up to `most` tokens, 0 never."""
 
     def __init__(
         self,
@@ -59,7 +55,7 @@ class Speculator:
         profile: DeviceProfile,
         check: bool,
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self._allowed = drafters if most else ()
         self._planned = self._allowed
         self._loaded = loaded
@@ -84,11 +80,6 @@ class Speculator:
     def _measure(self) -> None:
         """Find out what drafting costs, as far as that is not known."""
         self._costs.of([self._drafter(name) for name in self._names(self._loaded)])
-
-    @property
-    def parts(self) -> DrafterParts:
-        """What drafters are made of now."""
-        return self._parts
 
     @property
     def auto(self) -> tuple[str, ...]:
@@ -118,16 +109,16 @@ class Speculator:
         """Make the strategy of a generation: speculative, or plain decoding."""
         names, limit = self._names(config.speculation), self._limit
         if not names or not limit:
-            return DecodingStrategy(self._parts.target, sampler)
-        verification, most = find_verification(config.verification, self._parts), min(limit, config.draft_max or limit)
+            return DecodingStrategy(self.parts.target, sampler)
+        verification, most = find_verification(config.verification, self.parts), min(limit, config.draft_max or limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if not self._may_pay(config, drafters, costs):
-            return DecodingStrategy(self._parts.target, sampler)
+            return DecodingStrategy(self.parts.target, sampler)
         kind = StochasticController if verification.stochastic else DraftController
         controller = kind(drafters, costs, self._acceptance, most, width)
         strategy = SpeculativeDecoding(
-            self._parts.target,
+            self.parts.target,
             sampler,
             drafters,
             controller,
@@ -145,13 +136,9 @@ class Speculator:
         drafting: SequenceDrafting,
         before: DecodingStrategy | None = None,
     ) -> DecodingStrategy:
-        """Make the strategy of a generation whose passes others share, or of the rest of one that had its own.
-
-        Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it decodes plainly.
-
-        Args:
-            before: decoded the reply until now; None where it begins.
-        """
+        """Make the strategy of a generation whose passes others share, or of the rest of one that had its own
+        (`before`). Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it
+        decodes plainly."""
         verification, names = find_verification(config.verification), self._names(config.speculation)
         drafters = drafting.of_sequence([self._drafter(name) for name in names]) if self._limit else []
         if not verification.exact or not drafters:
@@ -186,7 +173,6 @@ class Speculator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what drafters hold."""
         own = sum(drafter.nbytes() for drafter in self._drafters.values())
         return own + sum(drafting.nbytes() for drafting in self._drafting)
 
@@ -236,7 +222,7 @@ class Speculator:
             return ()
         if asked == "auto":
             # Drafters that the model was loaded with by name were wanted.
-            return tuple(name for name in self._planned if self._chosen or asked_by_auto(name, self._parts))
+            return tuple(name for name in self._planned if self._chosen or asked_by_auto(name, self.parts))
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
@@ -260,26 +246,22 @@ class Speculator:
         return self._drafters[name]
 
     def _made(self, name: str) -> Drafter:
-        return drafter_method(name).make(self._parts)
+        return drafter_method(name).make(self.parts)
 
     def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
         width = config.draft_width
-        if width > 1 and not self._parts.target.capabilities.tree:
-            message = f"The {self._parts.target.name} backend cannot verify trees."
+        if width > 1 and not self.parts.target.capabilities.tree:
+            message = f"The {self.parts.target.name} backend cannot verify trees."
             raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
         # Where attention reads no pages, rows of side branches have other bits than a chain's, so where text is to be
         # plain decoding's bit for bit no token behind them could be kept.
         settled = self._costs.exact is not None and self._costs.exact.bit_identical
-        if settled and verification.exact and not self._parts.target.capabilities.paged:
+        if settled and verification.exact and not self.parts.target.capabilities.paged:
             return 1
         return width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:
-        """Tell what drafting did in a reply.
-
-        Args:
-            per_token_ms: mean milliseconds of the reply's tokens after the first.
-        """
+        """Tell what drafting did in a reply, whose tokens after the first took `per_token_ms` each."""
         plain = self.plain_ms
         if not isinstance(strategy, SpeculativeDecoding):
             mode = config.speculation if self._allowed else "off"
@@ -292,18 +274,10 @@ class Speculator:
             verification=verification.name,
             lossless=verification.lossless,
             exact=self._is_exact(config),
-            rounds=statistics.rounds,
-            drafted=statistics.drafted,
-            accepted=statistics.accepted,
-            recovered=statistics.recovered,
-            bonus=statistics.bonus,
-            rechecked=statistics.rechecked,
+            **{name: getattr(statistics, name) for name in _COUNTED},
             accepted_per_position=tuple(statistics.accepted_per_position),
             acceptance_rate=statistics.accepted / statistics.drafted if statistics.drafted else 0.0,
             mean_accepted_length=statistics.committed / statistics.rounds if statistics.rounds else 0.0,
-            draft_ms=statistics.draft_ms,
-            verify_ms=statistics.verify_ms,
-            overhead_ms=statistics.overhead_ms,
             choices=dict(statistics.choices),
             per_drafter=dict(statistics.per_drafter),
             plain_ms=plain,
@@ -318,7 +292,7 @@ class Speculator:
 
     def tuned(self, tuning: TunedDrafting) -> None:
         """Draft as this says from now on, and keep it and what that costs."""
-        self._parts = replace(self._parts, tuning=tuning)
+        self.parts = replace(self.parts, tuning=tuning)
         stale = {name for name in self._drafters if drafter_method(name).tuned}
         self._close(stale)
         for name in stale:
@@ -372,5 +346,5 @@ class Speculator:
         self.save()
         for drafter in self._drafters.values():
             drafter.close()
-        if self._parts.model is not None:
-            self._parts.model.close()
+        if self.parts.model is not None:
+            self.parts.model.close()

@@ -46,9 +46,8 @@ class _Slot:
 
 class StochasticController(DraftController):
     """Builds a chain, or with a width above 1 a tree of up to so many siblings at every node, and learns as its base.
-
-    The next draw is made where it is likeliest to be accepted, as long as it and what may follow are worth their time.
-    """
+    The next draw is made where it is likeliest to be accepted, as long as it and what may follow are worth their
+    time."""
 
     def __init__(
         self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1
@@ -63,7 +62,6 @@ class StochasticController(DraftController):
         return False
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
-        """What to verify next; see `DraftController.draft`."""
         self._begin(context, depth)
         most, order = min(rows, self._most), count()
         guesses: list[Guess] = []
@@ -106,7 +104,6 @@ class StochasticController(DraftController):
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
 
     def observe(self, round: Round) -> None:
-        """Learn from what became of the last draft."""
         super().observe(round)
         ranks = {(asked.drafter, asked.rank) for every in self._asked.values() for asked in every}
         for name, estimates in self._siblings.items():

@@ -30,14 +30,18 @@ _PERFORMANCE = Path("/sys/devices/cpu_core/cpus")
 
 def machine_memory() -> int:
     """Bytes of memory built in, or allowed by a control group."""
-    return min([_built_in(), *(limit for path in _limit_files() if (limit := _limit(path)))])
+    if sys.platform == "linux":
+        built_in = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        import psutil
+
+        built_in = int(psutil.virtual_memory().total)
+    return min([built_in, *(limit for path in _limit_files() if (limit := _limit(path)))])
 
 
 def free_memory(mapped: int = 0) -> int:
-    """Bytes of `machine_memory` that programs can still have, including the page cache.
-
-    A control group does not count those of the process's `mapped` file bytes that a program outside read first.
-    """
+    """Bytes of `machine_memory` that programs can still have, including the page cache. A control group does not count
+    those of the process's `mapped` file bytes that a program outside read first."""
     limits = ((path.with_name("memory.stat"), limit) for path in _limit_files() if (limit := _limit(path)))
     groups = (limit - _number(_USED, stat) + max(0, mapped - _number(_MAPPED, stat)) for stat, limit in limits)
     return max(0, min([_available(), *groups]))
@@ -81,14 +85,6 @@ def processor_name() -> str:
                 if field.strip() in ("model name", "Hardware"):
                     return name.strip()
     return platform.processor() or platform.machine()
-
-
-def _built_in() -> int:
-    if sys.platform == "linux":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import psutil
-
-    return int(psutil.virtual_memory().total)
 
 
 def _available() -> int:
@@ -147,10 +143,8 @@ def _limit(path: Path) -> int | None:
 
 
 def pinning(threads: int) -> str:
-    """Processors for all threads but the calling one, as onnxruntime takes them; "" where nothing can be pinned.
-
-    Linux says in sysfs which processors share a core and how fast each is. The fastest core is left for the caller.
-    """
+    """Processors for all threads but the calling one, as onnxruntime takes them; "" where nothing can be pinned. Linux
+    says in sysfs which processors share a core and how fast each is. The fastest core is left for the caller."""
     if sys.platform != "linux" or threads < 2:
         return ""
     cores = _cores()

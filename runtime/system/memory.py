@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -88,8 +88,6 @@ _STATUS = Path("/proc/self/status")
 _SIZES = re.compile(rb"^(VmHWM|VmRSS|RssAnon|RssFile|RssShmem):\s*(\d+)", re.MULTILINE)
 _MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Path("/proc/self/pagemap")
 _ROLLUP = Path("/proc/self/smaps_rollup")
-# Seconds between two readings of it.
-_ROLLUP_S = 1.0
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX, _M_MXFAST = -1, -3, -8, 1
@@ -127,30 +125,17 @@ def process_memory() -> ProcessMemory:
     return ProcessMemory(info.rss, max(peak, info.rss), info.rss, 0)
 
 
-class _Proportional:
-    """The latest reading of `proportional_bytes`."""
-
-    def __init__(self) -> None:
-        self._read, self._bytes = -math.inf, 0
-
-    def bytes(self) -> int:
-        if (now := time.monotonic()) - self._read >= _ROLLUP_S:
-            lines = _ROLLUP.read_text().splitlines()
-            self._bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-            self._read = now
-        return self._bytes
-
-
-_PROPORTIONAL = _Proportional()
+@lru_cache(maxsize=1)
+def _proportional(second: int) -> int:
+    lines = _ROLLUP.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def proportional_bytes() -> int | None:
-    """Bytes in memory, each page divided by the processes that share it; None if unknown.
-
-    The system looks at every page, which took 7 ms at 350 MB, so within a second the answer is the same.
-    """
+    """Bytes in memory, each page divided by the processes that share it; None if unknown. The system looks at every
+    page, which took 7 ms at 350 MB, so within a second the answer is the same."""
     try:
-        return _PROPORTIONAL.bytes()
+        return _proportional(int(time.monotonic()))
     except OSError:
         return None
 
@@ -220,10 +205,8 @@ _FREED = _FreedBlocks()
 @contextmanager
 def keeping_freed() -> Iterator[None]:
     """Keep freed blocks for the next ones inside this context, in spite of `return_large_frees`; return all afterwards.
-
     A new mapping costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
-    (docs/log/2026-11-25.md). May be nested and used by any thread.
-    """
+    (docs/log/2026-11-25.md). May be nested and used by any thread."""
     _FREED.keep()
     try:
         yield
@@ -244,11 +227,9 @@ def releases_pages() -> bool:
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Run a function in a thread of its own, so that the C library keeps its blocks apart from others.
-
-    Blocks that stay then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000 tokens was
-    parsed. Without room for a thread's stack, it runs in this one.
-    """
+    """Run a function in a thread of its own, so that the C library keeps its blocks apart from others. Blocks that stay
+    then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000 tokens was parsed. Without
+    room for a thread's stack, it runs in this one."""
     if not has_room(_STACK_BYTES):
         return work()
     with ThreadPoolExecutor(1) as pool:
@@ -272,11 +253,9 @@ def stack_bytes(threads: int) -> int:
 
 
 class MappedFile:
-    """The places where this process has a file mapped and unchanged, found once, when they are first needed.
-
-    Finds none where the system is not Linux. Others' mappings of the file are found, too. So whoever ends one says so
-    by `forget`: dropping the pages of something else that lies at its addresses by then would destroy that.
-    """
+    """The places where this process has a file mapped and unchanged, found once, when they are first needed. Finds none
+    where the system is not Linux. Others' mappings of the file are found, too. So whoever ends one says so by `forget`:
+    dropping the pages of something else that lies at its addresses by then would destroy that."""
 
     _living: ClassVar[weakref.WeakSet[MappedFile]] = weakref.WeakSet()
     _lock: ClassVar[RenewedLock] = RenewedLock()
@@ -313,7 +292,9 @@ class MappedFile:
         if self._libc is None:
             return []
         if self._whole is None:
-            return _unchanged_spans(self._path)
+            # A page that was written to would exist nowhere else.
+            path = str(self._path.resolve())
+            return [m for m in _mappings() if m.path == path and m.unchanged]
         page = mmap.PAGESIZE
         wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in self._ranges]
         return [
@@ -347,10 +328,8 @@ class MappedFile:
 
 
 def release_code() -> None:
-    """Drop pages of programs and libraries that only loading needed, on Linux; takes some milliseconds.
-
-    What still runs comes back from the system's cache of the file, 64 KB at a touch.
-    """
+    """Drop pages of programs and libraries that only loading needed, on Linux; takes some milliseconds. What still runs
+    comes back from the system's cache of the file, 64 KB at a touch."""
     libc = _glibc()
     if libc is None:
         return
@@ -413,12 +392,6 @@ def _placed(
 ) -> _Mapping:
     begin, name = int(start, 16), os.fsdecode(path) if path.startswith(b"/") else ""
     return _Mapping(begin, int(end, 16) - begin, int(offset, 16), permissions.decode(), name, anonymous == b"0")
-
-
-def _unchanged_spans(path: Path) -> list[_Mapping]:
-    """The mappings of the file that hold no page written to, which would exist nowhere else."""
-    wanted = str(path.resolve())
-    return [m for m in _mappings() if m.path == wanted and m.unchanged]
 
 
 @cache

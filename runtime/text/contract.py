@@ -43,14 +43,9 @@ class TokenizerLike(Protocol):
         """Names of the decoding steps in order, such as ("ByteLevel",); empty where tokens are joined by spaces."""
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            text: any text without lone surrogates.
-            parse_special: turn special tokens spelled out in the text into their ids, as a rendered template needs.
-                False takes them as plain text, as text from strangers needs. Added tokens that the tokenizer does not
-                mark as special are parsed either way.
-        """
+        """Token ids of a text without lone surrogates. `parse_special` turns special tokens spelled out in the text
+        into their ids, as a rendered template needs; without, they are plain text, as text from strangers needs. Added
+        tokens that the tokenizer does not mark as special are parsed either way."""
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         """Token ids of a text in parts, every second of which is a special token and gives SPECIAL."""

@@ -163,18 +163,19 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _turned(message: Message) -> Message:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_turned_call(call) for call in calls]} if calls else message
-
-
-def _turned_call(call: Message) -> Message:
-    function = dict(_function(call))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        read = _object(arguments)
-        function["arguments"] = arguments if read is None else read
-    else:
-        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
-    return {**call, "function": function} if "function" in call else function
+    if not calls:
+        return message
+    turned: list[Message] = []
+    for call in calls:
+        function = dict(_function(call))
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            read = _object(arguments)
+            function["arguments"] = arguments if read is None else read
+        else:
+            function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+        turned.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": turned}
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
@@ -250,10 +251,8 @@ def _unled(messages: Sequence[Message]) -> int | None:
 
 @dataclass(frozen=True)
 class ProbeConversation:
-    """A conversation of the shape of another, whose texts can be found again in what a template makes of it.
-
-    `texts` says where each probe text is, such as "messages[0].content, of the role system".
-    """
+    """A conversation of the shape of another, whose texts can be found again in what a template makes of it. `texts`
+    says where each probe text is, such as "messages[0].content, of the role system"."""
 
     messages: list[Message]
     tools: list[Message] | None

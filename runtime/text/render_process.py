@@ -1,9 +1,6 @@
-"""Starts, asks and ends the process that renders a template that is not trusted.
-
-The process is kept for the conversation's next turns. It ends by itself when nothing has come for half a minute or this
-process has ended, and is killed when it takes too long, when `close` is called or when its owner is no longer
-referenced.
-"""
+"""Starts, asks and ends the process that renders a template that is not trusted. The process is kept for the
+conversation's next turns. It ends by itself when nothing has come for half a minute or this process has ended, and is
+killed when it takes too long, when `close` is called or when its owner is no longer referenced."""
 
 from __future__ import annotations
 

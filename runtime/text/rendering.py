@@ -55,11 +55,9 @@ class LimitError(Exception):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates that are not trusted.
-
-    The sandbox keeps them from Python's internals and from changing what they are given. Loops and calls look at the
-    clock, and operators refuse to build something huge at one stroke; the process bounds everything else.
-    """
+    """Compiles chat templates that are not trusted. The sandbox keeps them from Python's internals and from changing
+    what they are given. Loops and calls look at the clock, and operators refuse to build something huge at one stroke;
+    the process bounds everything else."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
@@ -161,11 +159,8 @@ class RenderError(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The result of rendering a conversation; `text` is None if the template failed.
-
-    `missing` are the probes not in the text, `failure` is what the template did and why, and `spent` says it took too
-    much to try again.
-    """
+    """The result of rendering a conversation; `text` is None if the template failed. `missing` are the probes not in
+    the text, `failure` is what the template did and why, and `spent` says it took too much to try again."""
 
     text: str | None = None
     missing: Sequence[str] = ()
@@ -197,10 +192,7 @@ class Rendering:
             raise _not_compiled(error) from error
 
     def render(
-        self,
-        attempts: Sequence[Mapping[str, Any]],
-        moment: Mapping[str, str],
-        probes: Sequence[str] = (),
+        self, attempts: Sequence[Mapping[str, Any]], moment: Mapping[str, str], probes: Sequence[str] = ()
     ) -> list[Rendered]:
         """Render attempts, each the names given to the template, up to the first whose text has all probes."""
         self._environment.begin()
@@ -274,15 +266,12 @@ def unpack(data: bytes) -> Any:
     return json.loads(data.decode("utf-8", "surrogatepass"))
 
 
-def memory_for(frame_bytes: int) -> int:
-    """Bytes that a render may take; a text is in memory as a frame, as messages and as output."""
-    return min(_MEMORY_BASE + _MEMORY_PER_BYTE * frame_bytes, _MEMORY_MOST)
-
-
 def main() -> None:
     """Render until standard input ends or nothing has come for a while."""
     frames_in, frames_out = sys.stdin.buffer, sys.stdout.buffer
-    _forgo()
+    if resource is not None:
+        for name, limit in (("CORE", 0), ("FSIZE", 0), ("NPROC", 0), ("NOFILE", _OPEN_FILES)):
+            _set(name, limit, hard=True)
     rendering: Rendering | None = None
     while _waited(frames_in) and (head := frames_in.read(LENGTH.size)):
         size = LENGTH.unpack(head)[0]
@@ -313,13 +302,6 @@ def _waited(frames: BinaryIO) -> bool:
     return bool(select.select([frames], [], [], IDLE_SECONDS)[0])
 
 
-def _forgo() -> None:
-    if resource is None:
-        return
-    for name, limit in (("CORE", 0), ("FSIZE", 0), ("NPROC", 0), ("NOFILE", _OPEN_FILES)):
-        _set(name, limit, hard=True)
-
-
 def _limit(frame_bytes: int) -> None:
     """Bound the time and memory of the next render."""
     if resource is None:
@@ -330,7 +312,9 @@ def _limit(frame_bytes: int) -> None:
         pages = int(Path("/proc/self/statm").read_bytes().split()[0])
     except OSError:
         return  # where its size is not known, only time bounds it
-    _set("AS", pages * os.sysconf("SC_PAGE_SIZE") + memory_for(frame_bytes))
+    # A text is in memory as a frame, as messages and as output.
+    render_bytes = min(_MEMORY_BASE + _MEMORY_PER_BYTE * frame_bytes, _MEMORY_MOST)
+    _set("AS", pages * os.sysconf("SC_PAGE_SIZE") + render_bytes)
 
 
 def _set(name: str, limit: int, hard: bool = False) -> None:

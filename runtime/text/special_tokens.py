@@ -100,10 +100,8 @@ class SpecialTokens:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Write a pattern that matches the longest of some sorted texts.
-
-    A common beginning is matched once: vocabularies have hundreds of special tokens that differ in a number.
-    """
+    """Write a pattern that matches the longest of some sorted texts. A common beginning is matched once: vocabularies
+    have hundreds of special tokens that differ in a number."""
     first, last = texts[0], texts[-1]
     alike = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
     rest = [text[alike:] for text in texts]
@@ -260,11 +258,8 @@ class GuardedTemplate:
 
 @dataclass(frozen=True)
 class _Words:
-    """Names and constants of a template's source.
-
-    `constants` could not begin or end a special token; `harmless` are constants with the places that need no
-    placeholder.
-    """
+    """Names and constants of a template's source. `constants` could not begin or end a special token; `harmless` are
+    constants with the places that need no placeholder."""
 
     names: frozenset[str]
     constants: frozenset[str]

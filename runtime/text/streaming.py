@@ -1,8 +1,6 @@
-"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string.
-
-Special tokens have no text. Where a stop string spells some, each gets a placeholder: a surrogate, which no text
-contains. Placeholders are searched with the text, and never shown.
-"""
+"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string. Special tokens have
+no text. Where a stop string spells some, each gets a placeholder: a surrogate, which no text contains. Placeholders are
+searched with the text, and never shown."""
 
 from __future__ import annotations
 
@@ -19,12 +17,9 @@ from edgeinfer.runtime.text.special_tokens import SpecialTokens
 class StopMatcher:
     """Knuth, Morris and Pratt's search for each of the stop strings, fed with text in pieces of any size.
 
-    The match that ends first wins, and of several that end together the longest, so the outcome never depends on
-    how the text was cut into pieces. Takes time that grows with the text times the number of stop strings, and four
-    bytes of memory for each of their characters.
-
-    Args:
-        stops: non-empty strings; with none, all text passes at once.
+    The match that ends first wins, and of several that end together the longest, so the outcome never depends on how
+    the text was cut into pieces. Takes time that grows with the text times the number of stop strings, and four bytes
+    of memory for each of their characters.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -162,13 +157,8 @@ _FIRST_SURROGATE, _SURROGATES = 0xD800, 0x800
 
 
 class ReplyText:
-    """The text of a reply as its tokens come, up to a stop token or a stop string.
-
-    Args:
-        stops: stop strings; special tokens that they spell are found where the token is drawn.
-        context_ids: as `StreamDecoder` takes them.
-        calls: what calls of functions begin with, in which no stop strings are looked for; None where there are none.
-    """
+    """The text of a reply as its tokens come, up to a stop token or a stop string, none of which is looked for in calls
+    of functions; special tokens that stop strings spell are found where the token is drawn."""
 
     def __init__(
         self,

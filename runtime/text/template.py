@@ -28,6 +28,10 @@ _MOST_SHAPES = 256  # of conversations whose forms are remembered
 # What `strftime_now` knows, each also without its leading zero, as "%-d".
 _DIRECTIVES = "aAbBcdDeFfGgHhIjklMmpPRsSTuUVwWxXyYzZ"
 
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+Variables = Mapping[str, Any] | None
+
 
 class ChatTemplate:
     """A chat template, for any number of threads.
@@ -94,29 +98,18 @@ class ChatTemplate:
             self._process.close()
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None, variables: Variables = None
     ) -> str:
-        """Render a conversation as the model was trained on it, in the form that `fitted` finds.
-
-        Messages have a str `role` and a `content` that is a str or a list of text parts, or None where there are
-        `tool_calls`.
-        """
+        """Render a conversation as the model was trained on it, in the form that `fitted` finds. Messages have a str
+        `role` and a `content` that is a str or a list of text parts, or None where there are `tool_calls`."""
         if tools and self.tool_use is not None:
             return self.tool_use.render(messages, add_generation_prompt, tools, variables)
         messages, tools = self.fitted(messages, add_generation_prompt, tools, variables)
         return self.rendered(messages, add_generation_prompt, tools, variables)
 
     def fitted(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+        self, messages: Messages, add_generation_prompt: bool, tools: Tools, variables: Variables
+    ) -> tuple[Messages, Tools]:
         """Messages and tools in the form that the template renders whole, with the least changes."""
         if (variables or {}).get("documents") and "documents" not in self.source:
             raise TemplateError("The chat template takes no documents.", "Put their texts into a message.")
@@ -134,11 +127,7 @@ class ChatTemplate:
         raise TemplateError(found.message, found.hint)
 
     def rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None, variables: Variables = None
     ) -> str:
         """Render messages that are `fitted` already."""
         names = self._names(messages, add_generation_prompt, tools, variables)
@@ -148,7 +137,7 @@ class ChatTemplate:
         return outcome.text
 
     def _form_of(
-        self, probe: ProbeConversation, add_generation_prompt: bool, variables: Mapping[str, Any] | None
+        self, probe: ProbeConversation, add_generation_prompt: bool, variables: Variables
     ) -> Form | TemplateError:
         def outcomes(tried: Sequence[Form]) -> list[Rendered]:
             made = [(form.of(probe.messages), [] if form.listed else probe.tools) for form in tried]
@@ -179,11 +168,7 @@ class ChatTemplate:
         return len(outcomes) == len(given) and outcomes[-1].whole
 
     def _names(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
+        self, messages: Messages, add_generation_prompt: bool, tools: Tools, variables: Variables
     ) -> dict[str, Any]:
         return {
             **self._special_tokens,

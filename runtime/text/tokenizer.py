@@ -59,7 +59,9 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
         backend.no_padding()
-        _bound_cache(backend)
+        resize = getattr(backend.model, "_resize_cache", None)  # of the library's words
+        if resize is not None:
+            resize(SEEN_WORDS)
         self._backend = backend
         self._size = backend.get_vocab_size(with_added_tokens=True)
         self._placeholders: SpecialPlaceholders | None = None
@@ -168,13 +170,6 @@ def _parsed(contents: bytes) -> tokenizers.Tokenizer:
     needed = parsing_bytes(len(contents), contents.count(b'":'), pairs=has_pairs(contents))
     require_room("Parsing the tokenizer", needed)
     return tokenizers.Tokenizer.from_buffer(contents)
-
-
-def _bound_cache(backend: tokenizers.Tokenizer) -> None:
-    """Limit the library's cache of words to the planned number."""
-    resize = getattr(backend.model, "_resize_cache", None)
-    if resize is not None:
-        resize(SEEN_WORDS)
 
 
 def _step_types(decoder: dict[str, Any]) -> Iterator[str]:
@@ -295,8 +290,7 @@ _LOWER = (1 << _HALF) - 1
 
 class MappedTokenizer(Tokenizer):
     """Implements `contract.TokenizerLike`. The library cuts texts into words and words into symbols, by a vocabulary of
-    symbols alone; the symbols of each word are merged here.
-    """
+    symbols alone; the symbols of each word are merged here."""
 
     # The library's account of every symbol, and there are four to a token.
     _character_bytes = 300

@@ -235,10 +235,8 @@ class Sample:
 
 
 class SampleTexts:
-    """Replies of the model's own, read with any blocks left out behind the whole model's cache of the prompt.
-
-    Up to `window` tokens of each reply are read in one pass. The backend must skip layers; its cache is emptied.
-    """
+    """Replies of the model's own, read with any blocks left out behind the whole model's cache of the prompt. Up to
+    `window` tokens of each reply are read in one pass. The backend must skip layers; its cache is emptied."""
 
     def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
         if not backend.capabilities.layer_skip:
@@ -452,13 +450,7 @@ class _DraftingSearch:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The layers that draft best.
-
-    Attributes:
-        exit: the early exit that drafts best.
-        skip: the set of skipped blocks that drafts best.
-        tuning: of these, what is predicted to pay.
-    """
+    """The early exit and the set of skipped blocks that draft best, and of these what is predicted to pay."""
 
     exit: SkipSet
     skip: SkipSet

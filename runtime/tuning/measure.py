@@ -287,11 +287,7 @@ class _Given(Sampler):
 def read_reply(
     engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], DecodingStrategy | None]
 ) -> ReplyReading:
-    """Reads a reply; empties the cache.
-
-    Args:
-        make: the strategy of a sampler's reply; None computes in full.
-    """
+    """Reads a reply, with a strategy or in full; empties the cache."""
     if not prompt or len(reply) < 2:
         raise UsageError("There is no reply to read.", "Give a prompt and at least two tokens after it.")
     text = [*prompt, *reply[:-1]]

@@ -1,8 +1,6 @@
-"""Finds settings that are better than the usual ones, and proves them.
-
-One setting after the other is tried, together with those found before it, and the whole set once more against the
-usual settings with fresh timings: what is not proved is not kept.
-"""
+"""Finds settings that are better than the usual ones, and proves them. One setting after the other is tried, together
+with those found before it, and the whole set once more against the usual settings with fresh timings: what is not
+proved is not kept."""
 
 from __future__ import annotations
 
@@ -130,10 +128,8 @@ _ENOUGH = 5
 
 @dataclass(frozen=True)
 class SettingChoices:
-    """Settings that a model on this device has to choose from, besides the usual.
-
-    `pinning` gives the processors of threads, "" where nothing can be pinned; `long_chunks` exceed any prompt timed.
-    """
+    """Settings that a model on this device has to choose from, besides the usual. `pinning` gives the processors of
+    threads, "" where nothing can be pinned; `long_chunks` exceed any prompt timed."""
 
     threads: tuple[int, ...] = ()
     pinning: Callable[[int], str] = lambda threads: ""
@@ -169,10 +165,8 @@ _KNOBS = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """A value that was tried, and its time relative to the best before; None if it could not be timed.
-
-    The outcome is "better", "not better", "slower", "unclear" as timings scattered, "no memory", or "too slow to try".
-    """
+    """A value that was tried, and its time relative to the best before; None if it could not be timed. The outcome is
+    "better", "not better", "slower", "unclear" as timings scattered, "no memory", or "too slow to try"."""
 
     name: str
     value: Any
@@ -183,9 +177,7 @@ class Attempt:
 @dataclass(frozen=True)
 class SettingsFound:
     """The settings that a search found and proved, or UNTUNED, and the usual settings' median milliseconds by part.
-
-    `proof` compares them with the usual settings; `rejected` are settings that were chosen and not proved.
-    """
+    `proof` compares them with the usual settings; `rejected` are settings that were chosen and not proved."""
 
     settings: TunedSettings
     attempts: tuple[Attempt, ...]

@@ -1,8 +1,6 @@
-"""Read rates of disks: measured while passes read weights, and kept for this user's next plans, by disk.
-
-A rate is that of passes, through the system's cache, not what the disk could give a program that does nothing else.
-Only Linux tells how many of a process's bytes came from a disk.
-"""
+"""Read rates of disks: measured while passes read weights, and kept for this user's next plans, by disk. A rate is that
+of passes, through the system's cache, not what the disk could give a program that does nothing else. Only Linux tells
+how many of a process's bytes came from a disk."""
 
 from __future__ import annotations
 
@@ -30,11 +28,7 @@ _MOST_FILE_BYTES = 256
 
 
 class DiskMeter:
-    """Measures the disk of a weights file by the first passes that read it.
-
-    Args:
-        keeps: writes what it finds, else looks at nothing.
-    """
+    """Measures the disk of a weights file by the first passes that read it, where it `keeps` what it finds."""
 
     def __init__(self, path: Path, *, keeps: bool) -> None:
         self._path = path

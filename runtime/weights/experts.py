@@ -74,16 +74,9 @@ class Pages(Protocol):
 
 
 class ExpertCache:
-    """Keeps a model's experts in memory within a budget of bytes, and chooses which one goes for another.
-
-    Least frequently used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE`
-    tokens. The pages of experts that go are dropped; they come back when a router chooses them again.
-
-    Args:
-        parts: weights of each expert by layer and expert, in the order of the file.
-        sizes: their bytes; 0 in layers without experts. (L, E)
-        limit: bytes of experts that may be in memory at once, what the system maps around them included.
-    """
+    """Keeps a model's experts in memory within `limit` bytes, and chooses which one goes for another. Least frequently
+    used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE` tokens. The pages of
+    experts that go are dropped; they come back when a router chooses them again."""
 
     def __init__(self, parts: Mapping[tuple[int, int], Pages], sizes: Ints, limit: int) -> None:
         self._parts = parts
@@ -112,10 +105,8 @@ class ExpertCache:
         return int(largest.sum()) + AROUND_BYTES * int(np.count_nonzero(largest))
 
     def make_room(self, layers: range, most: int) -> None:
-        """Drops the experts of least worth until these layers can run, using up to `most` different experts each.
-
-        Of equals those go first whose layer comes last to run again.
-        """
+        """Drops the experts of least worth until these layers can run, using up to `most` different experts each. Of
+        equals those go first whose layer comes last to run again."""
         inside = np.zeros(len(self.cached), np.bool_)
         inside[layers.start : layers.stop] = True
         # A layer that may use all its experts takes no more for having some of them already.
@@ -179,15 +170,11 @@ _NORM, _ROUTER = "layers.{}.mlp_norm", "layers.{}.mlp.router"
 
 
 class RouterGuess:
-    """Guesses the experts of the next layers: their own routers are applied to earlier hidden states.
+    """Guesses the experts of the next layers: their own routers (D, E) are applied to earlier hidden states.
 
     As "Fast Inference of Mixture-of-Experts Language Models with Offloading" (arXiv:2312.17238) does: hidden states
     change little from layer to layer. A guess decides what is read early, never what is computed, so biases, groups and
     other rules of routers are left out of it.
-
-    Args:
-        routers: weights of each layer's router, by layer. (D, E)
-        top_k: experts that each token chooses.
     """
 
     def __init__(self, routers: Mapping[int, Floats], top_k: int) -> None:

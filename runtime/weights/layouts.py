@@ -1,8 +1,6 @@
-"""The layout of a bundle's weights that runs here, and where it lies: converted once if it is not the stored one.
-
-A converted file is kept in the user's cache, named by what it was made of, so that it
-serves every bundle with the same weights and is never taken for another.
-"""
+"""The layout of a bundle's weights that runs here, and where it lies: converted once if it is not the stored one. A
+converted file is kept in the user's cache, named by what it was made of, so that it serves every bundle with the same
+weights and is never taken for another."""
 
 from __future__ import annotations
 
@@ -61,13 +59,8 @@ class RunnableGraph:
 
 
 def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) -> Layout:
-    """The layout that will run: the stored one where it can.
-
-    Args:
-        native: None uses the native kernel where it works and the bundle stores its layout, or has the cache that is
-            wanted in it alone; False never; True always.
-        kv: type of cache that is wanted; None is any.
-    """
+    """The layout that will run: the stored one where it can. With `native` None the native kernel is used where it
+    works and the bundle stores its layout, or has the wanted cache in it alone."""
     stored = bundle.manifest.layout
     if stored == STATIC:
         message = f"{bundle.path} has static graphs, which only their own backend runs."

@@ -37,11 +37,8 @@ class LayerWindow(NamedTuple):
 
 
 def layer_windows(layers: int, window_layers: int, kept_layers: int = 0) -> tuple[LayerWindow, ...]:
-    """The windows of a pass, in order.
-
-    Args:
-        kept_layers: layers that are not streamed, spread evenly, so that one window computes while another is read.
-    """
+    """The windows of a pass, in order. Layers that are kept, not streamed, are spread evenly, so that one window
+    computes while another is read."""
     streamed = layers - kept_layers
     count = -(-streamed // window_layers)
     if not kept_layers:
@@ -66,13 +63,8 @@ def layer_runs(tensors: Iterable[TensorEntry]) -> tuple[Run, ...]:
 
 
 def streamed_runs(runs: Sequence[Run], windows: Sequence[LayerWindow]) -> tuple[Run, ...]:
-    """The runs to drop behind each window: whole pieces of the file in which no other weights lie.
-
-    A piece in which one window ends and the next begins is the latter's.
-
-    Args:
-        runs: where each layer lies.
-    """
+    """The runs of the file to drop behind each window: whole pieces in which no other weights lie. A piece in which one
+    window ends and the next begins is the latter's."""
     found = []
     for index, window in enumerate(windows):
         begin, end = runs[window.streamed][0], sum(runs[window.stop - 1])
@@ -89,14 +81,8 @@ def window_bytes(runs: tuple[Run, ...], window_layers: int, kept_layers: int = 0
 
 
 def dropped_windows(sizes: Sequence[int], weights: int, room: int) -> tuple[int, ...] | None:
-    """The windows that the system's cache drops behind their use, evenly apart, so that all else stays there.
-
-    None where not even dropping all of them makes room.
-
-    Args:
-        sizes: bytes that are streamed of each window.
-        room: bytes of them that the system can keep.
-    """
+    """The windows of these streamed sizes that the system's cache drops behind their use, evenly apart, so that all
+    else stays in `room` bytes; None where not even dropping all of them makes room."""
     needed = weights - room
     if needed <= 0:
         return ()

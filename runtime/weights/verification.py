@@ -61,11 +61,7 @@ class Note:
 
 
 class VerifiedFiles:
-    """The notes.
-
-    Args:
-        keeps: also writes them, else only reads.
-    """
+    """The notes, which it also writes where it `keeps` them."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
@@ -180,12 +176,7 @@ def check_file(
     stopped: Callable[[], bool] = lambda: False,
     again: bool = False,
 ) -> Outcome:
-    """Compares a file with its digest, or with its identity when it was last found whole.
-
-    Args:
-        identity: the file's identity when loading began; None takes the present one.
-        again: read the file even if it has not changed since.
-    """
+    """Compares a file with its digest, or (unless `again`) with its identity when it was last found whole."""
     with _reading(check.path):
         now = identity or FileIdentity.of(check.path)
         if now.size != check.bytes:

@@ -1,7 +1,5 @@
-"""The pages of a weights file that a running model reads, layer by layer.
-
-A page that is dropped comes back from the system's cache of the file, or from the disk, when it is touched again.
-"""
+"""The pages of a weights file that a running model reads, layer by layer. A page that is dropped comes back from the
+system's cache of the file, or from the disk, when it is touched again."""
 
 from __future__ import annotations
 
@@ -63,11 +61,7 @@ class WeightPart:
 
 
 class WeightPages:
-    """The weights file of a running model that is read in place.
-
-    Args:
-        path: the file, which must already be mapped.
-    """
+    """The weights file of a running model that is read in place; it must already be mapped."""
 
     def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:
         self._runs = {each.name: tuple((blob.offset, blob.nbytes) for blob in each.blobs) for each in tensors}
@@ -118,9 +112,8 @@ class WeightPages:
 
     def large_pages(self) -> None:
         """Has the system read what every pass reads in pieces of 2 MB and map them at once, where it can: passes take a
-        sixth less, and pages that were dropped come back in a third of the time (docs/log/2026-11-26.md, fourth).
-
-        Not tables of which rows are looked up, around each of which so much would be read."""
+        sixth less, and pages that were dropped come back in a third of the time (docs/log/2026-11-26.md, fourth). Not
+        tables of which rows are looked up, around each of which so much would be read."""
         self._part("layers", "final_norm", "head").large_pages()
 
     def small_pages(self) -> None:
@@ -153,10 +146,8 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
 
 
 class LookedUp:
-    """Drops the pages of an embedding table whenever many of its rows were looked up.
-
-    The system maps 64 KB around each row; fetching a page again costs about a microsecond.
-    """
+    """Drops the pages of an embedding table whenever many of its rows were looked up. The system maps 64 KB around each
+    row; fetching a page again costs about a microsecond."""
 
     def __init__(self, table: MappedFile | WeightPart) -> None:
         self._table = table

@@ -36,13 +36,7 @@ NOT_RUN = (
     Rule("edgeinfer distill drafter my-model my-drafter --text dialogues.jsonl", "trains for half an hour"),
     *(
         Rule(f"edgeinfer distill {kind}", _LONG)
-        for kind in (
-            "drafter my-model my-drafter --text texts.jsonl",
-            "eagle",
-            "dflash",
-            "hydra-plus",
-            "sorted",
-        )
+        for kind in ("drafter my-model my-drafter --text texts.jsonl", "eagle", "dflash", "hydra-plus", "sorted")
     ),
     Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),
 )

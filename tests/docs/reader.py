@@ -44,13 +44,8 @@ _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 class Reader:
-    """Someone in a folder with what a page presumes.
-
-    Args:
-        folder: empty but for that; commands run here, which is the process's current folder.
-        patch: for the environment.
-        hub: address of what they take for the Hugging Face hub.
-    """
+    """Someone in a folder, the process's current one and empty but for what a page presumes, with the address of what
+    they take for the Hugging Face hub."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, hub: str) -> None:
         self.used: set[Rule] = set()  # the rules of `tests.docs.commands` that were needed

@@ -1,10 +1,13 @@
-"""Bad input through the command: one line that says what is wrong, the right exit code, nothing half-written."""
+"""Bad input and odd files: one line on what is wrong, the right exit code, nothing half-written or waited for."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,16 @@ from typing import Any
 import onnx
 import pytest
 
+import edgeinfer as package
+from edgeinfer import chat
+from edgeinfer.apps.cli.inputs import read_text
 from edgeinfer.bundle.layouts import MODEL, WEIGHTS
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST, seal
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.user_files import user_cache
 from tests.cache import export_checkpoint, made
-from tests.cli import contents, edgeinfer, refuses
+from tests.cli import TIME_LIMIT, contents, edgeinfer, refuses
 from tests.factories import make_checkpoint
 from tests.tables import each_row
 
@@ -86,8 +94,6 @@ def shard(folder: Path, name: str) -> None:
 CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     "no-weights": (lambda f: weights(f).unlink(), "has neither model.safetensors nor"),
     "truncated-weights": (lambda f: weights(f).write_bytes(weights(f).read_bytes()[:-100]), "is truncated"),
-    "truncated-header": (lambda f: weights(f).write_bytes(weights(f).read_bytes()[:100]), "is truncated"),
-    "empty-weights": (lambda f: weights(f).write_bytes(b""), "is truncated"),
     "garbage-weights": (lambda f: weights(f).write_bytes(b"\x10" + bytes(7) + b"not json at all."), "not valid JSON"),
     "tensor-missing": (
         lambda f: edit_header(weights(f), lambda h: rename_tensor(h, "model.norm.weight", "model.rotary_emb.inv_freq")),
@@ -107,9 +113,6 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
         lambda f: weights(f).write_bytes(weights(f).read_bytes()[:-4] + struct.pack("<f", float("nan"))),
         "not finite",
     ),
-    "pickles-only": (lambda f: weights(f).rename(f / "pytorch_model.bin"), "pickles are never loaded"),
-    "shard-missing": (lambda f: shard(f, "model-1-of-1.safetensors"), "model-1-of-1.safetensors is missing"),
-    "shard-outside": (lambda f: shard(f, "../model.safetensors"), "outside its folder"),
     "shard-of-a-long-name": (lambda f: shard(f, "x" * 300), "is missing"),
     "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config-not-json": (lambda f: (f / "config.json").write_bytes(b"\xff{"), "is not valid JSON"),
@@ -316,11 +319,6 @@ def test_a_bad_bundle_is_refused(bundle: Path, name: str) -> None:
     assert contents(bundle.parent) == before
 
 
-def test_changed_weights_are_found_by_inspect(bundle: Path) -> None:
-    flip(WEIGHTS)(bundle)
-    refuses(3, "weights.bin does not match its sha256", edgeinfer("inspect", bundle, "--verify"))
-
-
 def test_a_bundle_linked_into_a_hub_cache_runs(good_bundle: Path, tmp_path: Path) -> None:
     """The hub's library keeps files in a blob store and links them; that much leaving is allowed, and onnxruntime
     follows."""
@@ -378,3 +376,76 @@ def test_a_model_that_is_not_there(model: str, tmp_path: Path) -> None:
 def test_a_bundle_is_no_checkpoint(checkpoint: Path, good_bundle: Path, tmp_path: Path) -> None:
     refuses(3, "is already a bundle", edgeinfer("export", good_bundle, tmp_path / "out"))
     refuses(3, "has no config.json", edgeinfer("export", checkpoint / "config.json", tmp_path / "out"))
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    if sys.platform == "win32":
+        pytest.skip("pipes and devices of POSIX systems")
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+@each_row("wanted", ["model", "text"])
+def test_what_is_no_file(pipe: Path, tmp_path: Path, wanted: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "edgeinfer.json").symlink_to(pipe)
+    odd = [pipe, Path("/dev/zero"), Path("/dev/null"), folder, tmp_path / ("\udcff" * 10), Path("x" * 5_000)]
+    for path in odd:
+        if wanted == "model":
+            for command in (("run", "-p", "x", "-m", path), ("inspect", path), ("plan", "--memory", "1GB", "-m", path)):
+                refuses(3, "", edgeinfer(*command))
+            refuses(3, "", edgeinfer("export", path, tmp_path / "out"))
+        else:
+            # A pipe was waited for without end.
+            refuses(2, "", edgeinfer("run", "-f", path))
+            refuses(2, "", edgeinfer("serve", "--api-key-file", path))
+
+
+def test_a_pipe_that_somebody_writes_into_is_read(pipe: Path) -> None:
+    read, write = os.pipe()
+
+    def tell() -> None:
+        os.write(write, b"Once\n")
+        os.close(write)
+
+    writing = threading.Thread(target=tell)
+    writing.start()
+    # As a shell's <(command) names it.
+    assert read_text(Path(f"/dev/fd/{read}")) == "Once"
+    writing.join(TIME_LIMIT)
+    os.close(read)
+
+
+def test_conversations_that_cannot_be_read(
+    loaded: package.Model, pipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_MOST_BYTES", 1_000)
+    (tmp_path / "long.json").write_bytes(b"[" * 2_000)
+    for path in (pipe, Path("/dev/zero"), tmp_path, tmp_path / "long.json", Path("a\0b"), Path("x" * 5_000)):
+        with pytest.raises(UsageError) as caught:
+            loaded.load_chat(path)
+        assert caught.value.hint
+    with pytest.raises(UsageError, match="larger than"):
+        loaded.load_chat(tmp_path / "long.json")
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the cache lies elsewhere")
+def test_the_variable_of_the_desktop_counts_before_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert user_cache() == Path("/somewhere/.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert user_cache() == Path("/elsewhere")
+
+
+def test_a_user_without_a_home_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(StorageError, match="no home folder"):
+        user_cache()

@@ -15,11 +15,10 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.additions import Heads, add_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BundleError, CapabilityError, UsageError
-from edgeinfer.openai.fields import Fields, sampling
 from edgeinfer.results import Result
 from tests.compute import even_costs
 from tests.factories import make_bigram_bundle
-from tests.speculation import PROMPT, known_costs, needs_builtin, plain, random_bundle
+from tests.speculation import known_costs, plain, random_bundle
 from tests.tables import each_row
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -257,18 +256,6 @@ def test_a_floor_is_kept_on_other_texts(model: edgeinfer.Model, way: str) -> Non
     assert kept[1e-3] < kept[50.0]
 
 
-@needs_builtin
-def test_the_built_in_model_skips_and_exits() -> None:
-    with edgeinfer.load(threads=1, remember=False) as model:
-        ways: tuple[dict[str, Any], ...] = (
-            {"compute": "unified", "compute_speedup": 1.2},
-            {"compute": "exit", "exit_confidence": 0.7},
-        )
-        for way in ways:
-            result = model.generate(PROMPT, max_tokens=40, ignore_eos=True, **way)
-            assert result.compute is not None and result.compute.reduced > 5
-
-
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> tuple[str, str]:
     assert main([*map(str, arguments)]) == code
     captured = capsys.readouterr()
@@ -292,11 +279,3 @@ def test_command_line(bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[
     assert "speculation cannot be combined" in err
     _, err = run(capsys, "tune", "-m", large, "--entropy", code=2)
     assert "--draft-model" in err
-
-
-def test_requests_in_openais_shape_may_ask_for_it() -> None:
-    """By the names of ComputeOptions; what is wrong with a value is said as of any other field."""
-    options = {"compute": "exit", "exit_confidence": 0.5, "quality_floor": 2.0}
-    assert sampling(Fields(dict(options))) == options
-    with pytest.raises(UsageError, match="compute_share"):
-        sampling(Fields({"compute_share": 2}))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.context_model import ContextModel
 from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, StorageError, UsageError
-from edgeinfer.results import Placement
+from edgeinfer.results import ContextUse, Placement
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.contexts import EditPart, parts_of_edit
@@ -75,10 +76,16 @@ def whole(model: edgeinfer.Model, texts: Sequence[str], prompt: str) -> list[int
     return [*prefix, *(token for text in texts for token in model.tokenize_data(text + "\n\n")), *rest]
 
 
+def used(contexts: ContextModel, prompt: str = "And then") -> ContextUse:
+    """Makes a reply; what it tells of its contexts."""
+    found = contexts.generate(prompt, **OPTIONS).contexts
+    assert found is not None
+    return found
+
+
 def test_one_context_gives_the_text_that_evaluating_all_gives(model: edgeinfer.Model, files: list[Path]) -> None:
     reply = model.with_contexts(files[:1]).generate("And then", temperature=0.8, seed=3, **OPTIONS)
-    assert reply.contexts is not None
-    assert reply.contexts.lossless
+    assert reply.contexts is not None and reply.contexts.lossless
     assert reply.contexts.evaluated == reply.contexts.tokens > 10
     assert reply.timings.cached_prompt_tokens > reply.contexts.tokens
     tokens = whole(model, TEXTS[:1], "And then")
@@ -91,15 +98,12 @@ def test_one_context_gives_the_text_that_evaluating_all_gives(model: edgeinfer.M
 
 def test_contexts_are_evaluated_once_and_go_in_any_order(model: edgeinfer.Model, files: list[Path]) -> None:
     first = model.with_contexts(files).generate("And then", **OPTIONS)
-    assert first.contexts is not None
-    assert not first.contexts.lossless
+    assert first.contexts is not None and not first.contexts.lossless
     model.generate("Something else", **OPTIONS)
     again = model.with_contexts(files).generate("And then", **OPTIONS)
     assert again.token_ids == first.token_ids
-    assert again.contexts is not None
-    assert again.contexts.evaluated == 0
-    other = model.with_contexts(files[::-1]).generate("And then", **OPTIONS).contexts
-    assert other is not None
+    assert again.contexts is not None and again.contexts.evaluated == 0
+    other = used(model.with_contexts(files[::-1]))
     assert (other.contexts, other.tokens, other.evaluated) == (3, first.contexts.tokens, 0)
 
 
@@ -169,35 +173,28 @@ def test_a_temperature_divides_scores_of_contexts_alone(model: edgeinfer.Model, 
     rows = 1 + len(model.tokenize_data(TEXTS[0] + "\n\n"))
     model.with_contexts(files[:1]).generate("And then", **OPTIONS)
     keys, values = first_layer(model, rows)
-    reply = model.with_contexts(files[:1], temperature=0.5).generate("And then", **OPTIONS)
+    assert not used(model.with_contexts(files[:1], temperature=0.5)).lossless
     tempered, same = first_layer(model, rows)
     np.testing.assert_allclose(tempered[:, 1:], keys[:, 1:] * 2, atol=2e-5)
     np.testing.assert_array_equal(tempered[:, 0], keys[:, 0])
     np.testing.assert_array_equal(same, values)
-    assert reply.contexts is not None
-    assert not reply.contexts.lossless
 
 
 def test_an_edit_evaluates_what_is_new_and_turns_the_rest(model: edgeinfer.Model, files: list[Path]) -> None:
     context = edgeinfer.Context(files[0], edits="turn")
     contexts = model.with_contexts([context])
-    before = contexts.generate("And then", **OPTIONS).contexts
-    assert before is not None
-    assert before.lossless
+    assert used(contexts).lossless
     files[0].write_text(EDITED, "utf-8")
-    reply = contexts.generate("And then", **OPTIONS)
-    assert reply.contexts is not None
-    assert 0 < reply.contexts.evaluated < reply.contexts.tokens / 3
-    assert (reply.contexts.edited, reply.contexts.lossless) == (1, False)
+    edited = used(contexts)
+    assert 0 < edited.evaluated < edited.tokens / 3
+    assert (edited.edited, edited.lossless) == (1, False)
     tokens = whole(model, [EDITED], "And then")
     mine = first_layer(model, len(tokens))
     model.generate(tokens, **OPTIONS)
     for ours, theirs in zip(mine, first_layer(model, len(tokens)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
-    plain = model.with_contexts([files[0]]).generate("And then", **OPTIONS).contexts
-    assert plain is not None
-    assert plain.lossless
-    assert plain.evaluated == plain.tokens
+    plain = used(model.with_contexts([files[0]]))
+    assert plain.lossless and plain.evaluated == plain.tokens
 
 
 def test_rows_that_were_turned_are_no_prefix_of_other_texts(small_bundle: Path, files: list[Path]) -> None:
@@ -242,9 +239,7 @@ def test_a_conversation_goes_on_behind_contexts(model: edgeinfer.Model, files: l
     chat = model.with_contexts(files).chat("Be brief.")
     first = chat.send("Who sat by the door?", **OPTIONS)
     second = chat.send("And who came?", **OPTIONS)
-    assert first.contexts is not None
-    assert second.contexts is not None
-    assert second.contexts.evaluated == 0
+    assert second.contexts is not None and second.contexts.evaluated == 0
     assert second.timings.cached_prompt_tokens >= first.usage.prompt_tokens
     with pytest.raises(UsageError, match="without its cache"):
         chat.save(files[0].with_suffix(".session"))
@@ -260,9 +255,8 @@ def test_where_no_file_can_be_written_one_selection_is_in_memory(
     for selected in (files[:1], files[1:2]):
         evaluated = []
         for _ in range(2):
-            used = model.with_contexts(selected).generate("And then", **OPTIONS).contexts
-            assert used is not None
-            evaluated.append(used.evaluated / used.tokens)
+            found = used(model.with_contexts(selected))
+            evaluated.append(found.evaluated / found.tokens)
         assert evaluated == [1, 0]
     assert sum(each._holds_rows for each in model._context_models.values()) == 1
 
@@ -281,8 +275,7 @@ def test_a_damaged_file_of_the_cache_is_made_again(model: edgeinfer.Model, files
     kept = sorted((own_cache / "edgeinfer" / "contexts").iterdir())
     assert len(kept) == len(files)
     kept[0].write_bytes(kept[0].read_bytes()[:-100])
-    again = model.with_contexts(files).generate("And then", **OPTIONS).contexts
-    assert again is not None
+    again = used(model.with_contexts(files))
     assert 0 < again.evaluated < again.tokens
 
 
@@ -297,8 +290,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
         stranger.with_contexts([context]).generate("And then", **OPTIONS)
     assert refused.value.hint
     saved = rows.read_bytes()
-    damaged = (saved[:-100], saved[:40], b"", b"hello", saved[:-5] + b"xxxxx")
-    for data in damaged:
+    for data in (saved[:-100], saved[:40], b"", b"hello", saved[:-5] + b"xxxxx"):
         rows.write_bytes(data)
         with pytest.raises(UsageError) as wrong:
             model.with_contexts([context]).generate("And then", **OPTIONS)
@@ -308,8 +300,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
     with pytest.raises(UsageError, match="keeps no context"):
         model.with_contexts([context]).generate("And then", **OPTIONS)
     rows.unlink()
-    again = model.with_contexts([context]).generate("And then", **OPTIONS).contexts
-    assert again is not None
+    again = used(model.with_contexts([context]))
     assert again.evaluated == again.tokens
     assert len(rows.read_bytes()) == size
 

@@ -17,8 +17,6 @@ from edgeinfer.loading import Bundles, profiles_of
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.results import ModelInfo
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.devices.providers import Device, Graphs
-from edgeinfer.runtime.devices.registry import choose_device
 from tests.devices import STANDIN, install, lacking
 from tests.tables import each_row
 
@@ -197,16 +195,3 @@ def test_devices_are_listed_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(device.check == "" for device in edgeinfer.list_devices(check=False))
     install(monkeypatch, STANDIN, hardware=lambda device: False)
     assert edgeinfer.list_devices()[0].hardware is False
-
-
-def test_a_load_chooses_its_device_once(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def counted(config: LoadConfig, graphs: Graphs) -> Device:
-        asked.append(config.device)
-        return choose_device(config, graphs)
-
-    monkeypatch.setattr("edgeinfer.runtime.backends.factory.choose_device", counted)
-    with edgeinfer.load(small_bundle, threads=1) as model:
-        model.generate("Once", max_tokens=2)
-    assert asked == ["auto"]

@@ -177,17 +177,6 @@ def test_figures_are_those_of_the_distributions(ours: list[int], theirs: list[in
     np.testing.assert_allclose(read_predictions(Told(candidate, ours), windows, nothing), wanted, atol=1e-12)
 
 
-def test_a_model_is_its_own_reference() -> None:
-    reference, _ = tables()
-    logprobs, divergence = compare_predictions(
-        Told(reference, [3]), Told(reference, [7]), [list(range(40))], top=100, report=nothing
-    )
-    assert divergence.mean == 0.0 and divergence.agreement == 1.0
-    # There are no more tokens than the vocabulary has.
-    assert divergence.top == 40 and (divergence.overlap == 1.0).all()
-    assert divergence.reference_perplexity == pytest.approx(Evaluation(logprobs, 1).perplexity)
-
-
 def test_vocabularies_of_different_sizes_are_refused() -> None:
     with pytest.raises(ModelError, match="40 and 39"):
         compare_predictions(Told(tables(39)[0], [2]), Told(tables(40)[0], [2]), [[1, 2]], top=1, report=nothing)
@@ -207,9 +196,6 @@ def test_figures_over_all_tokens() -> None:
     assert data["divergence"] == figures and data["tokens"] == 3 and data["weight_bytes"] is None
 
 
-STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
-
-
 def make_random(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "llama", seed=11)
     export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, keep_small=False))
@@ -220,7 +206,7 @@ def make_bigrams(folder: Path) -> None:
 
 
 def test_every_type_of_cache_has_an_error_and_wider_ones_a_smaller() -> None:
-    errors = {error.kv: error for error in tools.measure_kv(made(make_random) / "bundle", STORIES)}
+    errors = {error.kv: error for error in tools.measure_kv(made(make_random) / "bundle", TEXTS)}
     assert [*errors] == ["float16", "int8", "int4"]
     assert 0 < errors["float16"].mean < 0.001 < errors["int8"].mean < 0.02 < errors["int4"].mean < 0.1
     assert all(len(error.layers) == 3 and max(error.layers) >= error.mean for error in errors.values())
@@ -230,4 +216,4 @@ def test_what_cannot_be_measured() -> None:
     with pytest.raises(UsageError, match="no text"):
         tools.measure_kv(made(make_random) / "bundle", [])
     with pytest.raises(UsageError, match="no smaller KV cache than float32"):
-        tools.measure_kv(made(make_bigrams) / "bundle", STORIES)
+        tools.measure_kv(made(make_bigrams) / "bundle", TEXTS)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import fnmatch
 import json
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +20,8 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
 from edgeinfer.errors import BundleError, EdgeInferError, HubError, InternalError, ModelError, StorageError
 from edgeinfer.hub.conversion import FetchJob, fetch
-from tests.cli import TIME_LIMIT
-from tests.hub_server import COMMIT, Hub, bundle_files, hub_environment, serving
+from tests.cli import python
+from tests.hub_server import COMMIT, bundle_files, hub_environment, serving
 
 DIGEST = "0" * 64
 
@@ -103,12 +101,6 @@ def fetched(path: Path) -> set[str]:
     return {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
 
 
-def test_pull_of_a_bundle_fetches_exactly_what_the_manifest_lists(fake: FakeHub) -> None:
-    path = hub.pull("org/bundle")
-    assert fetched(path) == {"edgeinfer.json", "model.onnx", "weights.bin", "tokenizer.json", "odd[1].json"}
-    assert hub.is_bundle(path)
-
-
 def test_pull_of_a_checkpoint_fetches_safetensors_and_configuration_only(fake: FakeHub) -> None:
     path = hub.pull("org/checkpoint")
     assert fetched(path) == {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json"}
@@ -158,11 +150,6 @@ def test_progress_is_silent_or_passed_on(fake: FakeHub, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""
 
 
-def test_resolve_takes_paths_as_they_are(tmp_path: Path) -> None:
-    assert hub.resolve(tmp_path) == tmp_path
-    assert hub.resolve(str(tmp_path)) == tmp_path
-
-
 def test_resolve_without_a_model_is_the_builtin_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.hub.cache.__file__", str(tmp_path / "hub" / "cache.py"))
     with pytest.raises(BundleError, match="without its built-in model"):
@@ -172,29 +159,12 @@ def test_resolve_without_a_model_is_the_builtin_bundle(tmp_path: Path, monkeypat
     assert hub.resolve(None) == tmp_path / "builtin" / "tales"
 
 
-def test_resolve_fetches_once_and_needs_no_network_afterwards(fake: FakeHub) -> None:
-    path = hub.resolve("org/bundle")
-    fake.fails = errors.OfflineModeIsEnabled("offline")
-    assert hub.resolve("org/bundle") == path
-
-
-def test_resolve_completes_an_interrupted_download(fake: FakeHub) -> None:
-    path = hub.resolve("org/bundle")
-    (path / "weights.bin").unlink()
-    assert (hub.resolve("org/bundle") / "weights.bin").is_file()
-
-
 def test_find_checkpoint(fake: FakeHub, tmp_path: Path) -> None:
     path = hub.find_checkpoint("org/checkpoint")
     assert (path / "config.json").is_file()
     fake.fails = errors.OfflineModeIsEnabled("offline")
     assert hub.find_checkpoint("org/checkpoint") == path
     assert hub.find_checkpoint(tmp_path) == tmp_path
-
-
-def test_find_checkpoint_refuses_a_bundle(fake: FakeHub) -> None:
-    with pytest.raises(ModelError, match="already a bundle"):
-        hub.find_checkpoint("org/bundle")
 
 
 @pytest.mark.parametrize("model", ["nope", "./org/name", "a/b/c", "../x", "org/", "/org", "", "org/na me", "-x/y"])
@@ -239,14 +209,6 @@ def test_failures_say_what_to_do(fake: FakeHub, failure: Exception, kind: type[E
         hub.pull("org/bundle")
     assert hint in caught.value.hint
     assert "\n" not in str(caught.value)
-
-
-def test_really_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The library in its offline mode ends in the same message."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
-        hub.pull("org/bundle", cache_dir=tmp_path)
 
 
 GGUFS = {
@@ -299,41 +261,10 @@ def test_what_a_process_leaves_behind_is_removed(monkeypatch: pytest.MonkeyPatch
     assert not work.exists()
 
 
-ROOT = Path(__file__).resolve().parents[2]
+# With the hub's own library.
 
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    code = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle"}
-    checkpoint = {"config.json": b"{}", "model.safetensors": b"tensors", "onnx/model.onnx": b"graph"}
-    files = {"toy-Q4_0.gguf": b"GGUF", "toy-Q8_0-00001-of-00002.gguf": b"GGUF", "toy-Q8_0-00002-of-00002.gguf": b"GGUF"}
-    bundle = bundle_files(tmp_path_factory.mktemp("hub") / "source") | code
-    with serving({"org/bundle": bundle, "org/checkpoint": checkpoint | code, "org/gguf": files}) as hub:
-        yield hub
-
-
-@pytest.fixture
-def server(started: Hub) -> Hub:
-    """The hub, that has served nothing yet."""
-    started.served.clear()
-    return started
-
-
-# Several commands in one process, which its first import of the library dominates.
-COMMANDS = """
-import contextlib, io, json, sys
-from edgeinfer.apps.cli.main import main
-
-done = []
-for arguments in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
-    done.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(done))
-"""
 LISTINGS = """
-import json, sys
+import json
 from pathlib import Path
 from edgeinfer import hub
 
@@ -345,92 +276,28 @@ empty = listed()
 for repo in ("org/bundle", "org/checkpoint", "org/gguf:Q4_0", "org/gguf:Q8_0"):
     hub.pull(repo, progress=False)
 filled = listed()
-# A bundle that is not whole would have to be fetched.
-Path(filled[1][0], "weights.bin").unlink()
-print(json.dumps([empty, filled, listed()]))
+# A bundle that is not whole is completed.
+weights = Path(filled[1][0], "weights.bin")
+weights.resolve().unlink()
+weights.unlink(missing_ok=True)
+damaged = listed()
+hub.pull("org/bundle", progress=False)
+print(json.dumps([empty, filled, damaged, weights.is_file()]))
 """
 
 
-def python(port: int, home: Path, *arguments: str, online: bool = True) -> Any:
-    """The JSON that a program prints, for which the server of this port is the hub."""
-    env = hub_environment(f"http://127.0.0.1:{port}", home, online=online) | {"PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-c", *arguments]
-    done = subprocess.run(line, env=env, cwd=home, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
-    assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
-
-
-def edgeinfer(port: int, home: Path, *commands: str, online: bool = True) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each command, whose words are parted by blanks; an underscore stands for one."""
-    lines = [[word.replace("_", " ") for word in command.split()] for command in commands]
-    return [tuple(done) for done in python(port, home, COMMANDS, json.dumps(lines), online=online)]
-
-
-def test_bundle_is_pulled_once_and_used_offline(server: Hub, tmp_path: Path) -> None:
-    inspect = "inspect org/bundle --verify --json"
-    (code, path, err), online = edgeinfer(server.server_port, tmp_path, "pull org/bundle", inspect)
-    assert code == 0, err
-    assert sorted(server.served) == ["edgeinfer.json", "model.onnx", "weights.bin"]
-    (offline,) = edgeinfer(server.server_port, tmp_path, inspect, online=False)
-    for code, out, err in (online, offline):
-        assert code == 0, err
-        assert json.loads(out)["path"] == path.strip()
-    assert len(server.served) == 3
-
-
-def test_what_is_cached_is_listed(server: Hub, tmp_path: Path) -> None:
-    empty, (found, local), damaged = python(server.server_port, tmp_path, LISTINGS)
+def test_what_is_cached_is_listed_and_holds_no_code(tmp_path: Path) -> None:
+    code = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle"}
+    checkpoint = {"config.json": b"{}", "model.safetensors": b"tensors", "onnx/model.onnx": b"graph"}
+    names = ("toy-Q4_0", "toy-Q8_0-00001-of-00002", "toy-Q8_0-00002-of-00002")
+    files = {f"{name}.gguf": b"GGUF" + name.encode() for name in names}
+    bundle = bundle_files(tmp_path / "source")
+    with serving({"org/bundle": bundle | code, "org/checkpoint": checkpoint | code, "org/gguf": files}) as server:
+        said = python(LISTINGS, **hub_environment(server.url, tmp_path))
+    empty, (found, local), damaged, is_whole = json.loads(said)
     assert empty == [[], [None] * 4]
     assert [Path(name).name for name in found] == ["toy-Q4_0.gguf", "toy-Q8_0-00001-of-00002.gguf", "bundle"]
     assert found[2] == "org/bundle"
     assert [path and Path(path).name for path in local] == [COMMIT, None, "toy-Q8_0-00001-of-00002.gguf", None]
-    assert damaged[0] == found[:2]
-
-
-@pytest.mark.slow
-def test_interrupted_pull_is_completed(server: Hub, tmp_path: Path) -> None:
-    ((_, path, _),) = edgeinfer(server.server_port, tmp_path, "pull org/bundle")
-    weights = Path(path.strip()) / "weights.bin"
-    weights.resolve().unlink()
-    weights.unlink(missing_ok=True)
-    server.served.clear()
-    ((code, _, err),) = edgeinfer(server.server_port, tmp_path, "inspect org/bundle --verify")
-    assert code == 0, err
-    assert server.served == ["weights.bin"]
-
-
-@pytest.mark.slow
-def test_checkpoint_is_pulled_without_code(server: Hub, tmp_path: Path) -> None:
-    ((code, out, err),) = edgeinfer(server.server_port, tmp_path, "pull org/checkpoint --json --no-convert")
-    assert code == 0, err
-    assert json.loads(out)["kind"] == "checkpoint"
-    assert sorted(server.served) == ["config.json", "model.safetensors"]
-    ((code, _, err),) = edgeinfer(server.server_port, tmp_path, "inspect org/checkpoint", online=False)
-    assert code == 3
-    assert "names no model class" in err
-
-
-def test_refusals(server: Hub, tmp_path: Path) -> None:
-    refused = {
-        "org/gated": "is gated. Accept its terms",
-        "org/absent": "There is no org/absent on the hub",
-        "org/broken": "The hub answered 500",
-        "org/bundle --revision missing": "has no revision 'missing'",
-        "not_an_id": "nor a Hugging Face id",
-    }
-    done = edgeinfer(server.server_port, tmp_path, *(f"pull {arguments}" for arguments in refused))
-    for (code, _, err), said in zip(done, refused.values(), strict=True):
-        assert code == 3
-        assert said in err
-        assert err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_unreachable(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for online in (True, False):
-        ((code, _, err),) = edgeinfer(port, tmp_path, "inspect org/bundle", online=online)
-        assert code == 3
-        assert "org/bundle is not on this machine" in err
-        assert err.count("\n") == 1
+    assert damaged[0] == found[:2] and is_whole
+    assert sorted(server.served) == sorted([*bundle, "weights.bin", "config.json", "model.safetensors", *files])

@@ -1,8 +1,10 @@
-"""Models on this machine and in the catalog: their names, offers, sizes, and what is removed with them."""
+"""Models on this machine and in the catalog: names, offers, sizes, what they say before loading, what is removed."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +13,23 @@ import pytest
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.names import display_name, file_name, quantization_of
+from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import BudgetError, HubError, ModelError, UsageError
 from edgeinfer.export.architectures import ARCHITECTURES
-from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes, gguf_memory
+from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import Repository, best_offer, offers_in
 from edgeinfer.hub.folder import ModelSource, find_converted
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.installed import list_models, remove_model
+from edgeinfer.openai import make_completion
 from edgeinfer.options.load import CONVERTED_BITS
-from tests.recorded import check_recorded
+from tests.gguf_builder import FLOAT32, INT32, small_model
+from tests.speculation import BUILTIN, needs_builtin
+from tests.tables import each_row
 
 # Names of files, folders and repositories, and how people say them.
 SHOWN = {
@@ -272,30 +279,6 @@ def test_memory_is_what_the_formula_says() -> None:
     assert (sizes.num_key_value_heads, sizes.head_dim, sizes.parameters) == (2, 4, 3808)
 
 
-def test_memory_is_what_it_was() -> None:
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": 50,
-    }
-    mixture = {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "head_dim": 24}
-    found = {}
-    for name, more in (
-        ("plain", {}),
-        ("tied", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
-        ("mixture", mixture),
-    ):
-        sizes = DecoderSizes.of(config | more)
-        memory = [sizes.memory(bits) for bits in (2, 4, 8, 32)]
-        found[name] = [sizes, sizes.parameters, memory, gguf_memory(10**6, sizes), sizes.kv_bytes(100)]
-    check_recorded(
-        "estimates",
-        found | {"file": gguf_memory(10**9), "catalog": {m.name: [m.memory, m.download] for m in edgeinfer.catalog()}},
-    )
-
-
 def test_families_that_are_converted_are_those_that_have_builders() -> None:
     assert sorted(CONVERTED) == sorted(name for family in ARCHITECTURES for name in family.classes)
 
@@ -342,3 +325,80 @@ def test_the_type_that_is_taken() -> None:
     assert caught.value.minimum_bytes == offers[0].memory and "org/gguf:Q2_K" in caught.value.hint
     with pytest.raises(HubError, match="Several"):
         gguf_parts("org/gguf", sizes, "m")
+
+
+def with_generation_config(folder: Path, config: Any) -> Path:
+    """The built-in model with another generation_config.json."""
+    bundle = folder / "bundle"
+    shutil.copytree(BUILTIN, bundle)
+    (bundle / "generation_config.json").write_text(json.dumps(config))
+    manifest = Manifest.from_json((bundle / "edgeinfer.json").read_text("utf-8"))
+    (bundle / "edgeinfer.json").unlink()
+    seal(bundle, manifest)
+    return bundle
+
+
+@needs_builtin
+def test_the_built_in_model() -> None:
+    facts = edgeinfer.describe()
+    with edgeinfer.load() as model:
+        for name in ("name", "architecture", "parameters", "bits_per_weight", "backend"):
+            assert getattr(facts, name) == getattr(model.info, name)
+        assert facts.context == model.context
+    files = [path for path in BUILTIN.rglob("*") if path.is_file() and path != BUILTIN / "edgeinfer.json"]
+    assert facts.bytes == sum(path.stat().st_size for path in files)
+    assert facts.sampling == {}
+
+
+@needs_builtin
+@each_row(
+    ("config", "sampling"),
+    [
+        ({"temperature": 0.6, "top_k": 20, "num_beams": 4}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.6, "do_sample": False}, {}),
+        ({"temperature": 0.6, "do_sample": True, "top_p": None}, {"temperature": 0.6}),
+        ({"temperature": "hot"}, {}),
+        ({"top_p": 7}, {}),
+        ({}, {}),
+    ],
+)
+def test_what_its_makers_recommend(tmp_path: Path, config: dict[str, Any], sampling: dict[str, Any]) -> None:
+    assert edgeinfer.describe(with_generation_config(tmp_path, config)).sampling == sampling
+
+
+def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
+    told = {"temp": (FLOAT32, 0.7), "top_k": (INT32, 20), "top_p": (FLOAT32, 0.8), "penalty_last_n": (INT32, 64)}
+    model = small_model(**{f"general__sampling__{name}": each for name, each in told.items()})
+    path = model.write(tmp_path / "tiny.gguf")
+    assert edgeinfer.describe(path).sampling == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+
+
+@needs_builtin
+def test_chats_sample_as_its_makers_recommend(tmp_path: Path) -> None:
+    message = {"role": "user", "content": "Tell me a story about Tom."}
+    plain: dict[str, Any] = {"max_tokens": 12, "seed": 3}
+    recommended: dict[str, Any] = {"temperature": 1.3, "top_k": 40}
+    with edgeinfer.load(with_generation_config(tmp_path, recommended), speculation="off", remember=False) as model:
+        assert model.sampling == recommended
+
+        def reply(**options: Any) -> str:
+            return model.chat().send(message["content"], **plain, **options).text
+
+        ids = model.tokenize_chat([message])
+        greedy, drawn = (model.generate(ids, **plain, **each).text for each in (dict[str, Any](), recommended))
+        assert greedy != drawn
+        assert reply() == drawn and reply(temperature=0) == reply(top_k=1) == greedy
+        choice = model.create_chat_completion([message], max_tokens=12, seed=3)["choices"][0]
+        assert choice["message"]["content"] == drawn
+        # A search has its own way to choose tokens.
+        assert reply(search="beam", beams=2) == model.generate(ids, **plain, search="beam", beams=2).text
+        assert make_completion("response", {"input": "Hello"}, model).opening()[0]["response"]["temperature"] == 1.3
+
+
+def test_what_cannot_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.hub.resolving.cached_snapshot", lambda repo_id: None)
+    with pytest.raises(HubError, match="not on this machine"):
+        edgeinfer.describe("org/name")
+    for wrong in (tmp_path, "no model", tmp_path / "missing"):
+        with pytest.raises(ModelError):
+            edgeinfer.describe(wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import CapabilityError, StorageError, UsageError
+from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile import device_profile
@@ -32,13 +31,6 @@ def costs() -> Iterator[None]:
 
 
 # The profile.
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def learn(bundle: Path, **options: Any) -> edgeinfer.Result:
@@ -122,14 +114,6 @@ def garbage(path: Path) -> None:
     path.write_bytes(b"garbage")
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def strange(path: Path) -> None:
     """A valid file of arrays that nothing expects, or of numbers that cannot be."""
     if path.suffix == ".json":
@@ -157,7 +141,7 @@ def kept(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         return place, learn(small_bundle)
 
 
-@pytest.mark.parametrize("damage", [garbage, cut, emptied, strange, swapped])
+@pytest.mark.parametrize("damage", [garbage, strange, swapped])
 @pytest.mark.parametrize("names", ["*", "exact.npz", "ngram.npz"])
 def test_a_damaged_profile_is_survived(
     small_bundle: Path,
@@ -222,22 +206,6 @@ def test_a_cache_that_cannot_be_written(
         patch.setattr(device_profile, "write_file", full)
         assert learn(small_bundle).text == expected
     assert contents(folder) == before
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_cache(small_bundle: Path, cache: Path) -> None:
-    expected = learn(small_bundle, remember=False).text
-    cache.mkdir(mode=0o500)
-    assert learn(small_bundle).text == expected
-    assert not list(cache.iterdir())
-
-
-def test_no_home_for_a_profile(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise StorageError("This user has no home folder.", "Set HOME.")
-
-    monkeypatch.setattr(device_profile, "user_cache", homeless)
-    assert learn(small_bundle).speculation.rounds > 0
 
 
 # Tuning.

@@ -162,16 +162,6 @@ def test_costs_are_told(tales: edgeinfer.Model) -> None:
         assert stream.grammar_costs is None
 
 
-def test_a_small_model_and_a_chat(model: edgeinfer.Model) -> None:
-    """Random weights, which prefer nothing: whatever comes is by the grammar alone."""
-    for form in ("schema", "regex"):
-        chat = model.chat("Be brief.")
-        for seed in range(3):
-            reply = chat.send("Hello", max_tokens=120, temperature=1.0, seed=seed, **FORMS[form])
-            if reply.finish_reason == "stop":
-                check(form, reply.text)
-
-
 def answer(model: edgeinfer.Model, response_format: Any, **options: Any) -> str:
     found = model.create_chat_completion(
         [{"role": "user", "content": "Hello"}], response_format=response_format, **{"max_tokens": 60} | options
@@ -199,38 +189,6 @@ def test_response_formats(tales: edgeinfer.Model) -> None:
     assert isinstance(chunks, Iterator)
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert text == answer(tales, asked)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "json",
-        {"type": "yaml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"schema": "{}"}},
-        {"type": "json_object", "schema": 5},
-        {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}},
-    ],
-)
-def test_response_formats_that_cannot_be_had(model: edgeinfer.Model, asked: Any) -> None:
-    with pytest.raises(UsageError):
-        answer(model, asked)
-
-
-@each_row(
-    ("options", "says"),
-    [
-        ({"json_schema": {}, "regex": "a"}, "json_schema and regex cannot be combined"),
-        ({"choices": ("a",), "json_object": True}, "choices and json_object"),
-        ({"json_schema": 5}, "json_schema=5"),
-        ({"json_object": "yes"}, "json_object="),
-        ({"regex": 5}, "regex=5"),
-        ({"grammar": b"a"}, "grammar="),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        GenerationConfig(**options)
 
 
 @pytest.mark.gguf

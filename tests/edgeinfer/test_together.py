@@ -1,7 +1,9 @@
-"""Two threads that use one model at once: what each does works, or is refused with advice, and the model goes on."""
+"""Threads and event loops that use one model: each does its work, waits in turn, or is refused with advice."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import random
 import sys
 import threading
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.errors import EdgeInferError, PromptError, UsageError
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.native.library import LIBRARY
 from tests.speculation import known_costs
 from tests.waiting import TIME_LIMIT, wait_until
 
@@ -169,3 +173,202 @@ def test_pairs_at_the_same_time(models: Models, folder: Path) -> None:
                 assert expected(model) == text, pair
     finally:
         sys.setswitchinterval(interval)
+
+
+STORY = "Once upon a time there was a little dog."
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "speculation": "off"}
+SHORT: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+
+
+def test_texts_are_those_of_the_other_methods_and_the_loop_goes_on(model: edgeinfer.Model) -> None:
+    expected = model.generate(STORY, **LONG)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async def ask() -> list[edgeinfer.Result]:
+        ticking = asyncio.create_task(tick())
+        replies = await asyncio.gather(*(model.agenerate(STORY, **LONG) for _ in range(3)))
+        stream = model.astream(STORY, **LONG)
+        text = "".join([chunk.text async for chunk in stream])
+        ticking.cancel()
+        assert text == expected.text
+        return [*replies, stream.result]
+
+    before = threading.active_count()
+    assert {reply.token_ids for reply in asyncio.run(ask())} == {expected.token_ids}
+    assert ticks > 100
+    assert threading.active_count() <= before + 1, "all replies of a model are made on one thread"
+    assert model.generate(STORY, **SHORT).token_ids == expected.token_ids[:12]
+
+
+def test_a_conversation(model: edgeinfer.Model) -> None:
+    plain, chat = model.chat("Be brief."), model.chat("Be brief.")
+    expected = [plain.send(text, **SHORT).text for text in ("Hello", "And now?")]
+
+    async def talk() -> list[str]:
+        first = await chat.asend("Hello", **SHORT)
+        async with chat.astream("And now?", **SHORT) as stream:
+            return [first.text, "".join([chunk.text async for chunk in stream])]
+
+    assert asyncio.run(talk()) == expected
+    assert chat.messages == plain.messages
+
+
+def test_replies_end_when_nobody_waits_for_them(model: edgeinfer.Model) -> None:
+    async def cancelled() -> None:
+        task = asyncio.create_task(model.agenerate(STORY, **LONG))
+        waiting = asyncio.create_task(model.agenerate(STORY, **LONG))
+        while not task.done() and model._turns._running is None:
+            await asyncio.sleep(0)
+        for one in (waiting, task):
+            one.cancel()
+        assert [type(one) for one in await asyncio.gather(task, waiting, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 2
+
+    async def closed() -> edgeinfer.Result:
+        async with model.astream(STORY, **LONG) as stream:
+            async for _ in stream:
+                break
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        return stream.result
+
+    async def dropped() -> int:
+        async for _ in model.astream(STORY, **LONG):
+            break
+        gc.collect()
+        return (await model.agenerate(STORY, **SHORT)).usage.completion_tokens
+
+    async def never_begun() -> None:
+        stream = model.astream(STORY, **LONG)
+        await stream.aclose()
+        with pytest.raises(UsageError, match="not finished"):
+            _ = stream.result
+
+    asyncio.run(cancelled())
+    asyncio.run(never_begun())
+    result = asyncio.run(closed())
+    assert result.finish_reason == "cancelled" and result.usage.completion_tokens < 400
+    assert asyncio.run(dropped()) == 12
+    assert model.generate(STORY, **SHORT).finish_reason == "length"
+
+
+def test_errors_come_out_as_they_are(model: edgeinfer.Model) -> None:
+    async def ask() -> None:
+        with pytest.raises(UsageError, match=r"Unknown generation option 'heat'"):
+            await model.agenerate(STORY, heat=1)  # type: ignore[call-arg]
+        with pytest.raises(PromptError, match="empty"):
+            async for _ in model.astream("", **SHORT):
+                pass
+        with pytest.raises(PromptError, match="empty"):
+            await model.chat().asend(" ")
+        assert (await model.agenerate(STORY, **SHORT)).text
+
+    asyncio.run(ask())
+
+
+def test_loading(small_bundle: Path) -> None:
+    async def ask() -> str:
+        with await edgeinfer.aload(small_bundle, threads=1, remember=False) as model:
+            reply = await model.agenerate(STORY, **SHORT)
+        with pytest.raises(UsageError, match="closed"):
+            await model.agenerate(STORY, **SHORT)
+        return reply.text
+
+    assert asyncio.run(ask())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
+def test_replies_side_by_side_share_passes_and_are_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [STORY * copies + end for copies in (0, 1, 4) for end in ("Tom had", "One day", "The cat")]
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 1}
+    sequences: list[int] = []  # of each pass
+    held, free, evaluate = threading.Event(), threading.Event(), PagedBackend.forward_checked
+    free.set()
+
+    def counted(self: PagedBackend, inputs: Any) -> Any:
+        sequences.append(len(inputs))
+        if sequences.count(5) >= 30:
+            held.set()
+            assert free.wait(60)
+        return evaluate(self, inputs)
+
+    with edgeinfer.load(context=256, threads=1, parallel=8, remember=False) as model:
+        alone = [model.generate(prompt, **options).token_ids for prompt in prompts]
+        chats = [model.chat(), model.chat()]
+        talks = [[chat.send(text, **SHORT).text for text in ("Hello", "And now?")] for chat in chats]
+        monkeypatch.setattr(PagedBackend, "forward_checked", counted)
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(
+                *(model.agenerate(prompt, **options) for prompt in prompts),
+                model.agenerate(prompts[0], search="beam", **SHORT),
+                model.agenerate("", **SHORT),
+                *(chat.asend(text, **SHORT) for chat in (model.chat(), model.chat()) for text in ("Hello", "And now?")),
+                return_exceptions=True,
+            )
+
+        for _ in range(2):
+            *found, searched, refused = (every := asyncio.run(together()))[:-4]
+            assert [reply.token_ids for reply in found] == alone
+            assert searched.search is not None and searched.usage.completion_tokens == 12
+            assert isinstance(refused, PromptError)
+            assert [reply.text for reply in every[-4:]] == [*talks[0], *talks[1]]
+        assert max(sequences) == 8 and sum(size > 2 for size in sequences) > 40
+        assert model.generate(prompts[0], **options).token_ids == alone[0]
+
+        async def left() -> list[Any]:
+            """Leave two of five replies, in different ways, while all share passes."""
+            sequences.clear()
+            free.clear()
+            held.clear()
+            streams = [model.astream(prompt, **options | {"max_tokens": 150}) for prompt in prompts[:5]]
+            tasks = [asyncio.create_task(stream.complete()) for stream in streams[3:]]
+            firsts = await asyncio.gather(*(anext(stream) for stream in streams[:3]))
+            assert await asyncio.to_thread(held.wait, 60)
+            tasks[0].cancel()
+            streams[0].cancel()
+            await asyncio.sleep(0)
+            free.set()
+            await streams[0].aclose()
+            kept = await asyncio.gather(*(stream.complete() for stream in streams[1:3]), *tasks, return_exceptions=True)
+            return [firsts, streams[0].result, *kept]
+
+        firsts, closed, *kept, cancelled, other = asyncio.run(left())
+        assert closed.finish_reason == "cancelled" and 0 < closed.usage.completion_tokens < 150
+        assert isinstance(cancelled, asyncio.CancelledError)
+        assert [first.token_ids for first in firsts] == [tokens[:1] for tokens in alone[:3]]
+        for reply, tokens in zip((*kept, other), (*alone[1:3], alone[4]), strict=True):
+            assert reply.token_ids[:40] == tokens and reply.usage.completion_tokens == 150
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
+def test_a_model_that_is_closed_ends_replies_that_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, closed, evaluate = threading.Event(), threading.Event(), PagedBackend.forward_checked
+
+    def held(self: PagedBackend, inputs: Any) -> Any:
+        if len(inputs) == 3:
+            shared.set()
+            assert closed.wait(60)
+        return evaluate(self, inputs)
+
+    monkeypatch.setattr(PagedBackend, "forward_checked", held)
+    model = edgeinfer.load(context=512, threads=1, parallel=4, remember=False)
+
+    async def ask() -> list[edgeinfer.Result]:
+        streams = [model.astream(STORY + end, **LONG) for end in ("", " Tom", " A cat")]
+        replies = asyncio.gather(*(stream.complete() for stream in streams))
+        assert await asyncio.to_thread(shared.wait, 60)
+        model.close()
+        closed.set()
+        return await replies
+
+    assert {reply.finish_reason for reply in asyncio.run(ask())} == {"cancelled"}

@@ -162,23 +162,6 @@ def test_routers_gate_as_their_file_says(target: Target, text: TokenFile) -> Non
         assert float(hard[0, layer]) == pytest.approx(float(score > 0), abs=1e-6)
 
 
-@each_row("kind", KINDS)
-def test_an_interrupted_training_ends_as_if_it_had_not_been(
-    target: Target, text: TokenFile, kind: str, tmp_path: Path
-) -> None:
-    def task() -> Any:
-        return KINDS[kind].task(target, (text,))
-
-    whole = task()
-    losses = train(whole)
-    first, second = task(), task()
-    train(first, 5, tmp_path)
-    assert train(second, None, tmp_path) == losses
-    assert second.heads({}).to_bytes() == whole.heads({}).to_bytes()
-    with pytest.raises(UsageError, match="another configuration"):
-        train(replace(KINDS[kind], count=2).task(target, (text,)), None, tmp_path)
-
-
 def test_what_cannot_be_trained_is_refused(target: Target, text: TokenFile, folder: Path) -> None:
     short = write_tokens(folder / "short.u32", [np.arange(8)])
     for make in (

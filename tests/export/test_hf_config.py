@@ -234,23 +234,6 @@ def test_older_configurations_list_the_layers_of_attention() -> None:
     assert LFM2.read(HFConfig(LEAST), True).mixers == ()
 
 
-@each_row(
-    ("values", "named"),
-    [
-        ({"full_attn_idxs": 2}, "full_attn_idxs"),
-        ({"layer_types": ["conv", "conv"]}, "layer_types"),
-        ({"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types"),
-        ({"layer_types": ["conv", [], "conv"]}, "layer_types"),
-        ({"layer_types": "conv"}, "layer_types"),
-        ({"layer_types": ["conv"] * 3, "conv_L_cache": "3"}, "conv_L_cache"),
-    ],
-)
-def test_contradictions_are_refused_by_name(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(CheckpointError, match=named) as caught:
-        LFM2.read(HFConfig(LEAST | values), True)
-    assert "\n" not in str(caught.value)
-
-
 DELTA: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "linear_num_key_heads": 2,
@@ -270,19 +253,25 @@ def test_every_fourth_layer_of_a_qwen_attends_where_it_does_not_say() -> None:
 
 
 @each_row(
-    ("values", "named"),
+    ("family", "values", "named"),
     [
-        ({"layer_types": ["linear_attention", "conv", "full_attention"]}, "layer_types"),
-        ({"linear_num_value_heads": None}, "linear_num_value_heads"),
-        ({"linear_num_value_heads": 3}, "value_heads must be a multiple"),
-        ({"linear_key_head_dim": 1 << 40}, "from 1 to 4096"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        (LFM2, {"full_attn_idxs": 2}, "full_attn_idxs"),
+        (LFM2, {"layer_types": ["conv", "conv"]}, "layer_types"),
+        (LFM2, {"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types"),
+        (LFM2, {"layer_types": ["conv", [], "conv"]}, "layer_types"),
+        (LFM2, {"layer_types": "conv"}, "layer_types"),
+        (LFM2, {"layer_types": ["conv"] * 3, "conv_L_cache": "3"}, "conv_L_cache"),
+        (QWEN3_5, DELTA | {"layer_types": ["linear_attention", "conv", "full_attention"]}, "layer_types"),
+        (QWEN3_5, DELTA | {"linear_num_value_heads": None}, "linear_num_value_heads"),
+        (QWEN3_5, DELTA | {"linear_num_value_heads": 3}, "value_heads must be a multiple"),
+        (QWEN3_5, DELTA | {"linear_key_head_dim": 1 << 40}, "from 1 to 4096"),
+        (QWEN3_5, DELTA | {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN3_5, DELTA | {"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_contradictions_of_a_qwen_are_refused_by_name(values: dict[str, Any], named: str) -> None:
+def test_contradictions_are_refused_by_name(family: Any, values: dict[str, Any], named: str) -> None:
     with pytest.raises((CheckpointError, BundleError), match=named) as caught:
-        QWEN3_5.read(HFConfig(LEAST | DELTA | values), True)
+        family.read(HFConfig(LEAST | values), True)
     assert "\n" not in str(caught.value)
 
 

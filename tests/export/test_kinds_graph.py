@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from gguf import quants
+from tests.export.test_native_graph import Array, distance, export, kinds, nodes
 
 from edgeinfer.bundle.codecs import CODECS, segment_places
 from edgeinfer.bundle.kinds import Segment
@@ -29,7 +30,6 @@ from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.weights.planning import outline, write_floats
 from edgeinfer.quant.policy import QuantScheme, is_quantizable
-from tests.export.test_native_graph import Array, distance, export, kinds, nodes
 from tests.kernel import require_kernel
 from tests.runtime.models import make_graph_backend
 from tests.runtime.test_parity import feed, feed_in

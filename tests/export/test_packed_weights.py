@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from tests.tables import each_row
 
 EXPERTS = "model.layers.1.mlp.experts"
 ROWS = np.arange(len(TOKENS))
-Tensors = dict[str, torch.Tensor]
 
 
 def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -56,31 +56,6 @@ def test_mxfp4_is_kept_as_it_is(layout: Layout, tmp_path: Path) -> None:
     for backend in (PagedBackend(bundle, 16), OnnxBackend(bundle, 16)):
         error = np.linalg.norm(backend.forward(given).logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
         assert np.median(error) <= 0.06
-
-
-def spoil(folder: Path, name: str, spoilt: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop(name)
-    save_file(tensors if spoilt is None else tensors | {name: spoilt}, folder / "model.safetensors")
-
-
-@each_row(
-    ("name", "spoilt", "says"),
-    [
-        ("down_proj_scales", torch.full((4, 64, 3), 255, dtype=torch.uint8), "scales beyond"),
-        ("down_proj_scales", torch.full((4, 64, 3), 253, dtype=torch.uint8), "scales beyond"),
-        ("down_proj_scales", None, "no tensor '.*down_proj_scales'"),
-        ("gate_up_proj_blocks", torch.zeros((4, 192, 2, 8), dtype=torch.uint8), r"shape \(4, 192, 2, 8\)"),
-        ("gate_up_proj_scales", torch.zeros((4, 192, 2)), "type F32"),
-    ],
-)
-def test_damaged_mxfp4_is_refused(name: str, spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
-    make_mxfp4(tmp_path / "checkpoint")
-    spoil(tmp_path / "checkpoint", f"{EXPERTS}.{name}", spoilt)
-    with pytest.raises(CheckpointError, match=says) as caught:
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
-    assert "\n" not in caught.value.message
-    assert not (tmp_path / "bundle").exists()
 
 
 def make_fp8(folder: Path, whole: bool) -> Any:
@@ -131,21 +106,6 @@ def test_fp8_is_read_with_its_scales(whole: bool, tmp_path: Path) -> None:
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
     found = ReferenceBackend(bundle, 16).forward(ForwardInput(TOKENS, ROWS, ROWS)).logits
     assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
-
-
-@pytest.mark.parametrize(
-    ("spoilt", "says"),
-    [
-        (torch.ones((2, 1)), r"has shape \(2, 1\)"),
-        (None, "type F8_E4M3"),
-        (torch.full((3, 2), torch.nan), "not finite"),
-    ],
-)
-def test_damaged_fp8_is_refused(spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
-    make_fp8(tmp_path / "checkpoint", False)
-    spoil(tmp_path / "checkpoint", "model.layers.0.mlp.gate_proj.weight_scale_inv", spoilt)
-    with pytest.raises(CheckpointError, match=says):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
 
 
 def test_fp8_of_other_blocks_is_refused(tmp_path: Path) -> None:
@@ -228,19 +188,44 @@ def test_weights_that_are_kept_are_not_rounded_for_a_text(tmp_path: Path) -> Non
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
 
 
-@each_row(
-    ("name", "spoilt", "says"),
+FP8 = "model.layers.0.mlp.gate_proj.weight_scale_inv"
+TERNARY = "model.layers.1.self_attn.q_proj.weight"
+UINT8 = torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "spoilt", "says"),
     [
-        ("q_proj.weight", torch.full((16, 64), 255, dtype=torch.uint8), "not ternary"),
-        ("q_proj.weight", torch.zeros((64, 64)), r"shape \(64, 64\)"),
-        ("q_proj.weight_scale", torch.tensor([-1.0]), "a scale of -1"),
-        ("q_proj.weight_scale", None, "no tensor '.*weight_scale'"),
+        ("mxfp4", f"{EXPERTS}.down_proj_scales", torch.full((4, 64, 3), 255, dtype=UINT8), "scales beyond"),
+        ("mxfp4", f"{EXPERTS}.down_proj_scales", torch.full((4, 64, 3), 253, dtype=UINT8), "scales beyond"),
+        ("mxfp4", f"{EXPERTS}.down_proj_scales", None, "no tensor '.*down_proj_scales'"),
+        (
+            "mxfp4",
+            f"{EXPERTS}.gate_up_proj_blocks",
+            torch.zeros((4, 192, 2, 8), dtype=UINT8),
+            r"shape \(4, 192, 2, 8\)",
+        ),
+        ("mxfp4", f"{EXPERTS}.gate_up_proj_scales", torch.zeros((4, 192, 2)), "type F32"),
+        ("fp8", FP8, torch.ones((2, 1)), r"has shape \(2, 1\)"),
+        ("fp8", FP8, None, "type F8_E4M3"),
+        ("fp8", FP8, torch.full((3, 2), torch.nan), "not finite"),
+        ("ternary", TERNARY, torch.full((16, 64), 255, dtype=UINT8), "not ternary"),
+        ("ternary", TERNARY, torch.zeros((64, 64)), r"shape \(64, 64\)"),
+        ("ternary", f"{TERNARY}_scale", torch.tensor([-1.0]), "a scale of -1"),
+        ("ternary", f"{TERNARY}_scale", None, "no tensor '.*weight_scale'"),
     ],
 )
-def test_damaged_ternary_weights_are_refused(name: str, spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
-    make_bitnet(tmp_path / "checkpoint", "offline")
-    spoil(tmp_path / "checkpoint", f"model.layers.1.self_attn.{name}", spoilt)
+def test_damage_is_refused(kind: str, name: str, spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    {
+        "mxfp4": make_mxfp4,
+        "fp8": partial(make_fp8, whole=False),
+        "ternary": partial(make_bitnet, kind="offline"),
+    }[kind](folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(name)
+    save_file(tensors if spoilt is None else tensors | {name: spoilt}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=says) as caught:
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
+        export_checkpoint(folder, tmp_path / "bundle", ExportConfig(bits=4))
     assert "\n" not in caught.value.message
     assert not (tmp_path / "bundle").exists()

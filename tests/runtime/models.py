@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
@@ -44,6 +49,17 @@ def make_graph_backend(
         return PagedBackend(bundle, capacity, adapters=packed, **options)
     paged = ("kv", "pages", "weighed")
     return OnnxBackend(bundle, capacity, **{name: value for name, value in options.items() if name not in paged})
+
+
+def given(tokens: Sequence[int] | Ints, start: int, **how: Any) -> ForwardInput:
+    """A pass over tokens behind so many that the cache holds, whose logits are wanted in all rows."""
+    rows = np.arange(len(tokens))
+    return ForwardInput(np.array(tokens, np.int64), start + rows, rows, **how)
+
+
+def feed(backend: Backend, tokens: Sequence[int] | Ints, **how: Any) -> Floats:  # (S, V)
+    """Feed tokens in one pass and give the logits after each."""
+    return backend.forward(given(tokens, backend.cache.length, **how)).logits.copy()
 
 
 def _checkpoint(folder: Path, variant: str, settings: Settings) -> None:

@@ -31,9 +31,9 @@ from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
-from edgeinfer.runtime.sampling.distributions import Logits
-from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.runtime.interrupts import within_runs
+from tests.runtime.test_engine import generate
+from tests.tables import each_row
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
 GEOMETRY = Geometry(V, H * D, L, H, D, CAPACITY)
@@ -113,9 +113,7 @@ class Sums:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[True, pytest.param(False, marks=pytest.mark.more_cases)],
-    ids=["positions", "counts-itself"],
+    scope="module", params=[True, pytest.param(False, marks=pytest.mark.more_cases)], ids=["positions", "counts-itself"]
 )
 def sums(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sums:
     graph = make_graph(positions=request.param, mask=request.param)
@@ -214,26 +212,15 @@ def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
     feed(backend, [5, 5, 5], [])
     backend.cache.restore(snapshot)
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
+    backend.cache.trim(0)
+    for piece in (snapshot.part(0, 1), snapshot.part(1, 3)):
+        backend.cache.append(piece)
+    assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
     other = ConcatBackend(sums.bundle, 2)
     with pytest.raises(BackendError, match="do not fit"):
         other.cache.restore(snapshot)
     with pytest.raises(BackendError, match="another model"):
         other.cache.restore(CopiedRows(2, (), snapshot.values))
-
-
-def test_rows_come_back_piece_by_piece(sums: Sums, backend: ConcatBackend) -> None:
-    feed(backend, [1, 2, 3, 4, 5], [])
-    backend.cache.trim(4)
-    first, second = backend.cache.snapshot(0, 1), backend.cache.snapshot(1, 4)
-    feed(backend, [5, 5], [])
-    backend.cache.trim(0)
-    for piece in (first, second):
-        backend.cache.append(piece)
-    assert backend.cache.length == 4
-    assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 4, 6])[-1:])
-    with pytest.raises(BackendError, match="do not fit"):
-        for _ in range(CAPACITY):
-            backend.cache.append(second)
     with pytest.raises(BackendError, match="copy"):
         backend.cache.snapshot(3, backend.cache.length + 1)
 
@@ -295,32 +282,15 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     configuration = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
     backend = make_backend(choice, config, configuration)
     assert isinstance(backend, ConcatBackend)
-    engine = Engine(backend, chunk=3)
-
-    class Greedy(Sampler):
-        def __init__(self) -> None:
-            pass
-
-        def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
-            return int(logits.argmax())
-
-        def accept(self, token: int, logits: Logits) -> None:
-            pass
-
     tokens = [1, 2, 3, 4]
-    for step in engine.generate(tokens[:], Greedy(), max_tokens=3, stop_ids=frozenset()):
-        assert step.token == int(sums.expected(tokens)[-1].argmax())
-        tokens.append(step.token)
+    for token in generate(Engine(backend, chunk=3), tokens, 3):
+        assert token == int(sums.expected(tokens)[-1].argmax())
+        tokens.append(token)
     assert len(tokens) == 7
 
 
-def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path / "bundle", make_graph(positions=True), layers=L + 1)
-    with pytest.raises(BundleError, match="has inputs or outputs that"):
-        ConcatBackend(bundle, CAPACITY)
-
-
-def test_a_file_without_a_graph_is_refused(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path / "bundle", onnx.ModelProto())
-    with pytest.raises(BundleError, match="cannot be loaded"):
+@each_row(("graph", "match"), [(make_graph(positions=True), "has inputs or outputs that"), (None, "cannot be loaded")])
+def test_graphs_of_another_shape_are_refused(tmp_path: Path, graph: onnx.ModelProto | None, match: str) -> None:
+    bundle = make_bundle(tmp_path / "bundle", graph or onnx.ModelProto(), layers=L + 1)
+    with pytest.raises(BundleError, match=match):
         ConcatBackend(bundle, CAPACITY)

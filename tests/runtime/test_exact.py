@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of, feed, make_graph_backend
 
 pytestmark = pytest.mark.matrix
 
@@ -52,11 +52,6 @@ class Exact:
     cache: CacheSnapshot
 
 
-def run(backend: GraphBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
-    rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens), rows + backend.cache.length, rows)).logits.copy()
-
-
 @pytest.fixture(
     scope="module",
     params=[(e, layout, t) for e in EXPORTS for layout in LAYOUTS for t in (1, 2)],
@@ -68,7 +63,7 @@ def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
         require_kernel()
     bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
     backend = make_graph_backend(bundle, 64, threads=threads, layout=layout)
-    logits = run(backend, TEXT)
+    logits = feed(backend, TEXT)
     yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()
 
@@ -84,7 +79,7 @@ def same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> bool:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: list[int]) -> None:
     exact.backend.cache.trim(0)
-    logits = np.concatenate([run(exact.backend, chunk) for chunk in np.split(TEXT, sorted(cuts))])
+    logits = np.concatenate([feed(exact.backend, chunk) for chunk in np.split(TEXT, sorted(cuts))])
     assert np.array_equal(logits, exact.logits)
     assert same_cache(exact.backend.cache.snapshot(), exact.cache)
     # Nor does it matter which rows are asked for.
@@ -93,26 +88,10 @@ def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: 
     assert np.array_equal(few, exact.logits[wanted])
 
 
-@given(rounds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=12))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, int]]) -> None:
-    """Each round feeds some right tokens with wrong ones after them, and takes the wrong ones back."""
-    exact.backend.cache.trim(0)
-    done = 0
-    for right, wrong in rounds:
-        right = min(right, len(TEXT) - done)
-        if right == 0:
-            break
-        tokens = np.concatenate([TEXT[done : done + right], np.arange(wrong)])
-        assert np.array_equal(run(exact.backend, tokens)[:right], exact.logits[done : done + right])
-        done += right
-        exact.backend.cache.trim(done)
-
-
 def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     backend = exact.backend
     backend.cache.trim(0)
-    run(backend, TEXT[:CONTEXT])
+    feed(backend, TEXT[:CONTEXT])
     # The next tokens as the main branch, with other branches.
     depths: list[int] = []
     for parent in PARENTS:
@@ -123,14 +102,14 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     ).logits[:5]
     assert np.array_equal(branch, exact.logits[CONTEXT : CONTEXT + 5])
     backend.cache.keep(CONTEXT, [0, 1, 2])
-    assert np.array_equal(run(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
+    assert np.array_equal(feed(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
     assert same_cache(backend.cache.snapshot(), exact.cache)
     # Rows are rewritten as they are, cut by an edit, and computed again.
     backend.cache.rewrite(lambda layer, keys, values: (keys, values))
     assert same_cache(backend.cache.snapshot(), exact.cache)
     backend.cache.rewrite(lambda layer, keys, values: (keys[:, :CONTEXT], values[:, :CONTEXT]))
     assert backend.cache.length == CONTEXT
-    assert np.array_equal(run(backend, TEXT[CONTEXT:]), exact.logits[CONTEXT:])
+    assert np.array_equal(feed(backend, TEXT[CONTEXT:]), exact.logits[CONTEXT:])
     # They come back whole and in pieces.
     first, second = backend.cache.snapshot(0, CONTEXT), backend.cache.snapshot(CONTEXT)
     backend.cache.trim(CONTEXT)
@@ -284,21 +263,3 @@ def test_a_row_depends_on_its_path_alone(backend: PagedBackend) -> None:
             sizes = random.choice([1, 2, 3, 5, 9], len(together))
             company.feed([draw(company, texts[n], random, int(s)) for n, s in zip(together, sizes, strict=True)])
             change(company, texts, random)
-
-
-def test_a_prompt_is_the_same_in_any_pieces(backend: PagedBackend) -> None:
-    random = np.random.default_rng(5)
-    text = random.integers(0, VOCABULARY, 300)
-    whole = pieces(backend, text, [])
-    for count in (1, 4, 40):
-        cuts = sorted(random.choice(np.arange(1, len(text)), count, replace=False).tolist())
-        np.testing.assert_array_equal(pieces(backend, text, cuts), whole)
-
-
-def pieces(backend: PagedBackend, text: NDArray[np.int64], cuts: Sequence[int]) -> Floats:  # (S, V)
-    backend.cache.clear()
-    found = []
-    for part in np.split(text, cuts):
-        positions = backend.cache.length + np.arange(len(part))
-        found.append(backend.forward(ForwardInput(part, positions, np.arange(len(part)))).logits.copy())
-    return np.concatenate(found)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.runtime.models import feed
 from tests.runtime.test_parity import (
     CAPACITY,
     DRAFT,
@@ -14,7 +15,6 @@ from tests.runtime.test_parity import (
     PARENTS,
     TEXT,
     assert_close,
-    feed,
     feed_in,
     feed_tree,
     path,

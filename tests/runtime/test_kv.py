@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import PORTABLE
@@ -22,10 +21,9 @@ from edgeinfer.errors import BackendError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from tests.runtime.models import bundle_of
+from tests.runtime.models import bundle_of, feed
 from tests.tables import each_row
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
@@ -173,14 +171,37 @@ def filled(length: int, capacity: int = CAPACITY) -> KVBuffers:
     return cache
 
 
-def test_starts_small_and_doubles_up_to_the_capacity() -> None:
+def test_it_grows_by_doubling_and_refuses_what_does_not_fit() -> None:
     cache = KVBuffers(GEOMETRY, CAPACITY, spare=1)
-    assert cache.rows == 256
-    assert not cache.reserve(256)
-    assert cache.reserve(257)
-    assert cache.rows == 512
-    assert cache.reserve(513)
-    assert cache.rows == CAPACITY + 1
+    assert cache.rows == 256 and not cache.reserve(256)
+    assert cache.reserve(257) and cache.rows == 512
+    assert cache.reserve(513) and cache.rows == CAPACITY + 1
+    with pytest.raises(BackendError, match="do not fit"):
+        cache.reserve(CAPACITY + 2)
+
+
+HALF = [np.zeros((2, 1, 4), np.float16)] * 2
+
+
+@each_row(
+    ("act", "match"),
+    [
+        (lambda cache: cache.trim(-1), "trim"),
+        (lambda cache: cache.trim(6), "trim"),
+        *(
+            (lambda cache, rows=rows: cache.keep(2, rows), "Cannot keep")
+            for rows in ([1, 0], [1, 1], [-1], [3], [0, 7])
+        ),
+        (lambda cache: cache.restore(KVBuffers(Geometry(8, 8, 2, 1, 4, 1000), 10).snapshot()), "another model"),
+        (lambda cache: cache.restore(filled(20).snapshot()), "do not fit"),
+        (lambda cache: cache.restore(CopiedRows(1, HALF, HALF, "float16")), "of float16, this one is of float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(act: Callable[[KVBuffers], None], match: str) -> None:
+    cache = filled(5, capacity=10)
+    with pytest.raises(BackendError, match=match):
+        act(cache)
+    assert cache.length == 5
 
 
 def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
@@ -194,42 +215,13 @@ def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
         assert not array[:, :, 256:].any()
 
 
-def test_refuses_more_rows_than_the_capacity() -> None:
-    with pytest.raises(BackendError, match="do not fit"):
-        filled(5).reserve(CAPACITY + 1)
-
-
-@each_row("length", [-1, 6])
-def test_refuses_to_trim_to_missing_rows(length: int) -> None:
-    with pytest.raises(BackendError, match="trim"):
-        filled(5).trim(length)
-
-
-@each_row("rows", [[1, 0], [1, 1], [-1], [3], [0, 7]])
-def test_refuses_to_keep_rows_that_are_not_of_the_pass(rows: list[int]) -> None:
-    cache = filled(5)
-    with pytest.raises(BackendError, match="Cannot keep"):
-        cache.keep(2, rows)
-    assert cache.length == 5
-
-
-def test_refuses_the_snapshot_of_another_model() -> None:
-    cache, stranger = filled(5), Geometry(8, 8, 2, 1, 4, 1000)
-    with pytest.raises(BackendError, match="another model"):
-        cache.restore(KVBuffers(stranger, 10).snapshot())
-    assert cache.length == 5
-
-
-def test_refuses_a_snapshot_larger_than_the_capacity() -> None:
-    copy = filled(20).snapshot()
-    small = filled(4, capacity=10)
-    with pytest.raises(BackendError, match="do not fit"):
-        small.restore(copy)
-    assert small.length == 4
-
-
 @each_row("failing", [0, 1])
 def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
+    for rows in ((6, 6), (3, 2)):
+        cache = filled(5)
+        with pytest.raises(BackendError, match="An edit of 5 rows"):
+            cache.rewrite(lambda layer, keys, values, rows=rows: (np.zeros((2, rows[layer], 4), np.float32),) * 2)  # type: ignore[misc]
+        assert cache.length == 0
     cache = filled(5)
 
     def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -239,14 +231,6 @@ def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
 
     with pytest.raises(ZeroDivisionError):
         cache.rewrite(edit)
-    assert cache.length == 0
-
-
-@each_row("rows", [(6, 6), (3, 2)])
-def test_refuses_edits_of_other_shapes(rows: tuple[int, int]) -> None:
-    cache = filled(5)
-    with pytest.raises(BackendError, match="An edit of 5 rows"):
-        cache.rewrite(lambda layer, keys, values: (np.zeros((2, rows[layer], 4), np.float32),) * 2)
     assert cache.length == 0
 
 
@@ -264,13 +248,6 @@ def test_an_edit_sees_copies() -> None:
     assert seen == [0, 1] and not any(rows.any() for layer in seen for rows in cache.read(layer, 0, 5))
 
 
-def test_refuses_the_snapshot_of_another_type() -> None:
-    cache, rows = filled(5), [np.zeros((2, 1, 4), np.float16)] * 2
-    with pytest.raises(BackendError, match="is of a cache of float16, this one is of float32"):
-        cache.restore(CopiedRows(1, rows, rows, "float16"))
-    assert cache.length == 5
-
-
 TEXT = np.random.default_rng(1).integers(0, 320, 300)
 
 
@@ -279,32 +256,10 @@ def bundle() -> Bundle:
     return bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=PORTABLE), hidden_size=128)
 
 
-def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
-    rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits.copy()
-
-
 def test_a_grown_cache_keeps_its_rows(bundle: Bundle) -> None:
     whole, parts = (OnnxBackend(bundle, 600) for _ in range(2))
-    expected = run(whole, TEXT)
-    assert np.array_equal(np.concatenate([run(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected)
+    expected = feed(whole, TEXT)
+    assert np.array_equal(
+        np.concatenate([feed(parts, part) for part in np.split(TEXT, [250, 251, 256, 257])]), expected
+    )
     assert parts.nbytes()["kv"] == 512 * bundle.manifest.geometry.kv_bytes_per_token()
-
-
-def test_growth_without_memory_leaves_the_backend_usable(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, other = (OnnxBackend(bundle, 600) for _ in range(2))
-    for each in (backend, other):
-        run(each, TEXT[:256])
-    zeros, left = np.zeros, iter(range(3))
-
-    def scarce(shape: Any, *args: Any) -> Any:
-        if isinstance(shape, tuple) and len(shape) == 4 and next(left, None) is None:
-            raise MemoryError
-        return zeros(shape, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "zeros", scarce)
-        with pytest.raises(MemoryError):
-            run(backend, TEXT[256:])
-    assert backend.cache.length == 256
-    assert np.array_equal(run(backend, TEXT[256:]), run(other, TEXT[256:]))

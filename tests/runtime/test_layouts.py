@@ -240,13 +240,6 @@ def test_a_cache_that_cannot_be_written_is_gone_without(
 
 
 @linux
-def test_a_backend_removes_its_own_files(bundles: dict[Layout, Bundle], cache: Path) -> None:
-    cache.write_text("not a folder")
-    np.testing.assert_array_equal(logits(bundles[NATIVE], PORTABLE), logits(bundles[PORTABLE]))
-    assert [path.name for path in cache.parent.iterdir()] == ["cache"]
-
-
-@linux
 def test_a_failed_conversion_leaves_nothing(
     bundles: dict[Layout, Bundle], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,7 @@ from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY, switched_off
-from tests.runtime.models import make_graph_backend
+from tests.runtime.models import feed, make_graph_backend
 from tests.tables import each_row
 
 if TYPE_CHECKING:
@@ -67,14 +67,6 @@ def pair(request: pytest.FixtureRequest, backends: dict[str, Backend]) -> tuple[
     return onnx, reference
 
 
-def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
-    """A chain in one pass, all logit rows."""
-    rows = np.arange(len(tokens))
-    return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **options)
-    ).logits.copy()
-
-
 def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int], **options: Any) -> Floats:  # (S, V)
     """A chain in passes of these sizes."""
     assert sum(sizes) == len(tokens)
@@ -119,18 +111,6 @@ def test_a_draft_tree_needs_a_context(backend: Backend) -> None:
     with pytest.raises(BackendError, match="at least one token"):
         feed_tree(backend, DRAFT, PARENTS)
     assert backend.cache.length == 0
-
-
-@pytest.mark.parametrize("node", [8, 6, 4, None])
-def test_keeping_a_branch(family: Family, backend: Backend, node: int | None) -> None:
-    context = TEXT[:8]
-    feed(backend, context)
-    feed_tree(backend, DRAFT, PARENTS)
-    branch = [] if node is None else path(PARENTS, node)
-    backend.cache.keep(len(context), branch)
-    accepted = context + [DRAFT[i] for i in branch]
-    assert backend.cache.length == len(accepted)
-    assert_close(feed_in(backend, OTHER, [1, 4, 2]), family.expected(accepted + OTHER)[len(accepted) :])
 
 
 def layer_masks(layers: int) -> list[NDArray[np.bool_]]:
@@ -226,16 +206,6 @@ def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
         feed(backend, [1])
     backend.cache.trim(18)
     assert_close(feed(backend, [*TEXT[18:], 1]), family.expected([*TEXT, 1])[18:])
-
-
-@each_row("maker", MAKERS)
-def test_longrope_takes_its_long_factors_above_the_original_context(
-    make_family: Callable[..., Family], maker: str
-) -> None:
-    family = make_family("phi3-longrope")
-    text = TEXT * 2  # longer than the original 32 positions, so transformers takes the long factors for all
-    backend = MAKERS[maker](family.bundle, 64)
-    assert_close(feed_in(backend, text, [25, 1, 14]), family.expected(text))
 
 
 BAD_PASSES: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,19 @@ from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
-from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
-from edgeinfer.runtime.sampling.distributions import Logits
-from edgeinfer.runtime.sampling.sampler import Sampler
 from tests.runtime.models import make_graph_backend
+from tests.runtime.test_engine import generate
 from tests.speculation import random_bundle
 from tests.tables import each_row
 
 LAYERS, HEADS, HEAD = 2, 3, 4
 TOKEN = 4 + 2 * LAYERS * HEADS * HEAD * 4
 UNBOUNDED = 1 << 40
+reply = partial(generate, count=20)
 
 
 def rows_of(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> CacheSnapshot:
@@ -125,13 +126,6 @@ def test_the_longest_unused_goes_first_and_ends_before_beginnings() -> None:
     assert [cache.match(system + end) for end in (one, two, three)] == [8, 4, 8]
 
 
-def test_a_shared_beginning_is_kept_once() -> None:
-    cache = PrefixCache(UNBOUNDED)
-    for end in range(5):
-        offer(cache, [9] * 100 + [end])
-    assert cache.nbytes == 105 * TOKEN
-
-
 def test_what_does_not_fit_is_kept_from_its_beginning() -> None:
     cache = PrefixCache(5 * TOKEN)
     offer(cache, list(range(9)))
@@ -190,28 +184,6 @@ def test_no_memory_for_a_copy_drops_all_and_stops_nobody(caplog: pytest.LogCaptu
     assert "Not enough memory" in caplog.text
     offer(cache, [4, 5, 6])
     assert cache.match([4, 5, 6]) == 3
-
-
-def test_what_it_is_planned_to_take() -> None:
-    assert planned_bytes(0, 3) == 0
-    assert planned_bytes(600, 3) == 700
-
-
-class Greedy(Sampler):
-    """Takes the most likely token."""
-
-    def __init__(self) -> None:
-        pass
-
-    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
-        return int(logits.argmax())
-
-    def accept(self, token: int, logits: Logits) -> None:
-        pass
-
-
-def reply(engine: Engine, prompt: Sequence[int], count: int = 20) -> list[int]:
-    return [s.token for s in engine.generate(prompt, Greedy(), max_tokens=count, stop_ids=frozenset())]
 
 
 MAKERS: dict[str, Callable[[Bundle], Backend]] = {
@@ -292,8 +264,8 @@ def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -
 def test_a_few_lost_tokens_are_not_kept(backend: Backend) -> None:
     engine = Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED))
     prompt = list(range(2, 40))
-    reply(engine, prompt, 10)
-    reply(engine, [*prompt, 99, 98], 10)
+    generate(engine, prompt, 10)
+    generate(engine, [*prompt, 99, 98], 10)
     assert engine.prefix_bytes == 0
 
 

@@ -19,6 +19,7 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.opening import open_bundle
@@ -120,37 +121,6 @@ def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
         written, found = cache.snapshot(), other.snapshot()
         for mine, theirs in zip((*found.keys, *found.values), (*written.keys, *written.values), strict=True):
             assert np.array_equal(mine, theirs)
-
-
-@each_row("layers", ['[["object", 1, 1], ["object", 1, 1]]', '[["float32", 1.5, 2]]', '[["uint8", 1, 5]]', "[", "[1]"])
-def test_layers_that_the_rows_are_not_of_are_refused(layers: str, tmp_path: Path) -> None:
-    path, arrays = tmp_path / "talk", (np.zeros((1, 4, 2), np.float32), np.zeros((1, 4, 1), np.float32))
-    write_session(path, MINE, range(4), lambda a, b: CopiedRows(b - a, (arrays[0][:, a:b],), (arrays[1][:, a:b],)))
-    told = json.dumps('[["float32", 1, 2], ["float32", 1, 1]]')[1:-1].encode()
-    other = json.dumps(layers)[1:-1].encode()
-    data = path.read_bytes()
-    assert told in data and len(other) <= len(told)
-    data = data.replace(told, other + b" " * (len(told) - len(other)))
-    with safetensors.safe_open(path, framework="numpy") as file:
-        digest = file.metadata()["sha256"].encode()
-    blank = data.replace(digest, b"0" * 64)
-    path.write_bytes(blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1))
-    with pytest.raises(UsageError, match="not of these layers"), open_session(path):
-        pass
-
-
-def test_it_is_copied_piece_by_piece(tmp_path: Path) -> None:
-    asked: list[tuple[int, int]] = []
-    array = np.zeros((4, 20_000, 8), np.float32)
-
-    def copy(start: int, stop: int) -> CacheSnapshot:
-        asked.append((start, stop))
-        return CopiedRows(stop - start, (array[:, start:stop],) * 2, (array[:, start:stop],) * 2)
-
-    write_session(tmp_path / "talk", MINE, [1] * 20_000, copy)
-    assert asked[0] == (0, 0) and asked[1] == asked[-1]
-    assert [a[1] for a in asked[2:-1]] == [b[0] for b in asked[3:]]
-    assert max(stop - start for start, stop in asked) * 4 * 4 * 8 * 4 <= 4 << 20
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX systems")
@@ -274,15 +244,20 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 @each_row("name", FORGERIES)
 def test_a_forged_header_is_refused(tmp_path: Path, data: bytes, name: str) -> None:
     path = tmp_path / "talk"
+    path.write_bytes(forged(data, with_metadata(model="d" * 64)))
+    assert read(path)[0].model == "d" * 64  # without a fault it is read
     path.write_bytes(forged(data, FORGERIES[name]))
     with pytest.raises(UsageError, match="talk"):
         read(path)
 
 
-def test_a_forgery_without_a_fault_would_be_read(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "talk"
-    path.write_bytes(forged(data, with_metadata(model="d" * 64)))
-    assert read(path)[0].model == "d" * 64
+@each_row("layers", ['[["object", 1, 1], ["object", 1, 1]]', '[["float32", 1.5, 2]]', '[["uint8", 1, 5]]', "[", "[1]"])
+def test_layers_that_the_rows_are_not_of_are_refused(layers: str, tmp_path: Path) -> None:
+    path, arrays = tmp_path / "talk", (np.zeros((1, 4, 2), np.float32), np.zeros((1, 4, 1), np.float32))
+    write_session(path, MINE, range(4), lambda a, b: CopiedRows(b - a, (arrays[0][:, a:b],), (arrays[1][:, a:b],)))
+    path.write_bytes(forged(path.read_bytes(), with_metadata(layers=layers)))
+    with pytest.raises(UsageError, match="not of these layers"), open_session(path):
+        pass
 
 
 def test_negative_tokens_and_text_of_no_encoding_are_refused(tmp_path: Path, data: bytes) -> None:
@@ -300,22 +275,16 @@ def test_a_version_to_come_says_to_update(tmp_path: Path, data: bytes) -> None:
         read(tmp_path / "talk")
 
 
-@each_row("content", [b"", b"{}", b"\x01", b"\xff" * 100, b'{"format": "edgeinfer-chat"}'])
+OTHER = save({"weight": np.zeros(3, np.float32)})  # looks like one
+
+
+@each_row("content", [b"", b"{}", b"\x01", b"\xff" * 100, b'{"format": "edgeinfer-chat"}', OTHER])
 def test_what_is_no_session_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "talk"
     path.write_bytes(content)
-    assert not is_session(path)
+    assert is_session(path) == (content is OTHER)
     with pytest.raises(UsageError, match="not a session file"):
         read(path)
-
-
-def test_another_safetensors_file_looks_like_one_and_is_refused(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({"weight": np.zeros(3, np.float32)}, tmp_path / "talk")
-    assert is_session(tmp_path / "talk")
-    with pytest.raises(UsageError, match="not a session file"):
-        read(tmp_path / "talk")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")

@@ -1,4 +1,4 @@
-"""Decoders whose recurrent layers have a state: the same bits however a text is cut, drafted, gone back in and kept."""
+"""Decoders with states, shared caches or latent attention: the same bits however a text is cut, drafted and kept."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.layouts import NATIVE
-from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.conversion import convert_bundle
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, CapabilityError, UsageError
+from edgeinfer.errors import BackendError, BundleError, CapabilityError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
+from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.quant.calibration_layers import LayerWalk
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower
 from edgeinfer.runtime.system.memory import releases_pages
-from tests.factories import make_checkpoint
+from tests.runtime.models import bundle_of, checkpoint_of, feed, given
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 DELTA: dict[str, Any] = {
@@ -48,8 +52,6 @@ PROMPT = "Once upon a time there was a little dog. Once upon a time there was"
 TOKENS = np.arange(100, dtype=np.int64) * 37 % 300
 CONTEXT = 128
 DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
-
-
 # By the name of transformers' classes: a kind of recurrence, in other layers than attention, with it, without any.
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": DELTA,
@@ -59,35 +61,39 @@ KINDS: dict[str, dict[str, Any]] = {
     "NemotronH": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
     | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
 }
+# Recurrent layers without a state of numbers, shared caches, latent attention.
+LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+SHARING: dict[str, Any] = {
+    **{"num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": 9, "head_dim": 16, "global_head_dim": 32},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True},
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320},
+}
+STREAMS = {name: value for name, value in SHARING.items() if name not in ("global_head_dim", "use_double_wide_mlp")}
+STREAMS |= {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.0, 0.0], "laurel_rank": 32}
+LATENT: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+MODELS = {"Lfm2": LAYERS, "Gemma4": SHARING, "Gemma3n": STREAMS, "DeepseekV3": LATENT}
+FEW = np.arange(40, dtype=np.int64) * 37 % 300
+EVERY = pytest.mark.parametrize("bundle", [*KINDS, *MODELS], indirect=True)
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("states")
-    make_checkpoint(folder / "checkpoint", request.param, **({"tie_word_embeddings": True} | KINDS[request.param]))
+def bundle(request: pytest.FixtureRequest) -> Bundle:
     config = ExportConfig(bits=8, group_size=32, keep_small=False)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    return bundle_of(request.param, config, **({"tie_word_embeddings": True} | (KINDS | MODELS)[request.param]))
 
 
 @pytest.fixture(scope="module")
 def whole(bundle: Bundle) -> Any:
     """The logits of TOKENS, evaluated at once."""
-    return run(PagedBackend(bundle, CONTEXT), TOKENS)
-
-
-def given(tokens: Any, start: int, **further: Any) -> ForwardInput:
-    size = len(tokens)
-    return ForwardInput(np.asarray(tokens, np.int64), np.arange(start, start + size), np.arange(size), **further)
-
-
-def run(backend: Backend, tokens: Any) -> Any:
-    return backend.forward(given(tokens, backend.cache.length)).logits.copy()
+    return feed(PagedBackend(bundle, CONTEXT), TOKENS)
 
 
 def cut(backend: PagedBackend, *ends: int) -> Any:
     """The logits of passes that end there."""
     starts = (backend.cache.length, *ends)
-    return np.concatenate([run(backend, TOKENS[a:b]) for a, b in zip(starts, ends, strict=False)])
+    return np.concatenate([feed(backend, TOKENS[a:b]) for a, b in zip(starts, ends, strict=False)])
 
 
 def test_cuts_and_threads_leave_every_bit(bundle: Bundle, whole: Any) -> None:
@@ -100,10 +106,10 @@ def test_cuts_and_threads_leave_every_bit(bundle: Bundle, whole: Any) -> None:
 @pytest.mark.parametrize("kv", ["float32", "int8"])
 def test_what_was_cut_off_leaves_no_trace(kv: str, bundle: Bundle) -> None:
     backend, other = PagedBackend(bundle, CONTEXT, kv=kv), PagedBackend(bundle, CONTEXT, kv=kv)
-    expected = run(other, TOKENS)
+    expected = feed(other, TOKENS)
     cut(backend, 50)
     for start, drafted, kept in ((50, 16, 3), (53, 1, 0), (53, 20, 20), (73, 9, 0), (73, 12, 12)):
-        run(backend, (TOKENS[start : start + drafted] + (np.arange(drafted) >= kept)) % 300)
+        feed(backend, (TOKENS[start : start + drafted] + (np.arange(drafted) >= kept)) % 300)
         backend.cache.trim(start + kept)
     assert np.array_equal(cut(backend, 100), expected[85:])
 
@@ -151,8 +157,8 @@ def test_a_pass_that_failed_is_run_again(bundle: Bundle, whole: Any, monkeypatch
 
             patch.setattr(session, "run", fail)
             with pytest.raises(PassCancelledError):
-                run(backend, TOKENS[start:stop])
-        assert np.array_equal(run(backend, TOKENS[start:stop]), whole[start:stop])
+                feed(backend, TOKENS[start:stop])
+        assert np.array_equal(feed(backend, TOKENS[start:stop]), whole[start:stop])
 
 
 def test_what_a_state_cannot_do_is_refused(bundle: Bundle) -> None:
@@ -190,16 +196,17 @@ def test_streamed_weights_leave_every_bit(bundle: Bundle, whole: Any, monkeypatc
         # A pass whose first window has run, and not all of them.
         with monkeypatch.context() as patch, pytest.raises(PassCancelledError):
             patch.setattr(pages, "run", fail)
-            run(backend, TOKENS[start:stop])
-        assert np.array_equal(run(backend, TOKENS[start:stop]), whole[start:stop])
+            feed(backend, TOKENS[start:stop])
+        assert np.array_equal(feed(backend, TOKENS[start:stop]), whole[start:stop])
         backend.cache.trim(kept)
     kept_rows = backend.cache.snapshot()
-    assert np.array_equal(run(backend, TOKENS[80:]), whole[80:])
+    assert np.array_equal(feed(backend, TOKENS[80:]), whole[80:])
     backend.cache.restore(kept_rows)
-    assert np.array_equal(run(inner, TOKENS[80:]), whole[80:])
+    assert np.array_equal(feed(inner, TOKENS[80:]), whole[80:])
     backend.close()
 
 
+@EVERY
 def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     with edgeinfer.load(bundle.path, context=CONTEXT, threads=1) as model:
         plain = model.generate(PROMPT, max_tokens=60, temperature=0, speculation="off")
@@ -255,6 +262,7 @@ def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
         assert reply == greedy(Engine(PagedBackend(bundle, CONTEXT), 128), prompt)
 
 
+@EVERY
 def test_a_session_continues(bundle: Bundle, tmp_path: Path) -> None:
     with edgeinfer.load(bundle.path, context=CONTEXT, threads=1) as model:
         model.generate(PROMPT, max_tokens=1, temperature=0)
@@ -276,9 +284,8 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search["search"])
-def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "Qwen3_5", **DELTA)
-    floats = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32))
+def test_searches_find_the_same_as_in_one_cache(search: dict[str, Any]) -> None:
+    floats = bundle_of("Qwen3_5", ExportConfig(bits=32), **DELTA).path
     found = []
     for backend in ("onnx", "reference"):
         with edgeinfer.load(floats, context=CONTEXT, threads=1, backend=backend) as model:
@@ -311,3 +318,96 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, bundle: Bundle, who
     command = [sys.executable, "-c", CODE, str(bundle.path)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
     assert found.strip() == hashlib.sha256(whole.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("bundle", MODELS, indirect=True)
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle) -> None:
+    backend, other = PagedBackend(bundle, 64, kv=kv), PagedBackend(bundle, 64, kv=kv, threads=2)
+    whole = feed(backend, FEW)
+    parts = np.concatenate([feed(other, FEW[a:b]) for a, b in ((0, 17), (17, 18), (18, 40))])
+    assert np.array_equal(parts, whole)
+    backend.cache.trim(20)
+    fork = backend.cache.fork()
+    pair = [(backend.cache, given(FEW[20:25], 20)), (fork, given(FEW[20:22], 20))]
+    outputs = [output.logits.copy() for output in backend.forward_together(pair)]
+    assert np.array_equal(outputs[0], whole[20:25]) and np.array_equal(outputs[1], whole[20:22])
+    kept = backend.cache.snapshot()
+    backend.cache.clear()
+    backend.cache.restore(kept)
+    assert np.array_equal(feed(backend, FEW[25:]), whole[25:])
+
+
+@pytest.mark.parametrize("bundle", ["Lfm2"], indirect=True)
+def test_what_recurrent_layers_cannot_do_is_refused_by_name(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="recurrent layers"):
+        edgeinfer.load(bundle.path, context=128, overflow="window")
+    with pytest.raises(BundleError, match="no graph for the portable layout"):
+        edgeinfer.load(bundle.path, context=128, native=False)
+    with pytest.raises(UsageError, match="no graph for the portable layout"):
+        convert_bundle(bundle, PORTABLE, tmp_path / "portable")
+    with pytest.raises(UsageError, match="not a plain Llama"):
+        next(iter(checkpoint_tensors(bundle)))
+    with pytest.raises(UnsupportedArchitectureError, match="Portable bundles"):
+        export_checkpoint(checkpoint_of("Lfm2", **LAYERS), tmp_path / "bundle", ExportConfig(bits=8, layout="portable"))
+
+
+@pytest.mark.parametrize("bundle", ["Gemma4", "Gemma3n"], indirect=True)
+def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) -> None:
+    spec = bundle.manifest.decoder
+    assert spec is not None and spec.kv_sources == (0, 1, 2, 1, 2, 1)
+    mask = np.ones(12, np.bool_)
+    mask[[2, 3, 5, 8]] = False  # attention and MLP of layer 1, which layers 3 and 5 read
+    batch = ForwardInput(FEW, np.arange(40), np.arange(40), layer_mask=mask)
+    wanted = ReferenceBackend(bundle, 64).forward(batch).logits
+    backend = PagedBackend(bundle, 64)
+    assert np.linalg.norm(backend.forward(batch).logits - wanted) < 0.03 * np.linalg.norm(wanted)
+    whole = feed(PagedBackend(bundle, 64), FEW)
+    # The first layers alone, then the others: nothing that was written is written again.
+    backend.cache.clear()
+    first = np.arange(12) < 8
+    hidden = backend.forward(ForwardInput(FEW, np.arange(40), np.arange(0), layer_mask=first)).hidden
+    assert hidden is not None
+    hidden = hidden.copy()
+    backend.cache.trim(0)
+    resumed = ForwardInput(FEW, np.arange(40), np.arange(40), layer_mask=~first, hidden=hidden)
+    assert np.array_equal(backend.forward(resumed).logits, whole)
+
+
+@pytest.mark.parametrize("bundle", ["Gemma4"], indirect=True)
+def test_what_shared_caches_cannot_do_is_refused_by_name(bundle: Bundle, tmp_path: Path) -> None:
+    for overflow in ("window", "merge"):
+        with pytest.raises(UsageError, match="full_heads"):
+            edgeinfer.load(bundle.path, context=128, overflow=overflow)
+    with pytest.raises(UsageError, match="not a plain Llama"):
+        next(iter(checkpoint_tensors(bundle)))
+    for config, named in (
+        (ExportConfig(bits=8, layout="portable"), "layers that share keys and values"),
+        (ExportConfig(bits=8, format="gguf"), "no shared caches but of"),
+    ):
+        with pytest.raises(UnsupportedArchitectureError, match=named):
+            export_checkpoint(checkpoint_of("Gemma4", **SHARING), tmp_path / "bundle", config)
+    with pytest.raises(UnsupportedArchitectureError, match="kv_sources"):
+        assert bundle.manifest.decoder is not None
+        LayerWalk(bundle.manifest.decoder, bundle.tensor, [4], lambda _, weight, __: weight, (False,), hessian=False)
+
+
+@pytest.mark.parametrize("bundle", ["DeepseekV3"], indirect=True)
+def test_latent_attention_caches_little_and_refuses_by_name(bundle: Bundle, tmp_path: Path) -> None:
+    """A small vector and one key of each token are cached; a full context forgets its middle."""
+    geometry = bundle.manifest.geometry
+    assert geometry.kv_bytes_per_token() == 4 * geometry.num_layers * (32 + 8)
+    page_bytes = PageLayout.of(geometry, "float32").page_bytes
+    assert page_bytes - 4096 < PAGE * geometry.kv_bytes_per_token() <= page_bytes
+    with edgeinfer.load(bundle.path, context=64, threads=1, overflow="window") as model:
+        reply = model.generate(PROMPT, max_tokens=96, temperature=0, speculation="off")
+    assert len(reply.token_ids) == 96 or reply.finish_reason == "stop"
+    for overflow in ("cluster", "merge"):
+        with pytest.raises(UsageError, match="latent attention"):
+            edgeinfer.load(bundle.path, context=128, overflow=overflow)
+    with pytest.raises(BundleError, match="no graph for the portable layout"):
+        edgeinfer.load(bundle.path, context=128, native=False)
+    with pytest.raises(UnsupportedArchitectureError, match="Portable bundles of a decoder with latent attention"):
+        config = ExportConfig(bits=8, layout="portable")
+        export_checkpoint(checkpoint_of("DeepseekV3", **LATENT), tmp_path / "bundle", config)
+    assert not (tmp_path / "bundle").exists()

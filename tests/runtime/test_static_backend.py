@@ -1,4 +1,4 @@
-"""The backend of static bundles: against transformers and ordinary bundles, and what its contract promises."""
+"""The backend of static bundles: against transformers, ordinary bundles, OpenVINO and drafting, and its contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import onnx
 import pytest
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export.options import ExportConfig, StaticOptions
@@ -26,20 +25,37 @@ from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of, feed, make_graph_backend
+from tests.runtime.test_parity import (
+    CAPACITY,
+    DRAFT,
+    OTHER,
+    PARENTS,
+    TEXT,
+    assert_close,
+    feed_in,
+    feed_tree,
+    path,
+)
 from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 
-# Not above the original context of phi3-longrope, from which on transformers takes other factors.
-CAPACITY = 32
+import onnxruntime as ort
+
+import edgeinfer
+from tests.cli import TIME_LIMIT, edgeinfer_process, refuses
+from tests.cli import edgeinfer as command
+from tests.edgeinfer.conftest import TEMPLATE
+from tests.speculation import PROMPT, known_costs, load_eager, plain, same
+
 SHAPES = StaticOptions(context=48, chunk=12, widths=(1, 2, 4))
-TEXT = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
-OTHER = [88, 9, 9, 260, 15, 33, 4]
-# A draft tree of more rows than any narrow graph has: two branches from the context, each forking.
-PARENTS = [-1, -1, 0, 1, 0, 2, 3, 2, 5]
-DRAFT = [12, 240, 7, 7, 180, 55, 301, 3, 99]
 FAMILIES = [
     *("llama", "llama-tied", "llama-biases", "llama-mha-odd-sizes", "llama-llama3-rope", "mistral", "qwen2-tied"),
     *("qwen2-windows", "qwen3", "qwen3-tied-biases", "phi3-partial-rotary", "phi3-longrope"),
@@ -78,41 +94,12 @@ def backend(llama: Made) -> StaticBackend:
     return StaticBackend(llama.static, CAPACITY)
 
 
-def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
-    """A chain in one pass, all logit rows."""
-    rows = np.arange(len(tokens))
-    return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **options)
-    ).logits.copy()
-
-
-def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:  # (S, V)
-    ends = np.cumsum(sizes)
-    return np.concatenate([feed(backend, tokens[e - n : e]) for n, e in zip(sizes, ends, strict=True)])
-
-
 def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
     """A chain of which the last row is wanted."""
     ids = np.array(tokens, np.int64)
     last = np.array([len(ids) - 1])
     row: Floats = backend.forward(ForwardInput(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
     return row.copy()
-
-
-def path(node: int) -> list[int]:
-    """Rows from the root of the draft tree to a node."""
-    return (path(PARENTS[node]) if PARENTS[node] >= 0 else []) + [node]
-
-
-def feed_tree(backend: Backend) -> Floats:  # (S, V)
-    positions = backend.cache.length + np.array([len(path(node)) - 1 for node in range(len(DRAFT))])
-    return backend.forward(
-        ForwardInput(np.array(DRAFT), positions, np.arange(len(DRAFT)), tree=np.array(PARENTS))
-    ).logits.copy()
-
-
-def close(actual: Floats, expected: Floats, tolerance: float = 1e-4) -> bool:
-    return actual.shape == expected.shape and float(np.abs(actual - expected).max()) <= tolerance
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -123,18 +110,18 @@ def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family
     backend = StaticBackend(made.static, CAPACITY, exact=exact)
     for sizes in ([20], [7, 1, 9, 3], [1] * 20):
         backend.cache.trim(0)
-        assert close(feed_in(backend, TEXT, sizes), expected)
+        assert_close(feed_in(backend, TEXT, sizes), expected)
     backend.cache.trim(0)
-    assert close(feed_prompt(backend, TEXT), expected[-1])
-    assert close(feed(backend, OTHER), made.expected(TEXT + OTHER)[len(TEXT) :])
+    assert_close(feed_prompt(backend, TEXT), expected[-1])
+    assert_close(feed(backend, OTHER), made.expected(TEXT + OTHER)[len(TEXT) :])
     backend.cache.trim(9)
     context = TEXT[:9]
-    logits = feed_tree(backend)
+    logits = feed_tree(backend, DRAFT, PARENTS)
     for node in range(len(DRAFT)):
-        assert close(logits[node], made.expected(context + [DRAFT[i] for i in path(node)])[-1])
-    backend.cache.keep(9, path(8))
-    held = context + [DRAFT[i] for i in path(8)]
-    assert close(feed(backend, OTHER), made.expected(held + OTHER)[len(held) :])
+        assert_close(logits[node], made.expected(context + [DRAFT[i] for i in path(PARENTS, node)])[-1])
+    backend.cache.keep(9, path(PARENTS, 8))
+    held = context + [DRAFT[i] for i in path(PARENTS, 8)]
+    assert_close(feed(backend, OTHER), made.expected(held + OTHER)[len(held) :])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-tied", "qwen3", "phi3-partial-rotary"])
@@ -179,21 +166,21 @@ def test_only_the_rows_asked_for(llama: Made, backend: StaticBackend) -> None:
         320,
     )
     rest = backend.forward(ForwardInput(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
-    assert close(rest.logits, expected[[6, 19, 11, 11]])
+    assert_close(rest.logits, expected[[6, 19, 11, 11]])
     assert rest.hidden is None and rest.experts is None
 
 
 def test_a_full_cache(llama: Made) -> None:
     backend = StaticBackend(llama.static, 21)
     expected = llama.expected([*TEXT, 1])
-    assert close(feed_in(backend, [*TEXT, 1], [20, 1]), expected)
+    assert_close(feed_in(backend, [*TEXT, 1], [20, 1]), expected)
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1])
     backend.cache.trim(18)
-    assert close(feed(backend, [*TEXT[18:], 1]), expected[18:])
+    assert_close(feed(backend, [*TEXT[18:], 1]), expected[18:])
     text = (TEXT * 3)[:48]
     backend = StaticBackend(llama.static, 48)
-    assert close(feed_in(backend, text, [45, 2, 1]), llama.expected(text))
+    assert_close(feed_in(backend, text, [45, 2, 1]), llama.expected(text))
 
 
 def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
@@ -204,15 +191,15 @@ def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
     feed(backend, OTHER * 2)
     backend.cache.restore(snapshot)
     expected = llama.expected(TEXT)[11:]
-    assert close(feed(backend, TEXT[11:]), expected)
+    assert_close(feed(backend, TEXT[11:]), expected)
     backend.cache.clear()
     assert backend.cache.length == 0
     for piece in (first, second):
         backend.cache.append(piece)
-    assert close(feed(backend, TEXT[11:]), expected)
+    assert_close(feed(backend, TEXT[11:]), expected)
     other = make_graph_backend(llama.ordinary, CAPACITY)
     other.cache.restore(snapshot)
-    assert close(feed(other, TEXT[11:]), expected)
+    assert_close(feed(other, TEXT[11:]), expected)
     with pytest.raises(BackendError, match="do not fit"):
         StaticBackend(llama.static, 8).cache.restore(snapshot)
 
@@ -236,7 +223,7 @@ def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) 
     with within_runs(backend.cancel), pytest.raises(PassCancelledError):
         feed(backend, OTHER)
     assert backend.cache.length == 9
-    assert close(feed(backend, OTHER), llama.expected(TEXT[:9] + OTHER)[9:])
+    assert_close(feed(backend, OTHER), llama.expected(TEXT[:9] + OTHER)[9:])
 
 
 def test_impossible_requests(llama: Made) -> None:
@@ -270,12 +257,11 @@ def test_only_planned_sessions_are_made(llama: Made, options: dict[str, Any], ro
     backend = make_backend(choice, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
-    assert close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])
+    assert_close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])
 
 
 def change_shape(model: onnx.ModelProto) -> None:
-    dim = model.graph.input[0].type.tensor_type.shape.dim[1]
-    dim.dim_value = 3
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 3
 
 
 def change_name(model: onnx.ModelProto) -> None:
@@ -286,6 +272,10 @@ def change_type(model: onnx.ModelProto) -> None:
     model.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
 
 
+def change_operator(model: onnx.ModelProto) -> None:
+    model.graph.node[3].op_type = "NoSuchOperator"
+
+
 def add_input(model: onnx.ModelProto) -> None:
     model.graph.input.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, [1]))
 
@@ -294,45 +284,25 @@ def make_dynamic(model: onnx.ModelProto) -> None:
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "S"
 
 
-FORGERIES = [change_shape, change_name, change_type, add_input, make_dynamic]
+CHANGES = (change_shape, change_name, change_type, change_operator, add_input, make_dynamic)
 
 
-@each_row("forge", FORGERIES)
+@each_row("forge", [*CHANGES, b"", b"no graph", b"\xff" * 64, b"\x3a\xff\xff\xff\x7f"])
 def test_graphs_other_than_described_are_refused(
-    llama: Made, tmp_path: Path, forge: Callable[[onnx.ModelProto], None]
+    llama: Made, tmp_path: Path, forge: Callable[[onnx.ModelProto], None] | bytes
 ) -> None:
-    forged = copy(llama.static, tmp_path / "forged")
-    model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
-    forge(model)
-    (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
+    forged = shutil.copytree(llama.static.path, tmp_path / "forged")
+    if isinstance(forge, bytes):
+        (forged / "model.rows-2.onnx").write_bytes(forge)
+        with pytest.raises(BundleError, match=r"bytes|sha256"):
+            StaticBackend(open_bundle(forged), CAPACITY)
+    else:
+        model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
+        forge(model)
+        (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
     seal(forged, llama.static.manifest)
     with pytest.raises(BundleError, match=r"declares other inputs or outputs|cannot be loaded"):
         StaticBackend(open_bundle(forged), CAPACITY)
-
-
-@each_row("content", [b"", b"no graph", b"\xff" * 64, b"\x3a\xff\xff\xff\x7f"])
-def test_files_that_are_no_graphs_are_refused(llama: Made, tmp_path: Path, content: bytes) -> None:
-    forged = copy(llama.static, tmp_path / "forged")
-    (forged / "model.rows-2.onnx").write_bytes(content)
-    with pytest.raises(BundleError, match=r"bytes|sha256"):
-        StaticBackend(open_bundle(forged), CAPACITY)
-    seal(forged, llama.static.manifest)
-    with pytest.raises(BundleError, match="cannot be loaded"):
-        StaticBackend(open_bundle(forged), CAPACITY)
-
-
-def test_a_graph_that_cannot_be_loaded(llama: Made, tmp_path: Path) -> None:
-    forged = copy(llama.static, tmp_path / "forged")
-    model = onnx.load(forged / "model.rows-2.onnx", load_external_data=False)
-    model.graph.node[3].op_type = "NoSuchOperator"
-    (forged / "model.rows-2.onnx").write_bytes(model.SerializeToString())
-    seal(forged, llama.static.manifest)
-    with pytest.raises(BundleError, match="cannot be loaded"):
-        StaticBackend(open_bundle(forged), CAPACITY)
-
-
-def copy(bundle: Bundle, folder: Path) -> Path:
-    return Path(shutil.copytree(bundle.path, folder))
 
 
 def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> None:
@@ -341,4 +311,182 @@ def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> Non
     for arrays in (backend.cache.keys, backend.cache.values):
         for array in arrays:
             array[:, :, 5:] = 1e3
-    assert close(feed(backend, OTHER[:3]), llama.expected(TEXT[:5] + OTHER[:3])[5:])
+    assert_close(feed(backend, OTHER[:3]), llama.expected(TEXT[:5] + OTHER[:3])[5:])
+
+
+ROOT = Path(__file__).resolve().parents[2]
+_VARIABLE = "EDGEINFER_TEST_OPENVINO_PYTHON"
+# Options of the export, and by how much logits may differ: at 32 bits only sums are ordered otherwise, below OpenVINO
+# multiplies floats where onnxruntime's own operators round activations to int8.
+CASES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "llama, 32 bits": ("llama", {"bits": 32}, 1e-4),
+    "llama, 8 bits": ("llama", {"bits": 8}, 0.2),
+    "llama, 4 bits": ("llama", {"bits": 4}, 0.2),
+    "llama, 4 bits, symmetric": ("llama", {"bits": 4, "head_bits": 4, "symmetric": True}, 0.2),
+    "mistral, 4 bits": ("mistral", {"bits": 4}, 0.2),
+    "qwen2-tied, 8 bits": ("qwen2-tied", {"bits": 8}, 0.2),
+    "qwen3, 4 bits": ("qwen3", {"bits": 4}, 0.2),
+    "phi3-partial-rotary, 8 bits": ("phi3-partial-rotary", {"bits": 8}, 0.2),
+}
+
+
+def interpreter() -> str:
+    """The interpreter that has the provider."""
+    given = os.environ.get(_VARIABLE, "")
+    if given:
+        return given
+    if "OpenVINOExecutionProvider" in ort.get_available_providers():
+        return sys.executable
+    pytest.skip(f"onnxruntime-openvino is not installed here, and {_VARIABLE} names no Python that has it")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """Results of the other interpreter, by case."""
+    python, shapes = interpreter(), StaticOptions(context=64, chunk=16)
+    configs = [ExportConfig(keep_small=False, static=shapes, **options) for _, options, _ in CASES.values()]
+    variants = [variant for variant, _, _ in CASES.values()]
+    folders = [bundle_of(variant, config).path for variant, config in zip(variants, configs, strict=True)]
+    # Logging of the provider's own goes to stderr, and warnings of other versions are theirs.
+    done = subprocess.run(
+        [python, str(ROOT / "tests" / "openvino_static.py"), *map(str, folders)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+        timeout=TIME_LIMIT,
+    )
+    assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.openvino
+@each_row("case", CASES)
+def test_openvino_gives_what_the_cpu_provider_gives(results: dict[str, dict[str, Any]], case: str) -> None:
+    """Whole graphs run there, logits and tokens are the same up to ties, rows however a text is cut."""
+    found, tolerance = results[case], CASES[case][2]
+    assert found["graphs"] == ["model.rows-8.onnx", "model.prompt-16.onnx"] and all(found["whole"])
+    assert found["finite"] and found["difference"] < tolerance
+    assert found["parted"] is None or found["gap"] < 2 * found["difference"] + 1e-4
+    assert found["exact"]
+
+
+WIDER = StaticOptions(context=256, chunk=16)
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "penalties": SAMPLED | {"repetition_penalty": 1.2, "presence_penalty": 0.2},
+}
+WHO = ("auto", "copy", "ngram", "recycle", "forced", "model", "copy,ngram,recycle,model")
+# An ordinary bundle of a checkpoint, a static one, and a shallow static one.
+EXPORTS: dict[str, StaticOptions | None] = {
+    "ordinary": None,
+    "static": WIDER,
+    "shallow": StaticOptions(context=256, chunk=16, widths=(2, 4), layers=(0, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, Path]:
+    settings: dict[str, Any] = {"max_position_embeddings": 512, "chat_template": TEMPLATE}
+    configs = {name: ExportConfig(bits=4, keep_small=False, static=static) for name, static in EXPORTS.items()}
+    return {name: bundle_of("qwen3", config, **settings).path for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def model(exported: dict[str, Path]) -> Iterator[edgeinfer.Model]:
+    """The static bundle, with the shallow one to draft for it."""
+    with load_eager(exported["static"], draft_model=exported["shallow"], prefix_cache="8MB") as made:
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", WHO)
+def test_text_equals_plain_decoding(model: edgeinfer.Model, who: str, way: str) -> None:
+    for width in (1, 3):
+        found = same(model, who, max_tokens=60, ignore_eos=True, draft_width=width, **WAYS[way])
+        assert found.exact and found.lossless
+        if way == "greedy" and who not in ("forced", "auto"):
+            assert found.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("static", "ordinary"), id="target"),
+        pytest.param(("ordinary", "shallow"), id="drafter", marks=pytest.mark.slow),
+    ],
+)
+def test_beside_ordinary_bundles(exported: dict[str, Path], names: tuple[str, str]) -> None:
+    target, drafter = names
+    with load_eager(exported[target], draft_model=exported[drafter], context=128) as mixed:
+        for options in ({}, SAMPLED):
+            assert same(mixed, "model", max_tokens=40, ignore_eos=True, **options).accepted > 0
+
+
+def test_without_exactness_speculation_still_works(exported: dict[str, Path]) -> None:
+    with load_eager(exported["static"], exact=False) as loose:
+        result = loose.generate(PROMPT, max_tokens=40, ignore_eos=True, speculation="copy,ngram,recycle")
+        assert result.usage.completion_tokens == 40
+
+
+@each_row("who", ["exit", "skip", "bits"])
+def test_drafters_that_need_other_graphs(model: edgeinfer.Model, who: str) -> None:
+    with pytest.raises(CapabilityError, match="onnx-static backend cannot"):
+        model.generate(PROMPT, speculation=who)
+
+
+def test_conversations_take_turns_and_come_back(model: edgeinfer.Model, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+    chat, other = model.chat(system="Be brief."), model.chat(system="Say much.")
+    chat.send("Tell me about the dog", **options)
+    other.send("And the cat?", **options)
+    chat.save(tmp_path / "talk.session")
+    reply = chat.send("And now?", **options)
+    assert reply.timings.cached_prompt_tokens > 10
+    model.score([5, 6])  # empties the cache
+    again = model.load_chat(tmp_path / "talk.session").send("And now?", **options)
+    assert again.token_ids == reply.token_ids and again.timings.cached_prompt_tokens > 10
+
+
+@pytest.mark.parametrize("overflow", ["window", pytest.param("cluster", marks=pytest.mark.slow)])
+def test_a_conversation_may_outgrow_its_context(exported: dict[str, Path], overflow: str) -> None:
+    with load_eager(exported["static"], context=64, overflow=overflow) as small:
+        result = small.generate(PROMPT, max_tokens=120, ignore_eos=True)
+        assert result.usage.completion_tokens == 120
+
+
+def test_the_context_is_the_exported_one(exported: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match="the model allows 256"):
+        edgeinfer.load(exported["static"], context=257)
+    with pytest.raises(UsageError, match="cannot use a KV cache of type int8"):
+        edgeinfer.load(exported["static"], kv="int8")
+    with load_eager(exported["static"]) as loaded:
+        assert loaded.plan.context == 256
+        assert loaded.info.backend == "onnx-static"
+        assert plain(loaded, max_tokens=4).usage.completion_tokens > 0
+
+
+def test_the_commands(exported: dict[str, Path]) -> None:
+    with known_costs():
+        chat = command("chat", "--terminal", "-m", exported["static"], stdin=b"Hello\n/quit\n")
+    assert chat.returncode == 0, chat.stderr
+    refuses(2, "the model allows 256", command("run", "-m", exported["static"], "-p", "Once", "-c", "9999"))
+
+
+@pytest.fixture(scope="module")
+def large() -> Path:
+    """A bundle whose weights, in all sessions, are most of the process."""
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 8192}
+    return bundle_of("llama", ExportConfig(bits=8, static=StaticOptions(chunk=16)), **sizes).path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--speculation", "off"], [], ["--no-exact"]], ids=["plain", "drafting", "loose"])
+def test_plans_are_kept(large: Path, options: list[str]) -> None:
+    done = edgeinfer_process("run", "-m", large, "-p", PROMPT, "-n", "24", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)["memory"]
+    assert memory["peak_rss_bytes"] <= memory["planned_bytes"], memory
+    if "off" in options:  # whoever drafts may never have need of the widest graphs
+        assert memory["planned_bytes"] <= 1.3 * memory["peak_rss_bytes"], memory

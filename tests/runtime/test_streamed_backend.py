@@ -1,10 +1,12 @@
-"""Streamed weights: every pass gives the same bits as with weights that stay, and no more than a window is resident."""
+"""Streamed weights: the bits of weights that stay, a window resident, parts that stay, plans."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
+import mmap
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +21,30 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.errors import BackendError, CapabilityError, StorageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
 from edgeinfer.runtime.loading.registry import plan_input_of
 from edgeinfer.runtime.planning import planner
-from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration
+from edgeinfer.runtime.planning.speed_model import DiskReads
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
-from edgeinfer.runtime.weights import disk_rate
-from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms, streamed_bytes
+from edgeinfer.runtime.weights import disk_rate, streaming
+from edgeinfer.runtime.weights.experts import ExpertBytes
+from edgeinfer.runtime.weights.streaming import (
+    PIECE_BYTES,
+    dropped_windows,
+    layer_runs,
+    layer_windows,
+    streamed_bytes,
+    streamed_runs,
+    window_bytes,
+)
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
@@ -40,8 +52,6 @@ from tests.runtime.models import bundle_of, make_graph_backend
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are counted on Linux alone")
 
 LAYERS, CAPACITY = 4, 64
-
-
 # Layers large enough to show in a process's memory.
 LARGE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": LAYERS}
 
@@ -55,11 +65,7 @@ def small(layout: Layout) -> Bundle:
 Pair = tuple[Backend, Backend]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(3, 0), (1, 2), (LAYERS, 0)],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=[(3, 0), (1, 2), (LAYERS, 0)], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A streamed backend, with nothing left in the system's cache where layers are kept, and one that is not."""
     window, kept = request.param
@@ -127,24 +133,6 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
             # Rows that a layer was skipped in are computed again before anything may read them.
             backend.cache.keep(start, range(asked["kept"] if asked["layer_mask"] is None else 0))
     same_cache(pair)
-
-
-def test_a_draft_is_resumed_behind_the_layers_that_made_it(pair: Pair) -> None:
-    """Early layers run, rows are taken back, and later ones go on where they stopped, as self-drafting does."""
-    tokens, positions = np.array([7, 8, 9]), np.arange(3)
-    early = np.repeat(np.arange(LAYERS) < 2, 2)
-    results = []
-    for backend in pair:
-        backend.cache.trim(0)
-        hidden = backend.forward(ForwardInput(tokens, positions, np.array([2]), layer_mask=early)).hidden
-        assert hidden is not None
-        hidden = hidden.copy()
-        backend.cache.trim(0)
-        results.append(backend.forward(ForwardInput(tokens, positions, np.arange(3), layer_mask=~early, hidden=hidden)))
-    same(results)
-    same_cache(pair)
-    pair[1].cache.trim(0)
-    same([results[0], pair[1].forward(ForwardInput(tokens, positions, np.arange(3)))])
 
 
 class _Inner:
@@ -266,17 +254,6 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
     streamed.close()
 
 
-@pytest.mark.skipif(not releases_pages(), reason="pages are not advised about here")
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
-def test_large_pages_are_asked_for_where_all_is_read() -> None:
-    require_kernel()
-    backend = make_graph_backend(small(NATIVE), CAPACITY)
-    assert backend.pages is not None
-    flags = re.findall(r"weights\.bin\n(?:[A-Z].*\n)*?VmFlags:(.*)", Path("/proc/self/smaps").read_text())
-    assert any(" hg" in each for each in flags)
-    backend.close()
-
-
 @pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
 def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> None:
     require_kernel()
@@ -290,20 +267,6 @@ def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> Non
     first.close()
     assert part.places and not mine & set(part.places)
     second.close()
-
-
-def test_converted_weights_are_found_where_they_lie() -> None:
-    require_kernel()
-    bundle = small(PORTABLE)
-    inner = make_graph_backend(bundle, CAPACITY, layout=NATIVE)
-    assert inner.pages is not None
-    tensors = tensors_in(bundle.manifest, NATIVE)
-    for layer in range(LAYERS):
-        blobs = [blob for t in tensors if t.name.startswith(f"layers.{layer}.") for blob in t.blobs]
-        ((offset, size),) = inner.pages.layers(layer, layer + 1).runs
-        assert offset == min(blob.offset for blob in blobs)
-        assert offset + size == max(blob.offset + blob.nbytes for blob in blobs)
-    inner.close()
 
 
 def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -334,21 +297,6 @@ def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPat
         assert disk_rate.kept_rate(path) is None, damaged
 
 
-def test_what_the_plan_reckons_with() -> None:
-    tensors = tensors_in(small(NATIVE).manifest, NATIVE)
-    layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))
-    embedding = tensors[0].nbytes
-    assert tensors[0].name == "embed"
-    assert embedding < layer
-    margin = streamed_bytes(tensors, 1, threads=1) - layer
-    sizes = [streamed_bytes(tensors, window, threads=1) - margin for window in (1, 2, LAYERS, 2 * LAYERS)]
-    assert sizes[:2] == [layer, 2 * layer] and LAYERS * layer < sizes[2] == sizes[3]
-    assert pass_bytes(tensors) == sum(t.nbytes for t in tensors) - embedding
-    # A window of six layers takes a quarter of what one of 24 does, and small arrays take faults of their own.
-    assert 4 * reread_ms(0, layers_decided=6) == pytest.approx(reread_ms(0, layers_decided=24))
-    assert reread_ms(2 * embedding, arrays=9) > 2 * reread_ms(embedding) > 0
-
-
 @pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
 def test_plans_ask_for_the_disk_that_passes_are_timed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stored: Layout
@@ -374,3 +322,184 @@ def test_plans_ask_for_the_disk_that_passes_are_timed_on(
     assert backend.pages is not None
     assert before == planned() == backend.pages.path
     backend.close()
+
+
+MB = 1_000_000
+# The layers of a 0.5B at four bits behind its head: 24 of 7.6 MB.
+RUNS = tuple((70_123_456 + layer * 7_600_128, 7_600_128) for layer in range(24))
+WEIGHTS = sum(RUNS[-1])
+NO_EXPERTS = ExpertBytes(None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "window", "kept"), [(24, 1, 8), (24, 1, 2), (7, 2, 1), (24, 8, 0), (5, 9, 0), (3, 1, 2)]
+)
+def test_every_layer_runs_once_and_in_order(layers: int, window: int, kept: int) -> None:
+    cut = layer_windows(layers, window, kept)
+    assert [layer for each in cut for layer in range(each.first, each.stop)] == list(range(layers))
+    streamed = [each.stop - each.streamed for each in cut]
+    assert sum(streamed) == layers - kept
+    assert 0 < min(streamed) <= max(streamed) <= window
+    # As evenly as can be, so that no window waits for two others.
+    beside = [each.streamed - each.first for each in cut]
+    assert max(beside) - min(beside) <= 1
+
+
+@pytest.mark.parametrize("kept", [0, 2, 8, 20])
+def test_only_pieces_in_which_nothing_stays_are_dropped(kept: int) -> None:
+    cut = layer_windows(len(RUNS), 1, kept)
+    dropped = streamed_runs(RUNS, cut)
+    assert all(begin % PIECE_BYTES == length % PIECE_BYTES == 0 for begin, length in dropped)
+    assert all(sum(one) <= other[0] for one, other in itertools.pairwise(dropped))
+    stays = {layer for each in cut for layer in range(each.first, each.streamed)}
+    for begin, length in dropped:
+        assert not any(begin < sum(RUNS[layer]) and RUNS[layer][0] < begin + length for layer in stays)
+    # Less than two pieces of each stretch stay with its neighbours.
+    stretches = len(stays) + 1
+    assert 0 <= (24 - kept) * RUNS[0][1] - sum(length for _, length in dropped) <= 2 * stretches * PIECE_BYTES
+
+
+@pytest.mark.parametrize(("kept", "room"), [(8, 200), (8, 215), (2, 130), (0, 150), (18, 235)])
+def test_what_is_not_dropped_has_room_beside_the_window_that_is_read_ahead(kept: int, room: int) -> None:
+    sizes = window_bytes(RUNS, 1, kept)
+    chosen = dropped_windows(sizes, WEIGHTS, room * MB)
+    assert chosen is not None
+    dropped = sum(sizes[each] for each in chosen)
+    assert WEIGHTS - dropped + 2 * max(sizes) <= room * MB
+    # Hardly more than needed.
+    assert WEIGHTS - dropped + 4 * max(sizes) > room * MB
+    gaps = np.diff([-1, *chosen])
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_nothing_is_dropped_where_all_fits_and_all_where_nothing_does() -> None:
+    sizes = window_bytes(RUNS, 1, 8)
+    assert dropped_windows(sizes, WEIGHTS, WEIGHTS) == ()
+    assert dropped_windows(sizes, WEIGHTS, 50 * MB) is None
+
+
+def reads(room: int, window: int, kept: int, rows: int = 1) -> float:
+    """Bytes that a plan expects a pass to read."""
+    way = Configuration(2048, 64, "int8", "streamed" if window else "mapped", window, (), 0, "kept", kept_layers=kept)
+    return DiskReads(None, WEIGHTS, NO_EXPERTS, RUNS, room * MB).pass_bytes(way, rows)
+
+
+def test_plans_expect_dropped_weights() -> None:
+    """Mapped weights and large windows are read again far beyond what has no room."""
+    assert reads(200, 1, 8) == 35 * PIECE_BYTES
+    assert reads(200, 1, 8) < 0.5 * reads(200, 0, 0)
+    assert reads(200, 8, 0) > 2 * reads(200, 1, 8)
+    assert reads(30, 1, 8) == WEIGHTS
+    by_room = [reads(room, 1, 2) for room in range(100, 240, 5)]
+    assert by_room == sorted(by_room, reverse=True)
+
+
+@pytest.fixture
+def small_pieces() -> Iterator[None]:
+    """Pieces of a page: the layers of a small model are less than one of those that are usual."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "PIECE_BYTES", mmap.PAGESIZE)
+        window_bytes.cache_clear()
+        yield
+    window_bytes.cache_clear()
+
+
+@pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
+@pytest.mark.usefixtures("small_pieces")
+def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_kernel()
+    bundle = bundle_of("qwen2", ExportConfig(8, keep_small=False, layout=NATIVE), hidden_size=128, num_hidden_layers=4)
+    runs = layer_runs(tensors_in(bundle.manifest, NATIVE))
+    forgotten, ahead = list[tuple[int, int]](), list[tuple[int, int]]()
+    monkeypatch.setattr(WeightPart, "forget", lambda part: forgotten.extend(part.runs))
+    monkeypatch.setattr(ReadAhead, "ask", lambda self, asked, running: ahead.extend(asked))
+    inner = make_graph_backend(bundle, 64)
+    assert inner.pages is not None
+    weights, sizes = inner.pages.nbytes, window_bytes(runs, 1, 1)
+    room = weights - min(sizes) // 2  # less than a window too little, and two are there at once
+    chosen = dropped_windows(sizes, weights, room)
+    assert chosen == (0, 1, 2)
+    streamed = StreamedBackend(inner, 1, kept_layers=1, room=room)
+    batch = ForwardInput(np.array([5, 6]), np.arange(2), np.array([1]))
+    for _ in range(3):
+        streamed.cache.trim(0)
+        streamed.forward(batch)
+    pieces = streamed_runs(runs, layer_windows(4, 1, 1))
+    assert forgotten == [pieces[each] for each in chosen] * 3
+    # The first window is asked for when the last one runs.
+    assert ahead == [*pieces[1:], pieces[0]] * 3
+    way = Configuration(64, 8, "float32", "streamed", 1, (), 0, "kept", kept_layers=1)
+    expected = DiskReads(None, weights, NO_EXPERTS, runs, room).pass_bytes(way, 1)
+    assert sum(length for _, length in forgotten) == 3 * expected
+    streamed.close()
+
+
+@pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
+def test_what_was_asked_for_is_read_until_its_window_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(12 * PIECE_BYTES))
+    reading = ReadAhead(path)
+    first, second, third = [(0, 3 * PIECE_BYTES)], [(3 * PIECE_BYTES, 3 * PIECE_BYTES)], [(9 * PIECE_BYTES, 1)]
+    began, go, done = threading.Event(), threading.Event(), threading.Event()
+    read = list[int]()
+
+    def advise(self: ReadAhead, offset: int, length: int, advice: int) -> int:
+        if advice != mmap.MADV_DONTNEED:
+            read.append(offset // PIECE_BYTES)
+            began.set()
+            assert go.wait(20)
+            if read[-1] == 9:
+                done.set()
+        return 0
+
+    monkeypatch.setattr(ReadAhead, "_advise", advise)
+    reading.ask(first)
+    assert began.wait(20)
+    # A window that runs is still read; one that has run is not, nor what a pass that was cancelled asked for.
+    reading.ask(second, first)
+    reading.used(first)
+    reading.ask(third, [(6 * PIECE_BYTES, PIECE_BYTES)])
+    go.set()
+    assert done.wait(20)
+    assert read == [0, 9]
+    done.clear()
+    reading.ask(second)
+    reading.ask(third, second)
+    assert done.wait(20)
+    reading.close()
+    assert read[2:] == [3, 4, 5, 9]
+
+
+def test_what_cannot_be_read_ahead_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "weights.bin"
+    path.touch()
+    with pytest.raises(StorageError, match="cannot be mapped"):
+        ReadAhead(path)
+    path.write_bytes(bytes(PIECE_BYTES))
+    reading, tried = ReadAhead(path), threading.Semaphore(0)
+
+    def fail(self: ReadAhead, offset: int, length: int, advice: int) -> int:
+        tried.release()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(ReadAhead, "_advise", fail)
+    for _ in range(2):
+        reading.ask([(0, 10)])
+        assert tried.acquire(timeout=20)
+    reading.close()
+    assert [record.message for record in caplog.records] == [
+        f"{path} cannot be read ahead: Input/output error. Replies may be slower."
+    ]
+
+
+def test_what_is_read_ahead_is_not_kept_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(5 * PIECE_BYTES))
+    reading = ReadAhead(path)
+    reading.read([(0, 3 * PIECE_BYTES), (3 * PIECE_BYTES + 5, 100), (5 * PIECE_BYTES - 10, 10)])
+    lines = Path("/proc/self/smaps").read_text().split(str(path))[1].splitlines()
+    assert next(line for line in lines if line.startswith("Rss:")).split()[1] == "0"
+    reading.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()

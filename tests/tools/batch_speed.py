@@ -1,4 +1,4 @@
-"""Replies made at once: their pace, also llama.cpp's, gaps between tokens while a prompt arrives, and drafts.
+"""Replies made at once: their pace, also llama.cpp's, and gaps between tokens while a prompt arrives.
 
     python -m tests.tools.batch_speed -m BUNDLE --gguf FILE --threads 1 --part pace --out pace.json
 
@@ -187,59 +187,7 @@ def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, token
                     batch.add(arrive)
 
 
-def measure_drafts(args: argparse.Namespace) -> dict[str, Any]:
-    """How many times longer plain replies take than drafted ones, by clients; prompts repeat a few tokens and are
-    evaluated beforehand."""
-    most, options = max(args.clients), dict[str, Any](threads=args.threads, remember=False)
-    found = dict[int, list[tuple[float, float]]]()
-    with edgeinfer.load(args.model, context=args.prompt + args.tokens + 1, parallel=most, **options) as model:
-        tokens = Tokens(args.vocabulary, args.seed)
-        for repeat in range(args.repeats):
-            for clients in args.clients:
-                phrases = [tokens.prompt(args.prompt // 4) for _ in range(clients)]
-                prompts = [phrase * 4 for phrase in phrases]
-                kinds = ("off", "auto") if repeat % 2 == 0 else ("auto", "off")
-                taken = {kind: _decoding_time(model, prompts, args.tokens, kind) for kind in kinds}
-                wall, cpu = (taken["off"][at] / taken["auto"][at] for at in (0, 1))
-                found.setdefault(clients, []).append((wall, cpu))
-    return {
-        f"{clients}": {name: median(pair[at] for pair in pairs) for at, name in enumerate(("wall", "cpu"))}
-        for clients, pairs in found.items()
-    }
-
-
-def _decoding_time(model: edgeinfer.Model, prompts: Prompts, tokens: int, speculation: str) -> tuple[float, float]:
-    """Seconds of the clock and of the processor from when all replies have a token until they are over."""
-    started = 0
-    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "speculation": speculation}
-    with closing(model.reply_batch(len(prompts), streamed=False)) as batch:
-
-        def reply(prompt: list[int]) -> Callable[[Slot], None]:
-            def work(_: Slot) -> None:
-                nonlocal started
-                replied = model.stream(prompt, **options)
-                next(replied)
-                started += 1
-                while started < len(prompts):
-                    batch.scheduler.give_way()
-                for _chunk in replied:
-                    pass
-
-            return work
-
-        for prompt in prompts:
-            batch.add(reply(prompt))
-        while started < len(prompts):
-            batch.step()
-
-        def decode() -> None:
-            while batch.step():
-                pass
-
-        return _timed(decode)
-
-
-_PARTS = {"pace": measure_pace, "gaps": measure_gaps, "drafts": measure_drafts}
+_PARTS = {"pace": measure_pace, "gaps": measure_gaps}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

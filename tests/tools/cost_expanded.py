@@ -99,10 +99,8 @@ class TrainedCheckpoint:
 
 
 def final_norms(checkpoint: TrainedCheckpoint, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:  # (N,)
-    """Euclidean norms of the states that enter the final norm, each token being a text of its own.
-
-    A single token attends to itself alone, so attention is its value vector whatever its position.  # (N,)
-    """
+    """Euclidean norms of the states that enter the final norm, each token being a text of its own. A single token
+    attends to itself alone, so attention is its value vector whatever its position."""
     shape = checkpoint.shape
     states: npt.NDArray[np.float32] = checkpoint.tensor(EMBEDDING)[ids]
     for layer in range(shape.layers):

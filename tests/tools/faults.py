@@ -2,39 +2,42 @@
 
     python -m tests.tools.faults --fast FAST_DATA --full FAST_DATA REST_DATA [--count 30] [--seed 1] [--workers 2]
 
-The data is coverage.py's, taken as tests.tools.coverage_data says; faults are drawn from lines that a test executes,
-evenly over the rooms. Left out is `strict=` of `zip`, which decides nothing where lengths are equal, as they always are
-in a product without faults; other changes that decide nothing (a clock that starts at 2) are known only to who reads
-the line. For each, the tests that execute its line run in a copy of the checkout: first those of the fast
-tier, then, where these find nothing, the others. `--tests` bounds how many of each; those that execute the fewest
-files come first, so a bound leaves out what is least likely to look at the line.
+The data is coverage.py's, of `pytest --cov --cov-context=test --cov-report=` and `coverage combine`. Faults are drawn
+from lines that a test executes, evenly over the rooms. Left out is `strict=` of `zip`, which decides nothing where
+lengths are equal, as they always are in a product without faults; of other changes that decide nothing (a clock that
+starts at 2) only a reader of the line can tell. For each, the tests that execute its line run in a copy of the
+checkout: first those of the fast tier, then, where these find nothing, the others. `--tests` bounds how many of each;
+those that execute the fewest files come first, so a bound leaves out what is least likely to look at the line.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
-import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from tests.tools.coverage_data import ROOMS, ROOT, breadth, by_test, lines_of
-from tests.tools.fault_runner import Job
+from coverage import CoverageData
 
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("edgeinfer", "export", "quant", "runtime", "apps")
 COMPARISONS = {
     **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
     **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},
 }
+PATIENCE = 1800  # seconds that the tests of one fault may take
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+"}
 
 
@@ -59,6 +62,15 @@ class Fault:
         row = (ROOT / self.file).read_text("utf-8").splitlines()[self.line - 1]
         was = row.encode()[slice(*self.columns)].decode()
         return f"{self.file}:{self.line}: `{was}` became `{self.replacement}`"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A fault and the tests of its line by tier, in order."""
+
+    fault: Fault
+    fast: list[str]
+    rest: list[str]
 
 
 def faults_of(file: str) -> Iterator[Fault]:
@@ -115,7 +127,7 @@ def broken(node: ast.expr, row: bytes) -> str | None:
 def draw(count: int, seed: int, data: Sequence[Path]) -> list[Fault]:
     """Faults on lines that a test executes, equally many for each room."""
     chance = random.Random(seed)
-    executed = lines_of(data)
+    executed = executed_lines(data)
     drawn: list[Fault] = []
     for number, room in enumerate(ROOMS):
         files = sorted(file for file in executed if file.startswith(f"{room}/"))
@@ -137,11 +149,10 @@ def jobs(drawn: Sequence[Fault], fast: Sequence[Path], full: Sequence[Path], lim
     """Faults with their tests."""
     sizes = breadth(full)
     made: list[Job] = []
-    for number, fault in enumerate(drawn):
+    for fault in drawn:
         first = by_test(fast, fault.file).get(fault.line, set())
         rest = by_test(full, fault.file)[fault.line] - first
-        text = fault.text((ROOT / fault.file).read_text("utf-8"))
-        made.append(Job(number, fault.file, text, in_order(first, sizes)[:limit], in_order(rest, sizes)[:limit]))
+        made.append(Job(fault, in_order(first, sizes)[:limit], in_order(rest, sizes)[:limit]))
     return made
 
 
@@ -154,26 +165,98 @@ def in_order(tests: set[str], sizes: Mapping[str, int]) -> list[str]:
     return [test for group in ordered for test in sorted(group, key=sizes.__getitem__)]
 
 
-def run(checkout: Path, work: Sequence[Job], drawn: Sequence[Fault]) -> list[str]:
+def executed_lines(paths: Iterable[Path]) -> dict[str, set[int]]:
+    """Executed lines by file, over all tests, imports and child processes."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for data in map(_read, paths):
+        for file in data.measured_files():
+            found[_name(file)] |= set(data.lines(file) or ())
+    return dict(found)
+
+
+def by_test(paths: Iterable[Path], wanted: str) -> dict[int, set[str]]:
+    """Ids of the tests that execute a file's lines, by line."""
+    found: defaultdict[int, set[str]] = defaultdict(set)
+    for data in map(_read, paths):
+        for file in data.measured_files():
+            if _name(file) == wanted:
+                for line, contexts in data.contexts_by_lineno(file).items():
+                    # "tests/test_x.py::test_y|run"; what is imported and what a child executes has no test.
+                    found[line] |= {context.rpartition("|")[0] for context in contexts if "|" in context}
+    return found
+
+
+def breadth(paths: Iterable[Path]) -> Counter[str]:
+    """How many files each test executes lines of."""
+    found: Counter[str] = Counter()
+    counted = "select context, count(*) from line_bits join context on context.id = context_id group by context"
+    for path in paths:
+        with closing(sqlite3.connect(path)) as database:
+            for context, files in database.execute(counted):
+                found[context.rpartition("|")[0]] += files
+    return found
+
+
+@cache
+def _read(path: Path) -> CoverageData:
+    data = CoverageData(str(path))
+    data.read()
+    return data
+
+
+@cache
+def _name(file: str) -> str:
+    """The path of a file in the repository, independent of the checkout and of links."""
+    parts = Path(file).parts
+    # The last of them: a checkout may itself be called `edgeinfer`, and rooms are linked below edgeinfer/.
+    start = max((n for n, part in enumerate(parts[:-1]) if part in ROOMS and _is_file(parts[n:])), default=0)
+    return Path(*parts[start:]).as_posix()
+
+
+def _is_file(parts: tuple[str, ...]) -> bool:
+    return (ROOT / Path(*parts)).is_file()
+
+
+def fails(checkout: Path, tests: Sequence[str]) -> bool:
+    """Whether one of these tests fails; one that hangs or ends the process has failed too."""
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-m",
+        "",
+        f"--basetemp={checkout}-temp",
+        *tests,
+    ]
+    if not tests:
+        return False
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=checkout, capture_output=True, stdin=subprocess.DEVNULL, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def run(checkout: Path, work: Sequence[Job]) -> list[str]:
     """Run the tests of some faults in a checkout; the tier that found each, or ""."""
-    listed = checkout / "faults.json"
-    listed.write_text(json.dumps(list(map(asdict, work))), "utf-8")
-    files = sorted({test.partition("::")[0] for job in work for test in job.fast + job.rest})
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "tests.tools.fault_runner"]
-    command += ["--faults", str(listed), "--faults-to", str(writer), f"--basetemp={checkout}-temp", *files]
     found = []
-    with subprocess.Popen(
-        command, cwd=checkout, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[writer]
-    ):
-        os.close(writer)
-        with os.fdopen(reader) as results:
-            for line in results:
-                result = json.loads(line)
-                found.append(result["tier"])
-                print(f"{result['tier'] or 'SURVIVED':8} {drawn[result['number']]}  {result['test']}", flush=True)
-    if len(found) != len(work):
-        raise RuntimeError(f"Only {len(found)} of {len(work)} faults were tried. Run pytest in a copy to see why.")
+    for job in work:
+        file = checkout / job.fault.file
+        original = file.read_text("utf-8")
+        file.write_text(job.fault.text(original), "utf-8")
+        try:
+            tiers = (tier for tier, tests in (("fast", job.fast), ("full", job.rest)) if fails(checkout, tests))
+            found.append(next(tiers, ""))
+        finally:
+            file.write_text(original, "utf-8")
+        print(f"{found[-1] or 'SURVIVED':8} {job.fault}", flush=True)
     return found
 
 
@@ -194,7 +277,7 @@ def main() -> None:
         checkouts = [copy_checkout(Path(folder, str(number))) for number in range(args.workers)]
         with ThreadPoolExecutor(args.workers) as pool:
             shares = [work[number :: args.workers] for number in range(args.workers)]
-            found = [tier for part in pool.map(run, checkouts, shares, [drawn] * args.workers) for tier in part]
+            found = [tier for part in pool.map(run, checkouts, shares) for tier in part]
     by_fast = sum(tier == "fast" for tier in found)
     print(f"{len(found)} faults: the fast tier finds {by_fast}, the full tier {sum(map(bool, found))}.")
 

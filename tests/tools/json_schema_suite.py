@@ -1,10 +1,12 @@
 """Compare the documents that grammars of schemas accept with the verdicts of JSON Schema's official tests.
 
     python -m tests.tools.json_schema_suite CHECKOUT [DRAFT]
+    python -m tests.tools.json_schema_suite JSONSCHEMABENCH
 
 CHECKOUT is one of https://github.com/json-schema-org/JSON-Schema-Test-Suite. Each schema that is not refused is given
 every document of its tests in several spellings: other blanks, every letter escaped, the last name twice, numbers and
-the order of names otherwise. A document counts as taken where one of them is.
+the order of names otherwise. A document counts as taken where one of them is. Of jsonschemabench's .jsonl files, which
+have no verdicts, the schemas that compile are counted.
 
 Where the standard leaves a choice, `READINGS` says which documents that the suite calls valid must not be taken. They
 are counted apart, and one that is taken counts as wrongly accepted.
@@ -110,11 +112,26 @@ def _escaped(text: str) -> str:
     return '"' + "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + '"'
 
 
+def compiled(folder: Path) -> Counter[str]:
+    """How many schemas of jsonschemabench compile, and why the others are refused."""
+    found: Counter[str] = Counter()
+    for line in (line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()):
+        try:
+            follow(json.loads(line)["schema"])
+            found["compiled"] += 1
+        except GrammarError as error:
+            found[error.message.partition(":")[0]] += 1
+    return found
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("draft", choices=DRAFTS, nargs="?", default="draft7")
     options = parser.parse_args()
+    if any(options.checkout.glob("*.jsonl")):
+        print(*(f"{count:5} {outcome}" for outcome, count in compiled(options.checkout).most_common()), sep="\n")
+        return
     table: dict[str, Counter[str]] = {}
     for keyword, outcome, about in verdicts(options.checkout / "tests" / options.draft, options.draft):
         table.setdefault(keyword, Counter())[outcome] += 1

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 _READ = 65_536
@@ -14,17 +13,11 @@ _PATIENCE_S = 60
 
 
 class Link:
-    """Forwards connections to a port of this machine on a thread of its own, late and slowly, and cuts some of them.
+    """Forwards connections to a port of this machine on a thread of its own, late (`rtt_ms` for a round trip) and
+    slowly (`mbits` million bits per second each way), and cuts each connection after so many bytes of answers, one cut
+    after the other; later ones are not cut.
 
-    Args:
-        port: of the server.
-        rtt_ms: round-trip time in milliseconds.
-        mbits: million bits per second each way; None is unlimited.
-        cuts: bytes of answers after which each connection is cut, one after the other; later connections are not cut.
-
-    Attributes:
-        url: of the server through the link.
-        sent, received: bytes to and from the server.
+    `url` is of the server through the link; `sent` and `received` are bytes to and from the server.
     """
 
     def __init__(
@@ -45,9 +38,7 @@ class Link:
         self._started.wait(timeout=_PATIENCE_S)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 from edgeinfer.options import OptionGroup, decoding, load, options_of, reply, types
 
 _WIDTH = 120
-_HEAD = '''"""Types of the options that callers give, for type checkers and editors; each key has its option's help.
-
-Made from the declarations by `python -m tests.tools.option_types`; a test holds the two equal.
-"""
+_HEAD = '''\
+"""Types of the options that callers give, for type checkers and editors; each key has its option's help. Made from the
+declarations by `python -m tests.tools.option_types`; a test holds the two equal."""
 
 from __future__ import annotations
 

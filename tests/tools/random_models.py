@@ -214,9 +214,7 @@ def find_shape(name: str) -> Shape:
 
 def write_random_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> None:
     """Write a checkpoint of normal(0, 0.02) weights in float32, norms of one, and a tokenizer of realistic size.
-
-    Streams slabs of 16 MB, so memory does not depend on the model.
-    """
+    Streams slabs of 16 MB, so memory does not depend on the model."""
     folder.mkdir(parents=True, exist_ok=True)
     eos = shape.special_id("<|im_end|>")
     generation = {"bos_token_id": shape.special_id("<|endoftext|>"), "eos_token_id": eos, "do_sample": False}

@@ -11,11 +11,13 @@ devices use processors of this machine.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import median
@@ -25,11 +27,11 @@ import psutil
 
 import edgeinfer
 from edgeinfer.apps.bench.render import Table, print_table
+from edgeinfer.errors import UsageError
 from edgeinfer.options.load import RemoteApi
 from edgeinfer.results import Result
 from tests.tools.figures import script_json
 from tests.tools.link import Link
-from tests.tools.serve_load import running_server
 
 PROMPTS = (
     "Once upon a time there was a little dog named Spot.",
@@ -48,6 +50,21 @@ _WAYS = ("drafts", "streams", "local")
 _LIMIT_S = 600.0
 # Tokens in which the costs of a way are learnt.
 _LEARNING = 64
+
+
+@contextmanager
+def running_server(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """URL and process id of a server."""
+    command = [sys.executable, "-m", "edgeinfer.apps.cli.main", "serve", "--port", "0", "--json", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise UsageError("The server did not start.", "It says why on stderr.")
+            yield json.loads(line)["url"], process.pid
+        finally:
+            process.terminate()
 
 
 def measure_speed(

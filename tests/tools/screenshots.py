@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwright
@@ -145,9 +146,10 @@ def _write(page: Page) -> None:
 
 
 Shoot = Callable[[Page, str], None]
+Scene = Callable[[Browser, Shoot], None]
 
 
-def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+def _chats(models: Path, large: str, browser: Browser, shoot: Shoot) -> None:
     """The start, conversations and the picker, in light and dark, wide and narrow."""
     with _app("--models", models, "--seed", "3") as address:
         for dark, ending in ((True, "-dark"), (False, "")):
@@ -171,7 +173,7 @@ def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
         _models(browser, address, large, shoot)
 
 
-def _real(browser: Browser, model: str, shoot: Shoot) -> None:
+def _real(model: str, browser: Browser, shoot: Shoot) -> None:
     """A conversation with a real model, with formulas and code."""
     with _app("-m", model, "--temperature", "0", "-n", "400") as address:
         page = _page(browser, address)
@@ -211,7 +213,7 @@ def _models(browser: Browser, address: str, large: str, shoot: Shoot) -> None:
     shoot(page, "loading")
 
 
-def _memory_short(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+def _memory_short(browser: Browser, shoot: Shoot) -> None:
     """A budget that the chosen model does not fit."""
     with _app("--memory", "40MB") as address:
         page = _page(browser, address)
@@ -226,7 +228,7 @@ The ferry leaves at nine and comes back at five. On Sundays it stays in the harb
 """
 
 
-def _attached(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+def _attached(browser: Browser, shoot: Shoot) -> None:
     """A message with a file, before and after it is sent, and a reply that stopped at its length limit."""
     files: list[FilePayload] = [
         {"name": "harbour.md", "mimeType": "text/markdown", "buffer": _NOTES.encode()},
@@ -268,7 +270,7 @@ def _attached(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
             shoot(page, f"kept-files{ending}")
 
 
-def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+def _own_model(models: Path, large: str, browser: Browser, shoot: Shoot) -> None:
     """A chat with another model than the loaded one."""
     with _app("--models", models, "--seed", "3", "-n", "150") as address:
         page = _page(browser, address)
@@ -285,7 +287,7 @@ def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None
         shoot(page, "own-model")
 
 
-def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+def _context_full(browser: Browser, shoot: Shoot) -> None:
     """A conversation that has used up the context."""
     with _app("--context", "256", "--seed", "3") as address:
         page = _page(browser, address)
@@ -293,15 +295,6 @@ def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> N
         while not page.locator(".notice.full").is_visible():
             _ask(page, "Tell me a long story about a boat, a kite, a fox and an owl.")
         shoot(page, "context-full")
-
-
-_SCENES: tuple[Callable[[Browser, Path, str, Shoot], None], ...] = (
-    _chats,
-    _attached,
-    _own_model,
-    _memory_short,
-    _context_full,
-)
 
 
 @contextlib.contextmanager
@@ -322,17 +315,8 @@ def _browser() -> Iterator[Browser]:
         browser.close()
 
 
-def take(models: Path, large: str, out: Path) -> list[Path]:
-    """Takes all pictures of the app.
-
-    Args:
-        models: folder with models.
-        large: name of one of them.
-
-    Raises:
-        UsageError: there is no browser.
-        BackendError: the app did not start.
-    """
+def take(scenes: Sequence[Scene], out: Path) -> list[Path]:
+    """Take all pictures of some scenes."""
     taken: list[Path] = []
 
     def shoot(page: Page, name: str) -> None:
@@ -340,34 +324,13 @@ def take(models: Path, large: str, out: Path) -> list[Path]:
         page.screenshot(path=taken[-1])
 
     with _browser() as browser:
-        for scene in _SCENES:
-            scene(browser, models, large, shoot)
-    return taken
-
-
-def take_real(model: str, out: Path) -> list[Path]:
-    """Take the pictures of a conversation with a real model."""
-    taken: list[Path] = []
-
-    def shoot(page: Page, name: str) -> None:
-        taken.append(out / f"{name}.png")
-        page.screenshot(path=taken[-1])
-
-    with _browser() as browser:
-        _real(browser, model, shoot)
+        for scene in scenes:
+            scene(browser, shoot)
     return taken
 
 
 def take_report(page: Path, out: Path, *, whole: bool = False) -> list[Path]:
-    """Takes report-light.png and report-dark.png.
-
-    Args:
-        page: an HTML file.
-        whole: the page to its end, not only what a tall window shows.
-
-    Raises:
-        UsageError: there is no browser, or no such page.
-    """
+    """Take report-light.png and report-dark.png of an HTML file, to its end if `whole`."""
     if not page.is_file():
         raise UsageError(f"There is no page {page}.", "Make one with edgeinfer bench report.")
     taken = []
@@ -396,9 +359,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.report is not None:
             taken = take_report(args.report, args.out, whole=args.whole)
         elif args.real is not None:
-            taken = take_real(args.real, args.out)
+            taken = take([partial(_real, args.real)], args.out)
         else:
-            taken = take(args.models, args.large, args.out)
+            models = [partial(scene, args.models, args.large) for scene in (_chats, _own_model)]
+            taken = take([*models, _attached, _memory_short, _context_full], args.out)
     except EdgeInferError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -1,8 +1,5 @@
-"""The backend of GGUF files: llama.cpp's passes and cache behind the contract.
-
-Rows of passes of different sizes agree to rounding, not bit for bit: which kernel multiplies depends on the size of the
-pass.
-"""
+"""The backend of GGUF files: llama.cpp's passes and cache behind the contract. Rows of passes of different sizes agree
+to rounding, not bit for bit: which kernel multiplies depends on the size of the pass."""
 
 from __future__ import annotations
 
@@ -62,16 +59,8 @@ def _digest(path: Path) -> str:
 
 
 class LlamaCppBackend:
-    """Implements `contract.Backend` for GGUF bundles.
-
-    Args:
-        kv: type of the cache, one of `geometry.LLAMA_KV`.
-        weights: "packed" into copies, "mapped" from the file, or "experts": those mapped, the rest packed.
-        chunk: tokens evaluated at once; longer passes are run in parts.
-        draft_rows: rows of a pass whose logits are computed at once; more are computed in parts.
-        sequences: paths of a draft tree at most.
-        expert_count: experts of a token in place of the model's own number.
-    """
+    """Implements `contract.Backend` for GGUF bundles. Longer passes than `chunk` are run in parts, and of more than
+    `draft_rows` rows logits are computed in parts; `sequences` limits the paths of a draft tree."""
 
     name = "llamacpp"
 

@@ -1,8 +1,6 @@
-"""The KV cache of a llama.cpp context, whose sequence 0 holds the text, and the one of models with recurrent layers.
-
-A draft tree's other paths are sequences of their own, which share its cells, and so is what is copied in and out;
-between calls only those of a tree that waits for `keep` are there.
-"""
+"""The KV cache of a llama.cpp context, whose sequence 0 holds the text, and the one of models with recurrent layers. A
+draft tree's other paths are sequences of their own, which share its cells, and so is what is copied in and out; between
+calls only those of a tree that waits for `keep` are there."""
 
 from __future__ import annotations
 
@@ -34,10 +32,8 @@ TEXT = 0  # sequence
 
 @dataclass(frozen=True)
 class TreePaths:
-    """The paths of a draft tree, from the root to a leaf each.
-
-    The first belongs to sequence 0, which holds the context, the next to sequence 1 and so on.
-    """
+    """The paths of a draft tree, from the root to a leaf each. The first belongs to sequence 0, which holds the
+    context, the next to sequence 1 and so on."""
 
     start: int  # tokens of the context
     paths: tuple[tuple[int, ...], ...]  # rows of each path, from the root on
@@ -67,18 +63,9 @@ class TreePaths:
                 depths[row] = depth
         return depths
 
-    def sequence_of(self, rows: Sequence[int]) -> int | None:
-        """The sequence whose path begins with these rows; None where they are no path."""
-        wanted = tuple(rows)
-        return next((s for s, path in enumerate(self.paths) if path[: len(wanted)] == wanted), None)
-
 
 class LlamaCache(TrimmedCache):
-    """Implements `KVCache` over the cells of a context.
-
-    Args:
-        window: tokens that layers with a sliding window see; 0 where there are none.
-    """
+    """Implements `KVCache` over the cells of a context, whose layers may have a sliding `window` of tokens, else 0."""
 
     copyable = True
 
@@ -141,7 +128,8 @@ class LlamaCache(TrimmedCache):
                 raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
             self.trim(start + len(rows))
             return
-        sequence = tree.sequence_of(rows)
+        wanted = tuple(rows)
+        sequence = next((s for s, path in enumerate(tree.paths) if path[: len(wanted)] == wanted), None)
         if sequence is None or start != tree.start:
             raise BackendError(f"Rows {list(rows)} of a draft tree are no path from token {tree.start} on.")
         stop = start + len(rows)

@@ -1,7 +1,5 @@
-"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache, threads.
-
-Sequences share the cells of one cache ("unified"), so that copying one into another copies no keys.
-"""
+"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache, threads. Sequences
+share the cells of one cache ("unified"), so that copying one into another copies no keys."""
 
 from __future__ import annotations
 
@@ -32,8 +30,6 @@ _STAT = Path("/proc/stat")
 
 
 class ProcessorTimes(NamedTuple):
-    """Seconds."""
-
     wall: float
     busy: float  # working time of all processors that this process may use, for any program
     own: float  # working time for this process
@@ -41,12 +37,9 @@ class ProcessorTimes(NamedTuple):
 
 
 class SpareThreads:
-    """As many threads as other programs leave processors for, at least one.
-
-    llama.cpp's threads wait for each other at hundreds of barriers in a pass. Where there is no processor for one of
-    them, the others wait until the system lets it run, so that two threads take many times as long as one on two busy
-    processors.
-    """
+    """As many threads as other programs leave processors for, at least one. llama.cpp's threads wait for each other at
+    hundreds of barriers in a pass. Where there is no processor for one of them, the others wait until the system lets
+    it run, so that two threads take many times as long as one on two busy processors."""
 
     def __init__(self, most: int, look: Callable[[], ProcessorTimes] | None = None) -> None:
         self._most = self._count = most
@@ -194,8 +187,6 @@ _TYPES = {FLOAT32: 0, FLOAT16: 1, "q8_0": 8, "q4_0": 2}
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """Settings of a context."""
-
     cells: int  # tokens the cache may hold, those of pending draft trees included
     kv: str
     threads: int  # threads of a pass; the most of them with `adaptive_threads`
@@ -258,18 +249,15 @@ class LlamaContext:
         self.batch.pad(size, padding, outputs)
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
-        self._choose_threads()
+        if self._spare_threads is not None and (threads := self._spare_threads.count()) != self._threads:
+            self._lib.llama_set_n_threads(self.pointer, threads, threads)
+            self._threads = threads
         answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
         if answer == 0:
             self._lib.llama_synchronize(self.pointer)
         if padding:
             self.cut(self.options.spare, 0)
         return answer
-
-    def _choose_threads(self) -> None:
-        if self._spare_threads is not None and (threads := self._spare_threads.count()) != self._threads:
-            self._lib.llama_set_n_threads(self.pointer, threads, threads)
-            self._threads = threads
 
     def logits(self, rows: int) -> Floats:  # (R, V)
         """The logits of the rows that the last pass was asked for, a view that the next one overwrites."""

@@ -26,8 +26,6 @@ _TRAITS = Traits(
 
 @dataclass(frozen=True)
 class GraphicsProcessor:
-    """A device of llama.cpp."""
-
     name: str  # llama.cpp's, such as Vulkan0
     description: str
     # `free`, `total`: bytes of its memory.

@@ -1,7 +1,5 @@
 """Memory of a GGUF file in llama.cpp, from its header alone, and where its matrices lie: upper bounds for a plan.
-
-Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests.
-"""
+Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests."""
 
 from __future__ import annotations
 
@@ -65,12 +63,8 @@ class _InitParams(ctypes.Structure):
 
 
 def packed_overrides(lib: Any, gguf: GgufFile, *, head: bool, rest: bool) -> Any:
-    """A list for `tensor_buft_overrides`; None where it is empty.
-
-    Args:
-        head: keeps the norm and the matrix that give logits here, whatever lies elsewhere. A server would send as many
-            numbers for each row as the vocabulary has tokens.
-    """
+    """A list for `tensor_buft_overrides`; None where it is empty. `head` keeps the norm and the matrix that give logits
+    here: a server would send as many numbers for each row as the vocabulary has tokens."""
     if not (head or rest):
         return None
     ggml = _ggml(lib)
@@ -223,11 +217,8 @@ def cells(capacity: int) -> int:
 
 
 def cell_rows(gguf: GgufFile, parts: Sequence[Sequence[int]]) -> tuple[CellRows, ...]:
-    """The rows of a token in each layer; none if it has only a recurrence or reads another layer's cells.
-
-    Args:
-        parts: layers with cells of their own, first those without a sliding window.
-    """
+    """The rows of a token in each layer, `parts` being layers with cells of their own, first those without a sliding
+    window; none of a layer with only a recurrence or that reads another's cells."""
     arch, data, usual = gguf.metadata.text("general.architecture"), gguf.metadata, head_sizes(gguf)
     names = ("key_length_swa", "value_length_swa")
     sliding = [data.integer(f"{arch}.attention.{name}", size) for name, size in zip(names, usual, strict=True)]

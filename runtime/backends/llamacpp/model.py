@@ -26,13 +26,8 @@ _Progress = Callable[[str, int, int], None]
 
 
 class LlamaModel:
-    """A model file in memory, with its vocabulary, until `close`.
-
-    Args:
-        weights: "packed" into copies in the order the kernels like best, "mapped" from the file, or "experts": those of
-            mixtures mapped, the rest packed.
-        expert_count: experts of a token in place of the number that the file says; None is the file's.
-    """
+    """A model file in memory, with its vocabulary, until `close`: "packed" into copies in the order the kernels like
+    best, "mapped" from the file, or with the "experts" of mixtures mapped and the rest packed."""
 
     def __init__(
         self,
@@ -51,8 +46,8 @@ class LlamaModel:
         self._devices = (ctypes.c_void_p * (len(pointers) + 1))(*pointers)
         self._head_here = offload is not None and not offload.processor.keeps_head
         self._gpu_layers = 0 if offload is None else offload.layers
-        self._pointer = self._load(gguf, weights, expert_count, progress)
-        self._vocabulary = self.lib.llama_model_get_vocab(self._pointer)
+        self.pointer = self._load(gguf, weights, expert_count, progress)
+        self._vocabulary = self.lib.llama_model_get_vocab(self.pointer)
         self.vocab_size = int(self.lib.llama_vocab_n_tokens(self._vocabulary))
         self._files = [MappedFile(path) for path in self._paths]
         if weights != "mapped":
@@ -66,24 +61,20 @@ class LlamaModel:
             raise
 
     @property
-    def pointer(self) -> Any:
-        return self._pointer
-
-    @property
     def window(self) -> int:
         """Tokens that layers with a sliding window see; 0 where there are none."""
-        return int(self.lib.llama_model_n_swa(self._pointer))
+        return int(self.lib.llama_model_n_swa(self.pointer))
 
     @property
     def recurrent(self) -> bool:
         """Whether some layers, or all, keep a state instead of keys and values."""
         asked = (self.lib.llama_model_is_recurrent, self.lib.llama_model_is_hybrid)
-        return any(bool(is_so(self._pointer)) for is_so in asked)
+        return any(bool(is_so(self.pointer)) for is_so in asked)
 
     @property
     def placed(self) -> bool:
         """Whether positions have sections, by which cells of the cache hold a place in a picture too."""
-        kind = int(self.lib.llama_model_rope_type(self._pointer))
+        kind = int(self.lib.llama_model_rope_type(self.pointer))
         return kind in (self.lib.LLAMA_ROPE_TYPE_MROPE, self.lib.LLAMA_ROPE_TYPE_IMROPE)
 
     @contextmanager
@@ -156,7 +147,7 @@ class LlamaModel:
             "Models with an encoder are not supported": lib.llama_model_has_encoder,
         }
         for what, is_so in kinds.items():
-            if is_so(self._pointer):
+            if is_so(self.pointer):
                 raise BundleError(f"{what}: {path}.", "Choose another, such as those of: edgeinfer models --catalog")
 
     def drop_pages(self) -> None:
@@ -167,11 +158,11 @@ class LlamaModel:
     def close(self) -> None:
         """Frees it; contexts must be gone before."""
         with self._lock:
-            if self._pointer:
-                self.lib.llama_model_free(self._pointer)
+            if self.pointer:
+                self.lib.llama_model_free(self.pointer)
                 for path in self._paths:
                     MappedFile.forget(path)
-            self._pointer = self._vocabulary = None
+            self.pointer = self._vocabulary = None
             self._files = []
 
 

@@ -55,13 +55,8 @@ class CellRows(NamedTuple):
 
 
 class StateCodec:
-    """Reads and writes copies of one model's cache.
-
-    Args:
-        parts: the layers in each part of a copy.
-        placed: positions have sections, so that cells hold a place in a picture too.
-        recurrent: some layers, or all, keep a state.
-    """
+    """Reads and writes copies of one model's cache, whose cells hold a place in a picture too where they are
+    `placed`."""
 
     def __init__(
         self,

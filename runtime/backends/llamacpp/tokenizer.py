@@ -1,7 +1,5 @@
-"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp.
-
-Texts are cut at special tokens here: llama.cpp takes some for special by their spelling, whatever the file says.
-"""
+"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp. Texts are cut at special tokens here:
+llama.cpp takes some for special by their spelling, whatever the file says."""
 
 from __future__ import annotations
 
@@ -46,15 +44,9 @@ _UNMERGED = 1 << 62
 
 
 class ExactWords:
-    """Words that llama.cpp cuts differently from the checkpoint's tokenizer, and their tokens.
-
-    Its tables of Unicode are of another version than the tokenizers library's, and its patterns leave out a few things.
-    Texts with such characters, which are rare, are cut by the library; words that hold some are merged here.
-
-    Args:
-        steps: steps of llama.cpp's pre-tokenizer.
-        whole_words: words of the vocabulary are taken whole.
-    """
+    """Words that llama.cpp cuts differently from the checkpoint's tokenizer, and their tokens. Its tables of Unicode
+    are of another version than the tokenizers library's, and its patterns leave out a few things. Texts with such
+    characters, which are rare, are cut by the library; words that hold some are merged here."""
 
     def __init__(self, gguf: GgufFile, vocabulary: GgufVocabulary, steps: Sequence[str], whole_words: bool) -> None:
         self._tokens = vocabulary.tokens
@@ -73,11 +65,7 @@ class ExactWords:
         return any(map(self._is_odd, set(text)))
 
     def ids(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            plain: makes those of a word without such characters.
-        """
+        """Token ids of a text; `plain` makes those of a word without such characters."""
         words = (text[start:end] for _, (start, end) in self._splitter.pre_tokenize_str(text))
         return [id_ for word in words for id_ in (self._merged(word) if self.needed(word) else None) or plain(word)]
 

@@ -37,8 +37,6 @@ _EXPERTS = ".experts."  # in the names of their modules
 
 @dataclass(frozen=True, eq=False)
 class PackedAdapters:
-    """All adapters of a model."""
-
     digests: Mapping[str, str]  # digest of each adapter by its name in requests, in the order that rows number them
     sites: tuple[str, ...]  # tensors of the bundle that any of them changes
     weights: NDArray[np.float32]  # all factors, A as (rank, K) and B times its scale as (rank, outputs). (W,)
@@ -147,8 +145,6 @@ def adapted_graph(model: bytes, manifest: Manifest, adapters: PackedAdapters) ->
 
 @dataclass(frozen=True)
 class _Node:
-    """The relevant fields of a node."""
-
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -183,8 +179,8 @@ class _Rewriter:
     def graph(self, body: bytes, *, whole: bool = False) -> bytes:
         """The graph, or a branch of it, with further nodes and inputs."""
         parts = list[bytes]()
-        if whole:
-            parts.append(self._head_rows())
+        if whole and _HEAD in self._adapters.sites:
+            parts.append(write_node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], [graph.HEAD_ADAPTERS]))
         for field in fields(body):
             parts += self._nodes(field.body or b"") if field.number == _NODE else [field.whole]
         if whole:
@@ -228,12 +224,6 @@ class _Rewriter:
         attributes = [write_attribute(name, value) for name, value in numbers.items()]
         attributes += [node.attributes[name] for name in ("norm_epsilon", "part") if name in node.attributes]
         return write_node("Adapter", inputs, [result], attributes, graph.NATIVE_DOMAIN)
-
-    def _head_rows(self) -> bytes:
-        """The adapters of the rows that go through the head."""
-        if _HEAD not in self._adapters.sites:
-            return b""
-        return write_node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], [graph.HEAD_ADAPTERS])
 
     def _branch(self, attribute: bytes) -> bytes:
         parts = [

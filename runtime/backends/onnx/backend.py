@@ -26,12 +26,8 @@ from edgeinfer.runtime.weights.layouts import Progress
 
 
 class OnnxBackend(GraphBackend):
-    """Implements `contract.Backend`, with a float32 KV cache updated in place.
-
-    Args:
-        exact: pad passes so that every row is bit-identical whatever pass it is computed in.
-        device: runs the graph; if it is not the CPU, the cache lives in its memory, and rows are not exact.
-    """
+    """Implements `contract.Backend`, with a float32 KV cache updated in place, on a device other than the CPU in its
+    memory. `exact` pads passes so that every row is bit-identical whatever pass it is computed in, on the CPU alone."""
 
     cache: KVBuffers
 

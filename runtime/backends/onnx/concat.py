@@ -19,37 +19,19 @@ from edgeinfer.bundle.layouts import MODEL
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import (
-    CacheSnapshot,
-    CopiedRows,
-    Edit,
-    TrimmedCache,
-    check_edit,
-    check_length,
-    check_snapshot,
-    row_range,
-)
+from edgeinfer.runtime.backends.cache import CacheSnapshot, check_snapshot
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.kv_buffers import FloatCache
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import MappedFile
 
 
-class ConcatCache(TrimmedCache):
-    """Implements `KVCache` by the outputs of the last pass."""
-
-    copyable = True
+class ConcatCache(FloatCache):
+    """Implements `KVCache` by the outputs of the last pass; rows behind the length are cut off before a pass."""
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
-        self._geometry = geometry
-        self.capacity = capacity
-        self.length = 0
-        # Keys and values of each layer in turn, float32; rows behind the length are cut off before they are read. (1,
-        # H, rows, h) each.
-        self.arrays = self.empty(0)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays)
+        super().__init__(geometry, capacity)
+        self.clear()
 
     def empty(self, rows: int) -> list[Floats]:  # 2 L of (1, H, rows, h)
         """Arrays for the outputs of a pass."""
@@ -57,17 +39,13 @@ class ConcatCache(TrimmedCache):
         return [np.empty(shape, np.float32) for _ in range(2 * self._geometry.num_layers)]
 
     def past(self) -> list[Floats]:  # 2 L of (1, H, length, h)
-        """The rows in use."""
-        self.arrays = [np.ascontiguousarray(a[:, :, : self.length]) for a in self.arrays]
-        return self.arrays
+        """The rows in use: the keys of all layers, then the values."""
+        self.replace([np.ascontiguousarray(a[:, :, : self.length]) for a in (*self.keys, *self.values)])
+        return [*self.keys, *self.values]
 
     def replace(self, arrays: list[Floats]) -> None:
-        """Makes these arrays the cache."""
-        self.arrays, self.length = arrays, arrays[0].shape[2]
-
-    def trim(self, length: int) -> None:
-        check_length(length, self.length)
-        self.length = length
+        layers = self._geometry.num_layers
+        self.keys, self.values, self.length = arrays[:layers], arrays[layers:], arrays[0].shape[2]
 
     def clear(self) -> None:
         self.replace(self.empty(0))
@@ -78,29 +56,10 @@ class ConcatCache(TrimmedCache):
             raise CapabilityError(message, "Use a natively exported bundle.")
         self.trim(start + len(rows))
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        start, stop = row_range(start, stop, self.length)
-        arrays = [a[0, :, start:stop].copy() for a in self.arrays]
-        return CopiedRows(stop - start, tuple(arrays[::2]), tuple(arrays[1::2]))
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        check_snapshot(snapshot, self._geometry, self.capacity)
-        self.length = 0
-        self.append(snapshot)
-
     def append(self, snapshot: CacheSnapshot) -> None:
         check_snapshot(snapshot, self._geometry, self.capacity - self.length)
-        copies = [a for pair in zip(snapshot.keys, snapshot.values, strict=True) for a in pair]
-        self.replace([np.concatenate([a, b[None]], axis=2) for a, b in zip(self.past(), copies, strict=True)])
-
-    def rewrite(self, edit: Edit) -> None:
-        arrays, rows, left = self.past(), self.length, None
-        self.length = 0
-        for layer in range(self._geometry.num_layers):
-            edited = edit(layer, *(a[0].copy() for a in arrays[2 * layer : 2 * layer + 2]))
-            left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
-            arrays[2 * layer : 2 * layer + 2] = (np.array(a[None]) for a in edited)
-        self.replace(arrays)
+        both = zip(self.past(), (*snapshot.keys, *snapshot.values), strict=True)
+        self.replace([np.concatenate([kept, added[None]], axis=2) for kept, added in both])
 
 
 class ConcatBackend:

@@ -1,8 +1,6 @@
 """Common base of the backends of our own ONNX graphs: one session, its weights' pages, passes bound to reused buffers.
-
 The graph's inputs and outputs are those of edgeinfer.bundle.graph. What attention reads besides, and the cache, are
-those of each backend.
-"""
+those of each backend."""
 
 from __future__ import annotations
 
@@ -40,11 +38,7 @@ _MOST_PASSES = 64
 
 
 class GraphBackend(ABC):
-    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are.
-
-    Args:
-        places: rows of the rotary tables, for a context of `capacity` tokens.
-    """
+    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are."""
 
     name = "onnx"
     cache: ObservedCache

@@ -1,7 +1,5 @@
-"""Memory of a model on onnxruntime, or on numpy, by term.
-
-All terms are upper bounds. Constants were fitted to measured processes (docs/log/2026-11-21.md).
-"""
+"""Memory of a model on onnxruntime, or on numpy, by term. All terms are upper bounds. Constants were fitted to measured
+processes (docs/log/2026-11-21.md)."""
 
 from __future__ import annotations
 
@@ -61,7 +59,9 @@ class OnnxMemory:
     def weights(self, configuration: Configuration) -> Footprint:
         manifest = self.bundle.manifest
         if self.floats:
-            return _multiplied_out(manifest)
+            # Every weight in float32, which the tied head is a second time, and what making the largest of them takes.
+            sizes = [_FLOAT_BYTES * math.prod(t.shape) for t in manifest.tensors]
+            return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
         key = configuration.window_layers, configuration.kept_layers, configuration.expert_bytes
         if (weights := self._known.get(key)) is None:
             weights = self._known[key] = _weights(manifest, self.layout, configuration, self.threads)
@@ -155,12 +155,6 @@ class OnnxMemory:
         return unused, used
 
 
-def _multiplied_out(manifest: Manifest) -> Footprint:
-    """Every weight in float32, which the tied head is a second time, and what making the largest of them takes."""
-    sizes = [_FLOAT_BYTES * math.prod(t.shape) for t in manifest.tensors]
-    return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
-
-
 def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, threads: int) -> Footprint:
     """Anonymous bytes of packed weights, and file pages in memory."""
     if not manifest.tensors:
@@ -194,11 +188,8 @@ def _native_weights(tensors: Sequence[TensorEntry], window: tuple[int, int], thr
 
 
 def _activations(manifest: Manifest, chunk: int, context: int) -> int:
-    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits.
-
-    Args:
-        context: context tokens of a graph whose attention takes a bias; 0 where it reads pages.
-    """
+    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias (`context` is
+    0 where attention reads pages), logits."""
     geometry, decoder = manifest.geometry, manifest.decoder
     hidden = geometry.hidden_size
     if decoder is None:

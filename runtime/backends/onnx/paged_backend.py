@@ -50,14 +50,9 @@ Sequences = Sequence[tuple[PagedCache, ForwardInput]]
 
 
 class PagedBackend(GraphBackend):
-    """Implements `contract.Backend` for one sequence, and evaluates rows of several in one pass.
-
-    Args:
-        exact: pad passes where ONNX Runtime's float matrices make a single row differ.
-        kv: type of the cache, one of edgeinfer.bundle.geometry.PAGED_KV.
-        pages: pages of the pool for other sequences and kept prefixes, in addition to the pages of one sequence.
-        weighed: the cache's rows have weights, for those that stand for several tokens.
-    """
+    """Implements `contract.Backend` for one sequence, and evaluates rows of several in one pass. `exact` pads passes
+    where ONNX Runtime's float matrices make a single row differ. The pool has further `pages` for other sequences and
+    kept prefixes; rows have weights where `weighed`, for those that stand for several tokens."""
 
     cache: PagedCache
     _paths: PathTables

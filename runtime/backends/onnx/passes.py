@@ -25,11 +25,8 @@ _HIDDEN = np.float32(-1e9)
 
 
 def _copy_padding(bias: Floats, real: int) -> None:  # (S, T)
-    """Lets each row of padding see itself in place of the last real row, and else what that sees.
-
-    So it is that row again, up to rounding, and its experts are the same: any others would have to be fetched for
-    nothing.
-    """
+    """Lets each row of padding see itself in place of the last real row, and else what that sees. So it is that row
+    again, up to rounding, and its experts are the same: any others would have to be fetched for nothing."""
     size, total = bias.shape
     start = total - size
     bias[real:] = bias[real - 1]
@@ -40,12 +37,7 @@ def _copy_padding(bias: Floats, real: int) -> None:  # (S, T)
 
 class Buffers:
     """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes.
-
-    Args:
-        top_k: experts of a token; 0 in models without.
-        tapped: width of what is tapped of each token, or read by a draft module of its target; 0 in other models.
-        logits: columns of the logits; 0 are as many as the vocabulary has tokens.
-    """
+    `top_k` and `tapped`, the width of what is read of the target, are 0 in models without."""
 
     def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int, tapped: int = 0, logits: int = 0) -> None:
         self.size, self.rows, self.layers = size, rows, geometry.num_layers
@@ -131,12 +123,8 @@ class ExpertInputs:
 
 
 class AttentionBias:
-    """The attention bias, bound to every pass, as its shape changes with each.
-
-    Args:
-        window: tokens of the sliding window; 0 without one.
-        copies_padding: rows of padding are the last real row again, so that they choose its experts.
-    """
+    """The attention bias, bound to every pass, as its shape changes with each; with `copies_padding` rows of padding
+    are the last real row again, so that they choose its experts."""
 
     def __init__(self, cache: KVBuffers, window: int, copies_padding: bool) -> None:
         self._cache = cache
@@ -174,17 +162,12 @@ def bind_cache(binding: Binding, cache: KVBuffers) -> None:
     for layer, arrays in enumerate(zip(cache.keys, cache.values, strict=True)):
         names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
         for past, present, array in names:
-            before, after = _both(array)
+            if isinstance(array, DeviceArray):  # a device may not write to the cache that it reads
+                before, after = array.value, array.written
+            else:
+                before = after = ort.OrtValue.ortvalue_from_numpy(array)
             binding.bind_ortvalue_input(past, before)
             binding.bind_ortvalue_output(present, after)
-
-
-def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue]:
-    """The cache that a pass reads, and the one that it writes: the same, but on devices that cannot."""
-    if isinstance(array, DeviceArray):
-        return array.value, array.written
-    value = ort.OrtValue.ortvalue_from_numpy(array)
-    return value, value
 
 
 # Columns of the number of first slots, and of a row's own where it names that.
@@ -196,11 +179,8 @@ Path = tuple[int, Sequence[int]]
 
 
 class PathTables:
-    """Memory for the paths of passes of up to `size` rows, which paged attention reads.
-
-    A path is the first slots of its sequence and then some further ones, the last of all the row's own
-    (edgeinfer.bundle.graph).
-    """
+    """Memory for the paths of passes of up to `size` rows, which paged attention reads. A path is the first slots of
+    its sequence and then some further ones, the last of all the row's own (edgeinfer.bundle.graph)."""
 
     def __init__(self, size: int, capacity: int, slots: int = 1) -> None:
         # For each row its sequence, the number of first slots it sees, where its further slots begin in `slots`, and
@@ -222,10 +202,8 @@ class PathTables:
         self.rows[:size, _PREFIX] = self._counting[start + 1 : start + 1 + size]
 
     def tell_block(self, start: int, size: int, block: int) -> None:
-        """Set the paths of rows that follow `start` ones of the first sequence: the last see all, the others nothing.
-
-        A row sees something, be it the first slot. Who reads keys and values alone does not mind.
-        """
+        """Set the paths of rows that follow `start` ones of the first sequence: the last see all, the others nothing. A
+        row sees something, be it the first slot. Who reads keys and values alone does not mind."""
         rows = self.rows[:size]
         rows[:] = 0, 1, 0, _NAMES_ITS_SLOT
         rows[:, _OWN] = self._counting[start : start + size]

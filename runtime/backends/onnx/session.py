@@ -22,10 +22,8 @@ _SILENT = 4  # severity of messages that are logged
 
 
 class _CopiedInputs:
-    """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound.
-
-    So inputs are bound again for each run; what lies on the device already is not copied.
-    """
+    """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound. So inputs
+    are bound again for each run; what lies on the device already is not copied."""
 
     def __init__(self, binding: ort.IOBinding) -> None:
         self._binding = binding
@@ -61,18 +59,9 @@ def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
 
 
 class OrtSession:
-    """A session set up for small memory, whose runs can be ended from another thread.
-
-    The arena is off because it never returns the activations of the largest pass; memory patterns are off because
-    they plan for fixed shapes.
-
-    Args:
-        path: the model file, or what would be in it.
-        folder: where the weights of a model that is not a file lie.
-        device: runs what its provider can; the CPU runs the rest.
-        affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
-            them; empty leaves the threads to the system.
-    """
+    """A session set up for small memory, whose runs can be ended from another thread. The arena is off because it never
+    returns the activations of the largest pass; memory patterns are off because they plan for fixed shapes. `folder`
+    has the weights of a model that is no file, `affinity` is onnxruntime's of all threads but the first."""
 
     def __init__(
         self,
@@ -129,17 +118,14 @@ class OrtSession:
         # which took 57 microseconds.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
         if threads > 1:
-            self._rest()
+            # The threads of a new session spin for some 40 ms, on cores that loading wants, unless a run ends. One that
+            # asks for no output ends at once, with an error.
+            with contextlib.suppress(Exception):
+                self._session.run_with_iobinding(self._session.io_binding(), self._run_options)
 
     def renew(self) -> None:
         """Keeps the session, whose end waits for its threads (in `pthread_cond_destroy`)."""
         keep_for_good(self._session)
-
-    def _rest(self) -> None:
-        # The threads of a new session spin for some 40 ms, on cores that loading wants, unless a run ends. One that
-        # asks for no output ends at once, with an error.
-        with contextlib.suppress(Exception):
-            self._session.run_with_iobinding(self._session.io_binding(), self._run_options)
 
     def binding(self) -> Binding:
         """A new, empty binding of inputs and outputs, which are read and written where they lie."""
@@ -165,10 +151,8 @@ class OrtSession:
 
 
 def capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
-    """A bundle's capabilities on a device.
-
-    Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
-    """
+    """A bundle's capabilities on a device. Rows that lie behind the length, from which a pass resumes, do not survive
+    the change of copies."""
     traits = device.traits
     return dataclasses.replace(
         whole,

@@ -141,12 +141,8 @@ class Window:
 
 
 class WindowedBackend(WrappedBackend[GraphBackend]):
-    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
-    states of one enter the next. Every row of the result is the same bits as without.
-
-    Args:
-        inner: a backend that can skip layers and resume from hidden states; closed with this one.
-    """
+    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside, which is
+    closed with it: the hidden states of one enter the next. Every row of the result has the same bits."""
 
     def __init__(self, inner: GraphBackend, meter: DiskMeter | None) -> None:
         super().__init__(inner)
@@ -199,8 +195,6 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers that run together."""
-
     layers: NDArray[np.bool_]
     weights: WeightPart  # its streamed weights
     dropped: bool = False  # weights are dropped as soon as an operator has read them, not only when all have run
@@ -222,14 +216,9 @@ class _Part:
 
 
 class StreamedBackend(WindowedBackend):
-    """Implements `contract.Backend` around a backend that reads its weights in place.
-
-    Args:
-        inner: a backend that can skip layers and resume from hidden states; closed with this one.
-        window_layers: layers whose weights are in memory together; all of them stay there.
-        kept_layers: layers that stay in memory, with head and embedding.
-        room: bytes of the weights that the system's cache can keep; None where it keeps all.
-    """
+    """Implements `contract.Backend` around a backend that reads its weights in place, can skip layers and resume from
+    hidden states; closes it too. `kept_layers`, head and embedding stay in memory. The system's cache can keep `room`
+    bytes of weights; None is all."""
 
     def __init__(
         self,
@@ -318,14 +307,11 @@ _WINDOW_SHARE = 0.25
 
 
 class CachedExpertsBackend(WindowedBackend):
-    """Implements `contract.Backend` with only some of a model's experts in memory; others are read when chosen.
+    """Implements `contract.Backend` with only `limit` bytes of a model's experts in memory; others are read when
+    chosen, or when `guess` predicts them for the next window.
 
     What belongs to no expert stays in memory. A pass that could fetch more than there is room for is cut into windows
     of layers, and room is made before each of them, so that never more than the limit is in memory.
-
-    Args:
-        limit: bytes of experts that may be in memory at once.
-        guess: predicts the experts of the next window's layers, so that they are read while these begin.
     """
 
     def __init__(

@@ -152,8 +152,6 @@ class ReferenceEnds:
 
 @dataclass(frozen=True)
 class ReferenceMixture:
-    """The mixture of a layer."""
-
     spec: DecoderSpec
     layer: int
     moe: MoESpec
@@ -262,11 +260,8 @@ class _Pass:
 
 
 class ReferenceBackend:
-    """Implements `contract.Backend` for every bundle with a decoder description.
-
-    Args:
-        kv: type of the cache, one of edgeinfer.bundle.geometry; it needs no graph of its own here.
-    """
+    """Implements `contract.Backend` for every bundle with a decoder description, with a cache of any type of
+    `geometry`."""
 
     name = "reference"
     kernel = "numpy"
@@ -540,9 +535,8 @@ class ReferenceBackend:
         """Does nothing: a numpy pass runs to its end, which is still within one step."""
 
     def nbytes(self) -> dict[str, int]:
-        weights = sum(w.nbytes for w in self._whole.values())
         return {
-            "weights": weights,
+            "weights": sum(w.nbytes for w in self._whole.values()),
             "kv": self.cache.nbytes,
             "buffers": sum(cos.nbytes + sin.nbytes for cos, sin in self._tables),
         }
@@ -568,8 +562,6 @@ class ReferenceFactory(BackendFactory):
         return memory_of(choice.bundle, choice.layout, floats=True)
 
     def make(self, order: BackendOrder) -> Backend:
-        from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-
         bundle, plan = order.bundle, order.configuration
         backend = ReferenceBackend(bundle, plan.context, kv=plan.kv)
         return counting_experts(bundle, backend, backend.cache)

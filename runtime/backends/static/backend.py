@@ -118,14 +118,8 @@ def _check_graph(session: OrtSession, path: Path, graph: StaticGraph, spec: Deco
 
 
 class StaticBackend:
-    """Implements `contract.Backend` for static bundles.
-
-    Args:
-        capacity: tokens the cache may hold, at most as many as the graphs' caches have rows.
-        exact: use only graphs whose rows are bit-identical, as `memory.choose_graphs` says.
-        rows: rows of the widest pass that is no prompt; None for any number.
-        chunk: prompt tokens per pass; None for as many as the graph for prompts takes.
-    """
+    """Implements `contract.Backend` for static bundles; `exact` uses only graphs whose rows are bit-identical. `rows`
+    limits passes that are no prompt, None for any number; `chunk` those of prompts, None for the widest graph."""
 
     name = "onnx-static"
 

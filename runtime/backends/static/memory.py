@@ -1,8 +1,6 @@
-"""Cuts a pass into runs of static graphs; memory of these graphs' sessions on onnxruntime, by term.
-
-Every graph has a session with packed copies of all weights, and all sessions that a way of running may make are
-counted. All terms are upper bounds; constants were fitted to measured processes (docs/log/2026-11-22.md).
-"""
+"""Cuts a pass into runs of static graphs; memory of these graphs' sessions on onnxruntime, by term. Every graph has a
+session with packed copies of all weights, and all sessions that a way of running may make are counted. All terms are
+upper bounds; constants were fitted to measured processes (docs/log/2026-11-22.md)."""
 
 from __future__ import annotations
 
@@ -34,8 +32,6 @@ class Run:
 
 @dataclass(frozen=True)
 class GraphSet:
-    """The graphs that passes may use."""
-
     narrow: tuple[StaticGraph, ...]  # the narrowest first; at least one
     prompts: StaticGraph | None  # the graph for prompts; None where they go through the others
 
@@ -63,11 +59,9 @@ def _fills(rows: int, graph: StaticGraph) -> bool:
 
 
 def choose_graphs(static: StaticGraphs, *, exact: bool, on_cpu: bool, rows: int, chunk: int) -> GraphSet:
-    """The graphs for a way of running.
-
-    Rows of passes are bit-identical on the CPU where they have a neighbour, in even numbers (as operators there take
-    rows in pairs and a single one goes another way); on other devices within one graph, if at all.
-    """
+    """The graphs for a way of running. Rows of passes are bit-identical on the CPU where they have a neighbour, in even
+    numbers (as operators there take rows in pairs and a single one goes another way); on other devices within one
+    graph, if at all."""
     narrow = static.narrow
     if exact:
         narrow = tuple(g for g in narrow if g.rows % 2 == 0) or narrow[-1:]

@@ -35,11 +35,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class Observer:
-    """Queries of the tokens that were fed last.
-
-    Args:
-        backend: runs it; must skip layers and resume from hidden states.
-    """
+    """Queries of the tokens that were fed last, by a backend that can skip layers and resume from hidden states."""
 
     def __init__(self, bundle: Bundle, backend: Backend) -> None:
         assert bundle.manifest.decoder is not None, "whoever makes an observer checks that"

@@ -26,8 +26,6 @@ from edgeinfer.runtime.paging.layout import PAGE, PAGE_UNIT, pages_for
 
 @dataclass(frozen=True)
 class Removed:
-    """Result of one context shift."""
-
     rows: int  # rows that the cache lost
     merged: float = 0.0  # rows that went into others, the mean over layers and heads; the remaining ones were dropped
 

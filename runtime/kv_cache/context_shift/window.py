@@ -1,8 +1,6 @@
-"""Forgets the middle: keeps the first tokens and the latest ones.
-
-StreamingLLM (Xiao et al. 2024): attention rests on the first tokens whatever they are, so these stay as sinks. Layers
-with a sliding window of their own lose nothing as long as it is no longer than what is kept of the latest tokens.
-"""
+"""Forgets the middle: keeps the first tokens and the latest ones. StreamingLLM (Xiao et al. 2024): attention rests on
+the first tokens whatever they are, so these stay as sinks. Layers with a sliding window of their own lose nothing as
+long as it is no longer than what is kept of the latest tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +22,7 @@ _FREED = 0.125
 
 
 class WindowPolicy:
-    """Implements `ContextShiftPolicy`.
-
-    Args:
-        sinks: first tokens that stay.
-        freed: share of the context that each context shift frees.
-    """
+    """Implements `ContextShiftPolicy`: the first `sinks` tokens stay, and each shift frees a share of the context."""
 
     name = "window"
 

@@ -1,9 +1,6 @@
-"""What drafters promise, what a draft is and what a round tells.
-
-Words: the *root* is the last committed token, which is chosen but not yet in the target's cache. A draft is a tree of
-tokens below the root; a chain is a tree without branches. The target's pass feeds the root and then the draft's nodes,
-so node i is row i + 1 of the pass.
-"""
+"""What drafters promise, what a draft is and what a round tells. Words: the *root* is the last committed token, which
+is chosen but not yet in the target's cache. A draft is a tree of tokens below the root; a chain is a tree without
+branches. The target's pass feeds the root and then the draft's nodes, so node i is row i + 1 of the pass."""
 
 from __future__ import annotations
 
@@ -25,10 +22,8 @@ class Draw(Protocol):
 
     def __call__(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:  # (V,)
         """The token after context and drafted tokens, and the distribution it was drawn from; None is deterministic.
-
-        Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that
-        agrees with the target proposes what the target will sample.
-        """
+        Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that agrees
+        with the target proposes what the target will sample."""
 
 
 class Further(Protocol):
@@ -44,14 +39,6 @@ def _nothing(probabilities: Probabilities, drafted: Sequence[int], taken: Sequen
     return None
 
 
-def _all_there() -> int:
-    return 0
-
-
-def _middle(depth: int, draw: int) -> float:
-    return 0.5
-
-
 @dataclass(frozen=True)
 class DraftContext:
     """What a round starts from."""
@@ -65,10 +52,10 @@ class DraftContext:
     further: Further = _nothing  # draws siblings of a token that `draw` drew from a distribution
     # By how many tokens the text is longer than the target's cache with the root would be, because the text has
     # outgrown the context; 0 as long as it has not. It changes between rounds only.
-    lost: Callable[[], int] = _all_there
+    lost: Callable[[], int] = lambda: 0
     # A number in [0, 1) of a depth (0 for what follows the root), independent for each draw and of all tokens drawn,
     # for deciding where to draw.
-    chance: Callable[[int, int], float] = _middle
+    chance: Callable[[int, int], float] = lambda depth, draw: 0.5
 
     @property
     def root_row(self) -> int:
@@ -78,8 +65,6 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One proposed token."""
-
     token: int  # its id
     sign: int  # the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart
     # What it was drawn from, for verification by ratio; None is deterministic.
@@ -141,8 +126,6 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification decided."""
-
     accepted: tuple[int, ...]  # nodes on the accepted path, from the root down
     token: int  # chosen after the last of them: the recovered token where a proposal was rejected, else the bonus
     bonus: bool  # whether the path ended at a node (or root) that had no child to reject
@@ -184,10 +167,8 @@ class TargetView(Protocol):
         """The distribution after this node: penalties, bans, masks, temperature and truncation of its path applied."""
 
     def uniform(self, depth: int, draw: int) -> float:
-        """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root).
-
-        Independent for each draw, of the draw behind `token` and of drafters' draws.
-        """
+        """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root). Independent for
+        each draw, of the draw behind `token` and of drafters' draws."""
 
     def state(self, node: int) -> Floats:  # (D,)
         """The target's state after the last layer in the row of this node."""
@@ -217,10 +198,8 @@ class Drafter:
     at_once: bool = False  # whether the first guess of a round computes what all of them take; the others cost nothing
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A generation begins after this prompt, or whatever of it differs from what is known already.
-
-        Of a text that has outgrown the context it is the latest tokens, as many as the context holds.
-        """
+        """A generation begins after this prompt, or whatever of it differs from what is known already. Of a text that
+        has outgrown the context it is the latest tokens, as many as the context holds."""
 
     def unread(self, context: DraftContext) -> int:
         """Tokens of the text that the next guess reads besides the root, as all of a prompt before the first one."""
@@ -232,9 +211,7 @@ class Drafter:
 
     def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
-
-        Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.
-        """
+        Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it."""
         return None
 
     def repeat(self) -> None:

@@ -28,7 +28,6 @@ class ForcedDrafter(Drafter):
         return (Guess(forced[0], 0),) if forced else ()
 
     def for_sequence(self) -> ForcedDrafter:
-        """Another."""
         return ForcedDrafter()
 
 
@@ -129,11 +128,9 @@ class CopyDrafter(Drafter):
         self._places = {(): place}
 
     def for_sequence(self) -> CopyDrafter:
-        """Another, for a conversation of its own."""
         return CopyDrafter()
 
     def nbytes(self) -> int:
-        """Bytes of the index and the substitutions."""
         return self._index.nbytes() + self._aligner.nbytes()
 
     def close(self) -> None:

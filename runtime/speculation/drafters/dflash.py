@@ -1,8 +1,6 @@
-"""Drafting with a module that fills a block of masks at once (Chen et al. 2026, DFlash, arXiv 2602.06036).
-
-One pass gives the logits of all places behind the root, each without knowing what stands at the others. Chains take the
-best of each; trees, grown by the controller over the best few of each place, are those of DDTree (arXiv 2604.12989).
-"""
+"""Drafting with a module that fills a block of masks at once (Chen et al. 2026, DFlash, arXiv 2602.06036). One pass
+gives the logits of all places behind the root, each without knowing what stands at the others. Chains take the best of
+each; trees, grown by the controller over the best few of each place, are those of DDTree (arXiv 2604.12989)."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ class DflashDrafter(ModuleDrafter):
         self._logits_of: Floats | None = None  # behind the root, by place: a view of the module's last pass. (n, V)
 
     def repeat(self) -> None:
-        """See `Drafter.repeat`."""
         self._known.clear()
         self._logits_of = None
 

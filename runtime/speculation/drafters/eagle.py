@@ -1,7 +1,5 @@
-"""Drafting with a module that reads the target's states: EAGLE heads (Li et al. 2024, 2025) and MTP modules.
-
-Its rows for the text read the target's states; those for drafted tokens read its own of the row before.
-"""
+"""Drafting with a module that reads the target's states: EAGLE heads (Li et al. 2024, 2025) and MTP modules. Its rows
+for the text read the target's states; those for drafted tokens read its own of the row before."""
 
 from __future__ import annotations
 

@@ -62,7 +62,6 @@ class HydraPlusDrafter(StepDrafter):
         self._module.cache.trim(rows)
 
     def nbytes(self) -> int:
-        """Bytes that its module's backend allocated, and its own."""
         return super().nbytes() + self._prefix.nbytes
 
 

@@ -87,14 +87,8 @@ class Follower:
         return max(0, len(head) - 1 - (self.shared(head, ()) if self.owns else 0))
 
     def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int) -> Floats:
-        """Feed what the cache lacks of a path and give the logits after its last tokens.
-
-        Args:
-            wanted: how many of the path's last tokens to give logits of; 0 is none.
-
-        Returns:
-            Logits, a view that the backend's next pass overwrites. (wanted, V)
-        """
+        """Feed what the cache lacks of a path and give the logits after so many of its last tokens (wanted, V), a view
+        that the backend's next pass overwrites."""
         if not self.owns:
             self.restart(self.start)
         total, shared = len(head) + len(drafted), self.shared(head, drafted)
@@ -144,11 +138,7 @@ _PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.93, 0.03, 0.08, 0.15, 0.2, 0
 
 
 class LogitDrafter(Drafter):
-    """Does what follows from having logits after any path.
-
-    Args:
-        vocabulary: V, the columns of the logits.
-    """
+    """Does what follows from having logits after any path, over a vocabulary of so many columns."""
 
     priors: Sequence[float] = _PRIORS
     draws = True
@@ -167,10 +157,8 @@ class LogitDrafter(Drafter):
         self._known.clear()
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """The token that `context.draw` chooses, then others; asked again within a round it costs nothing.
-
-        Others are further draws from the same distribution, or, where there is none, the most likely tokens.
-        """
+        """The token that `context.draw` chooses, then others; asked again within a round it costs nothing. Others are
+        further draws from the same distribution, or, where there is none, the most likely tokens."""
         path = tuple(drafted)
         found = self._known.get(path, ())
         if len(found) < width and (logits := self._logits(context, drafted)) is not None:
@@ -208,7 +196,6 @@ class LogitDrafter(Drafter):
         self._known.clear()
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         return self._powers.nbytes
 
     def restore(self, state: State) -> None:
@@ -230,11 +217,9 @@ def _likely(logits: Floats, width: int, taken: int) -> list[int]:  # (V,)
 
 
 def best_tokens(logits: Floats, count: int) -> NDArray[np.int64]:  # (V,) -> (count,)
-    """The tokens of the largest logits, largest first, the lower id first where they are equal.
-
-    A maximum of each group bounds what can be among them: the smallest of the largest maxima. Groups are columns of a
-    grid, so that the maxima are taken over whole rows at a time.
-    """
+    """The tokens of the largest logits, largest first, the lower id first where they are equal. A maximum of each group
+    bounds what can be among them: the smallest of the largest maxima. Groups are columns of a grid, so that the maxima
+    are taken over whole rows at a time."""
     groups = len(logits) // _GROUP
     if groups <= count:
         order: NDArray[np.int64] = np.argsort(-logits, kind="stable")[:count]

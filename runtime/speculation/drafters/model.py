@@ -21,12 +21,7 @@ from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 
 class ModelDrafter(LogitDrafter):
     """Drafts with a small model, whose cache keeps what earlier rounds fed and catches up when a guess is asked for.
-
-    Args:
-        backend: of the drafter's bundle, which nothing but drafters uses; they do not close it.
-        vocabulary: V, columns of the target's logits; None is as many as the drafter's. Where the two are padded
-            differently, tokens that only one of them has are never proposed.
-    """
+    Where its vocabulary and the target's are padded differently, tokens that only one has are never proposed."""
 
     name = "model"
 
@@ -76,7 +71,6 @@ class ModelDrafter(LogitDrafter):
         return self._padded
 
     def nbytes(self) -> int:
-        """Bytes that its backend allocated, and its own."""
         return sum(self._backend.nbytes().values()) + super().nbytes() + self._padded.nbytes
 
 

@@ -41,15 +41,9 @@ class _Interrupted:
 
 
 class TargetStates:
-    """Follows the rows of the target's cache by its passes; `observe` is called after each.
-
-    A module's row for a token reads the state before it, so a row can be read once the token behind it is known. Rows
-    that no pass showed, as those of a prefix that was kept elsewhere, are left out.
-
-    Args:
-        read: is called with rows that wait no longer.
-        trim: is called with how many of the rows that were read are still of the text.
-    """
+    """Follows the rows of the target's cache by its passes; `observe` is called after each. A module's row for a token
+    reads the state before it, so a row can be `read` once the token behind it is known. Rows that no pass showed, as
+    those of a prefix that was kept elsewhere, are left out."""
 
     def __init__(
         self,
@@ -257,7 +251,6 @@ class ModuleDrafter(LogitDrafter):
         return self._all
 
     def nbytes(self) -> int:
-        """Bytes that its module's backend allocated, and its own."""
         return sum(self._module.nbytes().values()) + super().nbytes() + self._states.nbytes + self._all.nbytes
 
     def close(self) -> None:
@@ -290,7 +283,6 @@ class StepDrafter(ModuleDrafter):
         self._begin_at(output.hidden[-1])
 
     def nbytes(self) -> int:
-        """Bytes that its module's backend allocated, and its own."""
         return super().nbytes() + self._first.nbytes
 
 

@@ -1,9 +1,6 @@
-"""Drafts by tables of n-grams learnt from every text seen, prompts and replies.
-
-ADED's adaptive table (algorithms.md C3) with contexts of one to six tokens in place of its trigrams: the longest one
-that is known decides. Contexts are hashed into arrays of fixed size, where those seldom seen give way to new ones. What
-is kept is token ids and counts.
-"""
+"""Drafts by tables of n-grams learnt from every text seen, prompts and replies. ADED's adaptive table (algorithms.md
+C3) with contexts of one to six tokens in place of its trigrams: the longest one that is known decides. Contexts are
+hashed into arrays of fixed size, where those seldom seen give way to new ones. What is kept is token ids and counts."""
 
 from __future__ import annotations
 
@@ -50,13 +47,8 @@ _PRIORS = tuple(1 / (1 + math.exp(_CAUTION - sum(terms))) for terms in product(_
 
 
 class NgramDrafter(Drafter):
-    """Guesses what most often followed the latest tokens.
-
-    Args:
-        vocabulary: V; token ids lie in [0, V).
-        bits: the tables have 2**bits slots of 24 bytes.
-        shared: whose tables it shares, instead of having its own.
-    """
+    """Guesses what most often followed the latest tokens, by tables of 2**bits slots of 24 bytes, its own or shared
+    ones."""
 
     name = "ngram"
     priors: Sequence[float] = _PRIORS
@@ -128,7 +120,6 @@ class NgramDrafter(Drafter):
         return list(found.values())
 
     def observe(self, round: Round) -> None:
-        """Learn the committed tokens."""
         for token in round.committed:
             self._learn(token)
             if self._length < _REMEMBERED:

@@ -72,7 +72,6 @@ class _Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
         return self.of.nbytes + self.best.nbytes + self.came.nbytes + self.token.nbytes
 
     def take(self, token: int) -> int:
@@ -89,12 +88,7 @@ class _Rows:
 
 
 class RecycleDrafter(Drafter):
-    """Guesses what came out best when a token was fed before.
-
-    Args:
-        vocabulary: V; token ids lie in [0, V).
-        shared: whose matrix it shares, instead of having its own.
-    """
+    """Guesses what came out best when a token was fed before; may share another's matrix."""
 
     name = "recycle"
     priors: Sequence[float] = _PRIORS

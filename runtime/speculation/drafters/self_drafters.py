@@ -1,8 +1,6 @@
-"""Drafters that run the target itself in a cheaper way, with rows of their own at the end of the target's cache.
-
-The engine leaves the cache one token, the root, short of the context; drafting appends the root's row and those of
-drafted tokens, which are dropped before verification.
-"""
+"""Drafters that run the target itself in a cheaper way, with rows of their own at the end of the target's cache. The
+engine leaves the cache one token, the root, short of the context; drafting appends the root's row and those of drafted
+tokens, which are dropped before verification."""
 
 from __future__ import annotations
 
@@ -60,19 +58,9 @@ _FIRST_ROWS = 16
 
 
 class EarlyExitDrafter(SelfDrafter):
-    """Drafts with the target's first layers, whose work verification goes on from.
-
-    LayerSkip's self-speculation (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those
-    that a whole pass would compute, so verification runs the remaining layers only.
-
-    Args:
-        target: must skip layers and resume from hidden states.
-        exit_layer: E, layers that draft; in [1, L).
-
-    Raises:
-        CapabilityError: the target can do neither.
-        UsageError: there is no such exit.
-    """
+    """Drafts with the target's first layers, whose work verification goes on from. LayerSkip's self-speculation
+    (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those that a whole pass would
+    compute, so verification runs the remaining layers only."""
 
     name = "exit"
 
@@ -102,9 +90,7 @@ class EarlyExitDrafter(SelfDrafter):
 
     def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         """Run the first layers for what they have not seen, cut the cache to the context and hand over their states.
-
-        None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts.
-        """
+        None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts."""
         head = self._head(context)
         if not self._follower.shared(head, drafted):
             return None
@@ -114,7 +100,6 @@ class EarlyExitDrafter(SelfDrafter):
         return Resumption(self._hidden[: 1 + len(drafted)], ~self._first)
 
     def nbytes(self) -> int:
-        """Bytes that it holds, hidden states included."""
         return super().nbytes() + self._hidden.nbytes
 
 
@@ -134,18 +119,8 @@ def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
 
 
 class SkipDrafter(SelfDrafter):
-    """Drafts with the target less some of its attention and MLP blocks.
-
-    Draft & Verify (Zhang et al. 2024) and SWIFT (Xia et al. 2025).
-
-    Args:
-        target: must skip layers.
-        layer_mask: blocks that run, as `Backend.forward` takes it; None takes `every_second`. (2 L,)
-
-    Raises:
-        CapabilityError: the target cannot skip layers.
-        UsageError: the mask does not fit the model, or skips nothing.
-    """
+    """Drafts with the target less some of its attention and MLP blocks, by default `every_second`. Draft & Verify
+    (Zhang et al. 2024) and SWIFT (Xia et al. 2025)."""
 
     name = "skip"
 
@@ -170,16 +145,8 @@ def _require_planes(target: Backend) -> None:
 
 
 class BitsDrafter(SelfDrafter):
-    """Drafts with the high 4-bit plane of the target's 8-bit weights.
-
-    The bit axis of ELMoE-3D's self-speculation: half of the weights' bytes are read, and no second copy is kept.
-
-    Args:
-        target: must be able to read one plane.
-
-    Raises:
-        CapabilityError: it is not.
-    """
+    """Drafts with the high 4-bit plane of the target's 8-bit weights. The bit axis of ELMoE-3D's self-speculation: half
+    of the weights' bytes are read, and no second copy is kept."""
 
     name = "bits"
 
@@ -200,19 +167,9 @@ def fewer_experts(target: Backend) -> int:
 
 
 class ExpertsDrafter(SelfDrafter):
-    """Drafts with fewer of the target's experts for each token.
-
-    The expert axis of ELMoE-3D's self-speculation: same weights, same routers, but each token uses `count` experts
-    instead of the model's own number, and, with a bias, only those that the bias allows.
-
-    Args:
-        target: must be able to use fewer experts.
-        count: of experts for each token; None takes `fewer_experts`.
-
-    Raises:
-        CapabilityError: the target cannot use fewer.
-        UsageError: it cannot use so many or so few.
-    """
+    """Drafts with fewer of the target's experts for each token. The expert axis of ELMoE-3D's self-speculation: same
+    weights, same routers, but each token uses `count` experts (by default `fewer_experts`) and, with a bias, only those
+    that the bias allows."""
 
     name = "experts"
 
@@ -235,17 +192,9 @@ class ExpertsDrafter(SelfDrafter):
 
 
 class BitsAndExpertsDrafter(ExpertsDrafter):
-    """Drafts with the high 4-bit plane of the target's 8-bit weights and fewer of its experts, in one pass.
-
-    ELMoE-3D's self-speculation on both axes: of a layer's experts, half of the bytes of half of those that a token uses
-    are read.
-
-    Args:
-        target: must be able to read one plane, and to use fewer experts.
-
-    Raises:
-        CapabilityError, UsageError: as `BitsDrafter` and `ExpertsDrafter`.
-    """
+    """Drafts with the high 4-bit plane of the target's 8-bit weights and fewer of its experts, in one pass. ELMoE-3D's
+    self-speculation on both axes: of a layer's experts, half of the bytes of half of those that a token uses are
+    read."""
 
     name = "bits-experts"
 
@@ -258,14 +207,7 @@ class BitsAndExpertsDrafter(ExpertsDrafter):
 
 
 class CachedExpertsDrafter(ExpertsDrafter):
-    """Drafts with experts that are in memory, so that drafting fetches none.
-
-    Args:
-        bias: tells which are, as `ExpertChoice` takes it; asked before every pass.
-
-    Raises:
-        CapabilityError, UsageError: as `ExpertsDrafter`.
-    """
+    """Drafts with the experts in memory, which `bias` tells before every pass, so that drafting fetches none."""
 
     name = "resident"
 

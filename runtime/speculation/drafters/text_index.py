@@ -40,11 +40,7 @@ class SuffixIndex:
         return len(self.tokens)
 
     def replace(self, tokens: Sequence[int]) -> int:
-        """Make this the text; what it shares with the last one from the start on is not touched.
-
-        Returns:
-            tokens that were shared.
-        """
+        """Make this the text; the tokens it shares with the last one from the start on are not touched, and counted."""
         tokens, mine = list(tokens), self.tokens
         shared = min(len(tokens), len(mine))
         if tokens[:shared] != mine[:shared]:
@@ -55,7 +51,6 @@ class SuffixIndex:
         return shared
 
     def append(self, token: int) -> None:
-        """One more token."""
         tokens, latest, end = self.tokens, self._latest, len(self.tokens)
         for length, key in zip(_LENGTHS, _keys(tokens[-_LONGEST:]), strict=False):
             self._before[length].append(latest.get(key, NONE))
@@ -95,11 +90,8 @@ class SuffixIndex:
                     self._after[tokens[-1]] = known
 
     def longest(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
-        """The longest earlier occurrence, two tokens at least, of what text and drafted tokens end with.
-
-        Returns:
-            where it went on, of equally long ones the latest, and its length; (NONE, 0) where there is none.
-        """
+        """Where the longest earlier occurrence, two tokens at least, of what text and drafted tokens end with went on,
+        of equally long ones the latest, and its length; (NONE, 0) where there is none."""
         count = len(drafted)
         tail = list(drafted[-_LONGEST:]) if count >= _LONGEST else [*self.tokens[count - _LONGEST :], *drafted]
         best, size = NONE, 0
@@ -112,9 +104,7 @@ class SuffixIndex:
 
     def latest_of_last(self) -> tuple[int, int]:
         """Where the text went on after the latest earlier occurrence of its last token, and 1; (NONE, 0) without one.
-
-        Reads the whole text where there is none.
-        """
+        Reads the whole text where there is none."""
         behind = reversed(self.tokens)
         last = next(behind, NONE)
         distance = next((n for n, token in enumerate(behind) if token == last), NONE)
@@ -126,7 +116,6 @@ class SuffixIndex:
         return NONE if known == _SEVERAL or (twice and not known & 1) else known >> 1
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         arrays = (self.tokens, self._latest, self._after, self._after_before, *self._before.values())
         numbers = len(self.tokens) + len(self._latest) + len(self._after)
         return sum(map(sys.getsizeof, arrays)) + _NUMBER_BYTES * numbers
@@ -240,11 +229,8 @@ class Cursor(NamedTuple):
 
 
 class Aligner:
-    """Moves cursors over the text of an index.
-
-    Paths are drafted tokens up to and with the one a cursor is moved over. A committed token is a path of its own: it
-    is not indexed before everything has moved over it.
-    """
+    """Moves cursors over the text of an index. Paths are drafted tokens up to and with the one a cursor is moved over.
+    A committed token is a path of its own: it is not indexed before everything has moved over it."""
 
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index

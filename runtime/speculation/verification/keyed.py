@@ -7,11 +7,9 @@ from edgeinfer.runtime.speculation.verification.rule import VerificationRule
 
 
 def verify_keyed(draft: Draft, target: TargetView) -> Verdict:
-    """Follow the target's own position-keyed choices down the draft for as long as it holds them.
-
-    Whatever the draft, the text is that of plain decoding, token by token: greedy decoding is the case in which the
-    choice is the most likely token.
-    """
+    """Follow the target's own position-keyed choices down the draft for as long as it holds them. Whatever the draft,
+    the text is that of plain decoding, token by token: greedy decoding is the case in which the choice is the most
+    likely token."""
     accepted: list[int] = []
     at, token, childless = -1, target.token(-1), True
     # Parents come before children, so one look at each node finds the whole path.

@@ -33,11 +33,9 @@ Uniform = Callable[[int], float]  # the uniform draw of a place by its number
 
 
 def verify_rejection(draft: Draft, target: TargetView) -> Verdict:
-    """Go down from the root while a child is accepted; else draws a token from what is left.
-
-    Of each depth's numbers, 0 draws the token and the n-th tests the n-th child. The target's keyed choice has no part
-    in it: certain guesses may foretell that one, and then the draft would be no stranger to it.
-    """
+    """Go down from the root while a child is accepted; else draws a token from what is left. Of each depth's numbers, 0
+    draws the token and the n-th tests the n-th child. The target's keyed choice has no part in it: certain guesses may
+    foretell that one, and then the draft would be no stranger to it."""
     accepted: list[int] = []
     node = -1
     while True:
@@ -88,9 +86,7 @@ def without(probabilities: Probabilities, tokens: Sequence[int]) -> Probabilitie
 
 def residual(probabilities: Probabilities, served: Probabilities) -> Probabilities:  # (V,), (V,) -> (V,)
     """What is left to draw from once `served` of a distribution's mass was tried: the positive part, renormalised.
-
-    Where rounding leaves nothing the two were the same up to rounding, and the distribution itself is the answer.
-    """
+    Where rounding leaves nothing the two were the same up to rounding, and the distribution itself is the answer."""
     return _renormalised(np.maximum(probabilities - served, 0), probabilities)
 
 

@@ -64,10 +64,8 @@ def watch_here(peak: Callable[[dict[str, Any]], int]) -> Callable[..., Finished]
 
 
 class Canned:
-    """An engine with made-up times: 2 ms a step, 1 ms and 3 ms a token a pass, 50 ms a prompt.
-
-    The next token is the last and 1, or the last and 2 if it is `wrong`.
-    """
+    """An engine with made-up times: 2 ms a step, 1 ms and 3 ms a token a pass, 50 ms a prompt. The next token is the
+    last and 1, or the last and 2 if it is `wrong`."""
 
     version = "1.0"
 

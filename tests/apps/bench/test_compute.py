@@ -11,7 +11,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench import compute
-from edgeinfer.apps.bench.compute import ComputeBench, ComputeMaterial, Point, compute_chart, measure_compute
+from edgeinfer.apps.bench.compute import ComputeBench, Point, compute_chart, measure_compute
+from edgeinfer.apps.bench.texts import Material
 from edgeinfer.apps.cli.main import main
 from tests.compute import even_costs
 from tests.speculation import random_bundle
@@ -45,7 +46,7 @@ def test_every_policy_is_measured(bundles: tuple[Path, Path], monkeypatch: pytes
     monkeypatch.setattr(compute, "LEVELS", few)
     monkeypatch.setattr(compute, "_FLOORS", (1e-3, 90.0))
     large, small = bundles
-    material = ComputeMaterial(STORIES[1:], STORIES[:1], (), "stories")
+    material = Material(STORIES[1:], STORIES[:1], (), "stories")
     with edgeinfer.load(large, draft_model=small, threads=1, remember=False) as model:
         found = measure_compute(ComputeBench(model, material, lambda stage: None), drafter="small")
     points = [Point(**each) for each in found["points"]]

@@ -12,11 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.curve import CurveConfig, curve_chart, curve_section, run_curve
+from edgeinfer.apps.bench.curve import Contender, CurveConfig, curve_chart, curve_section, run_curve
 from edgeinfer.apps.bench.render import chart_svg, markdown
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, UsageError
-from edgeinfer.results import DeviceLimits
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
@@ -89,7 +88,7 @@ def test_several_depths_and_caches(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tokens before" in (tmp_path / "c.svg").read_text()
 
 
-class Twice:
+class Twice(Contender):
     """Another engine, whose times are fixed."""
 
     kv, threads = "llama.cpp float16", 2
@@ -99,12 +98,6 @@ class Twice:
 
     def prompt(self, tokens: int) -> float:
         return 1e9
-
-    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> tuple[None, None]:
-        return None, None
-
-    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> None:
-        return None
 
 
 @needs_builtin

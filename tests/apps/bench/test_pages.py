@@ -12,16 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.apps.bench.benchmark import run_header
-from edgeinfer.apps.bench.render import (
-    Chart,
-    Line,
-    Paragraph,
-    Section,
-    Table,
-    chart_svg,
-    decades,
-    ticks,
-)
+from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Section, Table, chart_svg, decades, ticks
 from edgeinfer.apps.bench.report import page_html, read_section
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError

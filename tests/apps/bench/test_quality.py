@@ -14,14 +14,8 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 import edgeinfer
-from edgeinfer.apps.bench.quality import (
-    Material,
-    QualityOptions,
-    Variant,
-    measure_family,
-    score_tasks,
-)
-from edgeinfer.apps.bench.texts import Prompt
+from edgeinfer.apps.bench.quality import QualityOptions, Variant, measure_family, score_tasks
+from edgeinfer.apps.bench.texts import Material, Prompt
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CheckpointError, NativeUnavailableError
 from edgeinfer.export.options import ExportConfig

@@ -34,10 +34,8 @@ SETUP = {"threads": 1, "kernel": "kernel", "model": "stub", "options": {"repeats
 
 
 class StubModel:
-    """Says prompt + 1, + 2, ...; "bits" cannot run, "lossy" is lossy and says something else, "copy" is wrong.
-
-    What it knows is the list of first tokens it was asked to continue.
-    """
+    """Says prompt + 1, + 2, ...; "bits" cannot run, "lossy" is lossy and says something else, "copy" is wrong. What it
+    knows is the list of first tokens it was asked to continue."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], dict[str, Any], list[int]]] = []

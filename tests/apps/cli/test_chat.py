@@ -253,14 +253,6 @@ def test_piped_lines_are_text_whatever_the_locale(
     assert capsys.readouterr().out == "You said café \nYou said 5 € 日本 \n"
 
 
-def test_builtin_model_chats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if not (Path(edgeinfer.__file__).parent / "builtin" / "tales" / "edgeinfer.json").is_file():
-        pytest.skip("the built-in model has not been made")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\n/stats\n"))
-    assert main(["chat", "--terminal", "-n", "8"]) == 0
-    assert "reply 8 tokens" in capsys.readouterr().out
-
-
 _READER = """
 from edgeinfer.apps.terminal.app import keyboard
 read = keyboard()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import json
 import shutil
@@ -24,6 +23,7 @@ from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed
 from tests.cache import export_checkpoint, made
+from tests.cli import leave_out
 from tests.factories import make_checkpoint
 from tests.methods import all_methods
 from tests.recorded import check_recorded
@@ -313,14 +313,7 @@ def test_an_empty_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_without_the_extra_a_checkpoint_is_no_reference(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *rest: Any) -> Any:
-        if name.startswith("edgeinfer.export."):
-            raise ModuleNotFoundError("No module named 'onnx'", name="onnx")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    leave_out("onnx", "edgeinfer.export.", monkeypatch)
     assert main(command(folder, "kld", "--reference", str(folder / "checkpoint"))) == 2
     assert "edgeinfer[export]" in capsys.readouterr().err
 

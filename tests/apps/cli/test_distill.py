@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from edgeinfer.loading import Bundles
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint
+from tests.cli import leave_out
 from tests.factories import make_checkpoint
 from tests.tables import each_row
 
@@ -178,14 +177,7 @@ def test_cuda_that_is_not_there_is_said(
 def test_without_torch_the_extra_is_named(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., Any] = builtins.__import__
-
-    def without(name: str, *others: Any, **more: Any) -> Any:
-        if name.startswith("edgeinfer.export.training"):
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        return real(name, *others, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    leave_out("torch", "edgeinfer.export.training", monkeypatch)
     assert main(["distill", "exits", str(checkpoint), str(tmp_path / "out"), "--text", str(text)]) == 2
     assert "pip install 'edgeinfer[train]'" in capsys.readouterr().err
 

@@ -156,11 +156,6 @@ def test_what_is_refused(
 
 
 @needs_builtin
-def test_a_budget_that_is_too_small() -> None:
-    refuses(4, "20.0 MB", edgeinfer("serve", "--port", "0", *SMALL, "--memory", "20MB"))
-
-
-@needs_builtin
 def test_a_key_from_a_file_lets_others_in(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")

@@ -154,23 +154,3 @@ def test_tuning(
     table = capsys.readouterr().out
     for line in ("exit after layer", "blocks skipped", "sets tried", "kept for auto" if kept else "does not pay"):
         assert line in table
-
-
-# What cannot be done.
-
-
-CANNOT: dict[str, tuple[str, int, str, str]] = {
-    "unknown": ("small", 2, "Unknown drafter 'nonsense'", "--speculation nonsense"),
-    "without-its-model": ("small", 2, "No draft model was given", "--speculation model"),
-    "exit-of-a-closed-graph": ("bigrams", 2, "cannot leave a pass early", "--speculation exit"),
-    "trees-of-a-closed-graph": ("bigrams", 2, "cannot verify trees", "--draft-width 2"),
-    "no-draft": ("small", 2, "--draft-max 0 is out of range", "--draft-max 0"),
-    "unknown-verification": ("small", 2, "--verification", "--verification hope"),
-}
-
-
-@pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_done_is_one_line(small_bundle: Path, bigrams: Path, name: str) -> None:
-    which, code, says, options = CANNOT[name]
-    bundle = {"small": small_bundle, "bigrams": bigrams}[which]
-    refuses(code, says, edgeinfer("run", "-m", bundle, "-p", "Once", "-n", "4", *options.split()))

@@ -7,12 +7,8 @@ from collections.abc import Sequence
 
 
 def pdf(pages: Sequence[str], *, compressed: bytes | None = None, trailer: str = "") -> bytes:
-    """A PDF with one line of text on each page.
-
-    Args:
-        compressed: of the content of every page instead of its text, as it stands in the file.
-        trailer: further entries of the trailer.
-    """
+    """A PDF with one line of text on each page; `compressed` stands in the file for the content of every page instead,
+    and `trailer` adds entries to the trailer."""
     bodies = ["<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     streams: dict[int, bytes] = {}
     for text in pages:

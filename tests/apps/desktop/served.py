@@ -101,12 +101,7 @@ class Window:
 
 @contextlib.contextmanager
 def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
-    """Run the app with its data in a folder for the block.
-
-    Args:
-        port: 0 picks a free one.
-        options: of Services.
-    """
+    """Run the app with its data in a folder for the block, on a free port if it is 0, with options of Services."""
     access, data = Access(), DataFolder(folder)
     security = Security(max_body=MOST_BYTES, api_keys=(ApiKey(access.key),), refusal_seconds=0.05)
     services = Services(data, security, ModelHost(parallel=2), **options)

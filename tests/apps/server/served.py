@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -29,7 +29,7 @@ from edgeinfer.apps.server.serving import Server
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk
-from tests.cli import command, environment
+from tests.cli import Logged, command, environment
 from tests.waiting import TIME_LIMIT, wait_until
 
 MESSAGES = [{"role": "user", "content": "Tell me about a little dog."}]
@@ -78,20 +78,8 @@ class Local(Client):
 
 
 @dataclass
-class Served(Client):
+class Served(Client, Logged):
     """A server in a process of its own."""
-
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-
-    def logged(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode()
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Stop the server and return its exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
@@ -104,15 +92,8 @@ def served(
     contexts: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[Local]:
-    """Serve the built-in model on a free port for the block.
-
-    Args:
-        aliases: further names of the model.
-        queued: most requests waiting.
-        models: whether requests may name other models of this machine.
-        contexts: files that requests may name.
-        options: LoadConfig fields.
-    """
+    """Serve the built-in model on a free port for the block, with options of LoadConfig; `models` lets requests name
+    other models of this machine, and they may name the files of `contexts`."""
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
     switch = ModelSwitch(host, None, {"threads": 1} | options, queue=queued) if models else None
@@ -153,12 +134,12 @@ def served_process(*arguments: str, key: str | None = None) -> Iterator[Served]:
         stack.callback(process.kill)
         assert process.stdout is not None
         line = process.stdout.readline()
-        server = Served("", stack.enter_context(httpx.Client(timeout=TIME_LIMIT)), process, log)
+        server = Served(process, log, "", stack.enter_context(httpx.Client(timeout=TIME_LIMIT)))
         assert line, server.logged()
         server.url = json.loads(line)["url"]
         yield server
         if process.poll() is None:
-            assert server.stop() == 0, server.logged()
+            assert server.stop(signal.SIGTERM) == 0, server.logged()
 
 
 @contextlib.contextmanager

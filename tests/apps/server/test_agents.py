@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from edgeinfer.apps.server.llama import LLAMA_KINDS
-from tests.apps.server.agents import AGENTS
 from tests.apps.server.served import MESSAGES, Local
 from tests.apps.server.test_other_protocols import FUNCTION, WEATHER, ok
 from tests.speculation import needs_builtin
@@ -18,6 +18,8 @@ from tests.tables import each_row
 pytestmark = needs_builtin
 
 
+# By client, the path and the body of a request in the shape that it sends; the words are our own.
+AGENTS = json.loads(Path(__file__).with_name("agents.json").read_text("utf-8"))
 CHAT, MESSAGE, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 # By path, the field that says how long the reply may be.
 LENGTHS: dict[str, dict[str, Any]] = {

@@ -75,11 +75,8 @@ _BEFORE = {"messages": _SAY, "input": _SAY}
 
 
 def requests_of(path: str, depth: int) -> Iterator[dict[str, Any]]:
-    """Requests to a path, each with one value of one field more than it must have.
-
-    Args:
-        depth: how far inside of a request every field is tried; objects further inside have what they must.
-    """
+    """Requests to a path, each with one value of one field more than it must have. Every field is tried as far inside
+    of a request as `depth`; objects further inside have what they must."""
     kinds, base, tool = REQUESTS[path]
     seen: set[str] = set()
     for kind in kinds:

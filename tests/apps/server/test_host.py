@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 import edgeinfer
-from edgeinfer.apps.server.completions import _drop, _make_replies
+from edgeinfer.apps.server.completions import _answer, _drop
 from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError, with_room
+from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.service import Service
 from edgeinfer.apps.server.worker import ReplyQueue
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
@@ -265,7 +268,8 @@ def test_a_reply_that_reads_learns_that_its_client_has_left_or_its_model_goes(tm
 
     async def work(host: ModelHost) -> None:
         asked: Any = Reading()
-        answer = asyncio.create_task(_make_replies(host, asked, "owner", _drop, print, print))
+        service = Service(host, Security())
+        answer = asyncio.create_task(_answer(service, asked, _drop, Request({"type": "http"})))
         assert await asyncio.to_thread(asked.begun.wait, TIME_LIMIT)
         if leaves:
             answer.cancel()

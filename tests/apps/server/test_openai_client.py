@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,24 +110,6 @@ def test_tools(client: Any) -> None:
     assert after.choices[0].finish_reason
 
 
-def test_tools_streamed(client: Any) -> None:
-    chosen = {"type": "function", "function": {"name": "weather"}}
-    stream = client.chat.completions.create(
-        model="tales", messages=MESSAGES, max_tokens=100, tools=[WEATHER], tool_choice=chosen, stream=True
-    )
-    name, arguments, reasons = "", "", []
-    for chunk in stream:
-        choice = chunk.choices[0]
-        reasons.append(choice.finish_reason)
-        for call in choice.delta.tool_calls or []:
-            name += call.function.name or ""
-            arguments += call.function.arguments or ""
-    assert name == "weather"
-    assert json.loads(arguments)["city"] in ("Paris", "Rome")
-    # OpenAI's own word where the caller has chosen the function.
-    assert reasons[-1] in ("stop", "tool_calls")
-
-
 def test_completions(client: Any, model: edgeinfer.Model) -> None:
     prompt = "Once upon a time"
     expected = model.generate(prompt, max_tokens=20).text
@@ -155,19 +136,6 @@ def test_responses(client: Any) -> None:
     assert kinds[0] == "response.created"
     assert kinds[-1] in ("response.completed", "response.incomplete")
     assert text == answer.output_text
-
-
-def test_unknown_model(client: Any) -> None:
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: client.chat.completions.create(model="gpt-4", messages=MESSAGES),
-        lambda: client.completions.create(model="gpt-4", prompt="Hello"),
-        lambda: client.responses.create(model="gpt-4", input="Hello"),
-        lambda: client.embeddings.create(model="gpt-4", input="Hello"),
-    )
-    for call in calls:
-        with pytest.raises(openai.NotFoundError) as caught:
-            call()
-        assert caught.value.code == "model_not_found"
 
 
 def test_errors_before_the_stream_have_their_status(client: Any) -> None:

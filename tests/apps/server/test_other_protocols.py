@@ -25,11 +25,7 @@ TIMES = (
 )
 
 MESSAGE = {"model": "small", "max_tokens": 12, "messages": MESSAGES}
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Paris"]}},
-    "required": ["city"],
-}
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
 
 

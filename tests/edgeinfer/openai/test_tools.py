@@ -120,30 +120,6 @@ def test_a_stream_says_the_same(tales: edgeinfer.Model, options: dict[str, Any])
     assert calls == [call["function"] for call in whole["message"]["tool_calls"]]
 
 
-def test_stops_are_of_the_text_before_calls(tales: edgeinfer.Model) -> None:
-    plain = ask(tales, **CALLED)
-    for stop in ("\n", "}", '"', "<tool_call>", "name"):
-        choice = ask(tales, stop=[stop], **CALLED)
-        functions = [[call["function"] for call in each["message"]["tool_calls"]] for each in (choice, plain)]
-        assert functions[0] == functions[1] and choice["finish_reason"] == plain["finish_reason"], stop
-    free = ask(tales, **CALLED | {"tool_choice": "auto", "max_tokens": 40})["message"]["content"]
-    stopped = ask(tales, stop=[free[9:12]], **CALLED | {"tool_choice": "auto", "max_tokens": 40})
-    assert free.startswith(stopped["message"]["content"] + free[9:12]) and stopped["finish_reason"] == "stop"
-
-
-def test_calls_that_were_cut_can_be_sent_back(tales: edgeinfer.Model) -> None:
-    answer = {"role": "tool", "tool_call_id": "call_1", "content": "Error: no JSON"}
-    for arguments in ("{", "null", "[]", "{'town': 'Oslo'}", "5", "", {"town": "Oslo"}):
-        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        again = {"role": "assistant", "content": None, "tool_calls": [call]}
-        assert ask(tales, [*ASKED, again, answer], tools=as_tools(CLOCK), max_tokens=2)["message"]
-
-
-def test_cut_calls_run_out_of_length(tales: edgeinfer.Model) -> None:
-    choice = ask(tales, **CALLED | {"max_tokens": 25})
-    assert choice["finish_reason"] == "length"
-
-
 def test_log_probabilities_of_calls(tales: edgeinfer.Model) -> None:
     choice = ask(tales, logprobs=True, parallel_tool_calls=False, **CALLED)
     text = "".join(entry["token"] for entry in choice["logprobs"]["content"])

@@ -1,4 +1,4 @@
-"""The backend over pages: rows have the same bits in trees, with other texts, in several sequences, in windows."""
+"""The backend over pages: rows have the same bits in trees, with other texts, in sequences, in windows, by planes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ import pytest
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import PAGED_KV
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError
+from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.paging.layout import pages_of
-from edgeinfer.runtime.sampling.processor import LogitsProcessor
-from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.search.drawn import ParallelSamples
-from edgeinfer.runtime.search.strategy import SearchParts
-from edgeinfer.runtime.text.tokenizer import Tokenizer
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of, make_graph_backend
 from tests.tables import each_row
@@ -170,38 +163,52 @@ def test_memory_counts_the_pages_in_use() -> None:
     backend.close()
 
 
-def test_the_graph_tells_which_backend_runs() -> None:
-    bundle = model("qwen2")
-    portable = make_graph_backend(bundle, 64, layout="portable")
-    assert isinstance(portable, OnnxBackend) and not portable.capabilities.paged
-    paged = make_graph_backend(bundle, 64)
-    assert paged.capabilities.paged and paged.capabilities.tree
-    for each in (portable, paged):
-        each.close()
+SHORT = np.array([0, 40, 41, 42, 43, 44, 45])
 
 
-def test_parallel_samples_equal_replies_drawn_one_by_one() -> None:
-    backend = make_graph_backend(model("qwen2"), 300)
-    prompt = TEXT[:70].tolist()
-    config = GenerationConfig(max_tokens=20, temperature=1.0, seed=3, search="samples", samples=3)
+def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -> Bundle:
+    config = ExportConfig(bits=bits, keep_small=False, symmetric=symmetric, layout=layout)
+    return bundle_of("qwen2", config, hidden_size=128)
 
-    def sampler(seed: int) -> Sampler:
-        return Sampler(LogitsProcessor(config, backend.geometry.vocab_size, seed), prompt)
 
-    def reply(seed: int, strategy: ParallelSamples | None = None, own: Sampler | None = None) -> list[int]:
-        engine = Engine(backend, 32)
-        steps = engine.generate(prompt, own or sampler(seed), max_tokens=20, stop_ids=frozenset({7}), strategy=strategy)
-        found = [step.token for step in steps]
-        assert engine.cached_tokens == (*prompt, *found)[: backend.cache.length]
-        return found
+def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
+    """Logits of a text, from an empty cache."""
+    backend.cache.trim(0)
+    step = backend.forward(ForwardInput(SHORT, np.arange(len(SHORT)), np.arange(len(SHORT)), planes=planes))
+    return step.logits.copy()
 
-    alone = [reply(seed) for seed in (3, 4, 5)]
-    first, tokenizer = sampler(3), Tokenizer.from_file(model("qwen2").file("tokenizer.json"))
-    common: dict[str, Any] = {"continues": False}
-    parts = SearchParts(backend, first, config, frozenset({7}), tokenizer, lambda: False, tuple, 16, **common)
-    strategy = ParallelSamples(parts)
-    assert reply(3, strategy, first) == alone[0]
-    use = strategy.search_use()
-    assert [list(text.token_ids) for text in use.texts] == alone
-    assert use.passes <= 20 < use.rows
-    backend.close()
+
+def rms(values: Floats) -> float:
+    """Root of the mean square."""
+    return float(np.sqrt(np.mean(values * values)))
+
+
+@each_row("symmetric", [False, True])
+def test_one_plane_equals_the_reference(symmetric: bool) -> None:
+    require_kernel()
+    bundle = export(symmetric=symmetric)
+    onnx, reference = make_graph_backend(bundle, 64), ReferenceBackend(bundle, 64)
+    assert onnx.capabilities.high_planes
+    assert reference.capabilities.high_planes
+    whole, high = (logits(reference, planes) for planes in (2, 1))
+    # Activations are rounded to int8, the reference's are not.
+    rounding = rms(logits(onnx, 2) - whole)
+    assert rounding < 0.05 * rms(whole)
+    assert rms(logits(onnx, 1) - high) < 2 * rounding
+    assert rms(whole - high) > 4 * rounding
+    for backend, planes in ((onnx, 0), (onnx, 3), (reference, 0), (reference, 3)):
+        with pytest.raises(BackendError, match=f"cannot read {planes} planes"):
+            logits(backend, planes)
+    # Nothing of a pass with one plane stays behind.
+    np.testing.assert_array_equal(logits(onnx, 2), logits(make_graph_backend(bundle, 64), 2))
+
+
+def test_backends_without_planes_refuse() -> None:
+    portable = make_graph_backend(export(PORTABLE), 64)
+    four = ReferenceBackend(export(PORTABLE, bits=4), 64)
+    for backend in (portable, four):
+        assert not backend.capabilities.high_planes
+        with pytest.raises(CapabilityError, match="cannot read one plane of its weights"):
+            logits(backend, 1)
+        assert backend.cache.length == 0
+        logits(backend, 2)

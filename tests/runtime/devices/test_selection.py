@@ -29,21 +29,33 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ABSENT, STATIC, STANDIN)
 
 
-def test_auto_takes_the_first_that_is_there_and_runs_such_graphs() -> None:
-    assert chosen("static") == "npu"
-    assert chosen("ordinary") == "standin"
-    assert chosen("none") == "cpu"
+@each_row(
+    ("graphs", "options", "name"),
+    [
+        ("static", {}, "npu"),  # the first that is there and runs such graphs
+        ("ordinary", {}, "standin"),
+        ("none", {}, "cpu"),
+        *(
+            ("ordinary", lacking_one, "cpu")
+            for lacking_one in ({"native": True}, {"kv": "int8"}, {"weights": "streamed"})
+        ),
+        ("ordinary", {"native": False, "kv": "float32", "weights": "packed"}, "standin"),
+        ("ordinary", {"memory": 10**9}, "cpu"),  # budgets are kept there alone
+        ("ordinary", {"memory": 10**9, "device": "standin"}, "standin"),
+        ("static", {"device": "npu"}, "npu"),
+        ("none", {"device": "cpu"}, "cpu"),
+    ],
+)
+def test_auto_takes_the_first_that_is_able(graphs: Graphs, options: dict[str, Any], name: str) -> None:
+    assert chosen(graphs, **options) == name
 
 
-def test_auto_skips_devices_that_lack_a_wanted_ability() -> None:
-    for options in ({"native": True}, {"kv": "int8"}, {"weights": "streamed"}):
-        assert chosen(**options) == "cpu"
-    assert chosen(native=False, kv="float32", weights="packed") == "standin"
-
-
-def test_auto_keeps_a_budget_on_the_cpu() -> None:
-    assert chosen(memory=10**9) == "cpu"
-    assert chosen(memory=10**9, device="standin") == "standin"
+def test_graphs_that_a_device_does_not_run_are_refused() -> None:
+    with pytest.raises(DeviceError, match=r"only graphs of fixed shapes.*--static"):
+        chosen(device="npu")
+    with pytest.raises(DeviceError, match="an engine of its own"):
+        chosen("none", device="standin")
+    assert not runs(STATIC, "ordinary") and runs(STATIC, "static") and not runs(STANDIN, "none")
 
 
 def test_auto_looks_for_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +76,6 @@ def test_what_is_not_installed_is_refused_with_its_package() -> None:
         chosen(device="absent")
 
 
-def test_fixed_shapes_are_asked_for_where_nothing_else_runs() -> None:
-    with pytest.raises(DeviceError, match=r"only graphs of fixed shapes.*--static"):
-        chosen(device="npu")
-    assert chosen("static", device="npu") == "npu"
-    assert not runs(STATIC, "ordinary") and runs(STATIC, "static") and not runs(STANDIN, "none")
-
-
 def test_engines_of_their_own_do_without_onnxruntime() -> None:
     """It takes 50 MB that they have no use for."""
     code = (
@@ -80,12 +85,6 @@ def test_engines_of_their_own_do_without_onnxruntime() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     assert done.stdout.strip() == "False"
-
-
-def test_engines_of_their_own_run_on_the_cpu() -> None:
-    assert chosen("none", device="cpu") == "cpu"
-    with pytest.raises(DeviceError, match="an engine of its own"):
-        chosen("none", device="standin")
 
 
 @each_row(

@@ -1,4 +1,4 @@
-"""Experts left out of memory: every pass gives the same bits, and no more than the limit is ever resident."""
+"""Experts left out of memory: the same bits with states and without, no more resident than the limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import edgeinfer
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.spec import DecoderSpec
@@ -20,11 +21,14 @@ from edgeinfer.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
-from edgeinfer.runtime.system.memory import process_memory
+from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of, feed, make_graph_backend
+from tests.speculation import load_eager
+from tests.tables import each_row
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 
@@ -224,27 +228,82 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
     backend.close()
 
 
-def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows: list[int] = []
-    monkeypatch.setattr(ExpertCache, "used", lambda cache, ids: windows.append(len(ids)))
-    for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
-        backend = CachedExpertsBackend(make_graph_backend(bundle, CAPACITY), decoder_of(bundle), limit)
-        backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
-        assert len(windows) == expected
-        windows.clear()
+@each_row(
+    ("layout", "share", "match"),
+    [(NATIVE, 0.25, r"experts of one layer take .* use more memory"), (PORTABLE, 9.0, "cannot be loaded on demand")],
+)
+def test_too_small_a_limit_and_experts_in_one_matrix_are_refused(layout: Layout, share: float, match: str) -> None:
+    require_kernel()
+    bundle = export(layout)
+    inner = make_graph_backend(bundle, CAPACITY)
+    with pytest.raises(CapabilityError, match=match):
+        CachedExpertsBackend(inner, decoder_of(bundle), int(share * takes(export()).least))
+    inner.close()
+
+
+releasing = pytest.mark.skipif(not releases_pages(), reason="pages of weights cannot be released here")
+
+MIXTURE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 24, "head_dim": 32, "shared_expert_intermediate_size": 32},
+}
+SCAN: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+# By transformers' names of classes.
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen3_5Moe": MIXTURE | DELTA,
+    "GraniteMoeHybrid": SCAN
+    | {"layer_types": DELTA["layer_types"], "shared_intermediate_size": 32}
+    | {"num_local_experts": 6, "num_experts_per_tok": 3},
+}
+CONTEXT, PROMPT = 128, "Once upon a time there was a little dog. Once upon a time there was"
+TOKENS = np.arange(60, dtype=np.int64) * 37 % 300
+# From and to which token a pass goes, and how many stay.
+PASSES = ((0, 30, 30), (30, 38, 33), (33, 34, 34), (34, 50, 50))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest) -> Bundle:
+    require_kernel()
+    config = ExportConfig(bits=8, group_size=32, keep_small=False)
+    return bundle_of(request.param, config, tie_word_embeddings=True, **KINDS[request.param])
+
+
+@pytest.mark.slow
+@releasing
+def test_passes_drafts_and_copies_have_the_bits_of_resident_experts(hybrid: Bundle) -> None:
+    whole = feed(PagedBackend(hybrid, CONTEXT), TOKENS)
+    decoder = hybrid.manifest.decoder
+    assert decoder is not None
+    takes = ExpertBytes.of(decoder, tensors_in(hybrid.manifest, NATIVE))
+    others = (
+        CachedExpertsBackend(PagedBackend(hybrid, CONTEXT), decoder, takes.least),
+        StreamedBackend(PagedBackend(hybrid, CONTEXT), 2),
+    )
+    for backend in others:
+        for start, stop, kept in PASSES:
+            assert np.array_equal(feed(backend, TOKENS[start:stop]), whole[start:stop])
+            backend.cache.trim(kept)
+        rows = backend.cache.snapshot()
+        assert np.array_equal(feed(backend, TOKENS[50:]), whole[50:])
+        backend.cache.restore(rows)
+        assert np.array_equal(feed(backend, TOKENS[50:]), whole[50:])
         backend.close()
 
 
-def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
-    inner = make_graph_backend(bundle, CAPACITY)
-    with pytest.raises(CapabilityError, match=r"experts of one layer take .* use more memory"):
-        CachedExpertsBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
-    inner.close()
-
-
-def test_experts_in_one_matrix_are_refused() -> None:
-    bundle = export(layout=PORTABLE)
-    inner = make_graph_backend(bundle, CAPACITY)
-    with pytest.raises(CapabilityError, match="cannot be loaded on demand"):
-        CachedExpertsBackend(inner, decoder_of(bundle), 10**9)
-    inner.close()
+@pytest.mark.slow
+@releasing
+def test_replies_have_the_tokens_of_resident_experts(hybrid: Bundle) -> None:
+    """Drafted and not, with as few experts in memory as a pass needs."""
+    decoder = hybrid.manifest.decoder
+    assert decoder is not None
+    least = ExpertBytes.of(decoder, tensors_in(hybrid.manifest, NATIVE)).least
+    options: dict[str, Any] = {"context": CONTEXT, "threads": 1}
+    with edgeinfer.load(hybrid.path, speculation="off", **options) as model:
+        plain = model.generate(PROMPT, max_tokens=24, temperature=0).token_ids
+    with load_eager(hybrid.path, speculation="recycle", expert_memory=least, **options) as model:
+        replies = [model.generate(PROMPT, max_tokens=24, temperature=0) for _ in range(2)]
+        assert model.plan.configuration.weights == "experts"
+    assert [reply.token_ids for reply in replies] == [plain] * 2
+    assert replies[-1].speculation.drafted > 0

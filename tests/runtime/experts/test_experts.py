@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from edgeinfer.runtime.backends.wrapped import CHUNKS, ExpertCounter, ExpertCoun
 from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.planning.speed_model import guessed_passes
 from edgeinfer.runtime.weights.experts import AROUND_BYTES, ExpertBytes, ExpertCache, expected_experts
+from tests.tables import each_row
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (32, 4), (60, 4)])
@@ -30,13 +32,10 @@ def test_the_union_of_independent_choices(experts: int, top_k: int, tokens: int)
     assert expected_experts(experts, top_k, tokens) == pytest.approx(np.mean(unions), rel=0.03)
 
 
-def test_one_token_needs_its_own_and_many_need_all() -> None:
+def test_experts_that_passes_need_at_least_and_at_most() -> None:
     assert expected_experts(32, 4, 1) == pytest.approx(4)
     assert expected_experts(32, 4, 1000) == pytest.approx(32)
     assert expected_experts(8, 8, 1) == 8
-
-
-def test_a_model_without_experts_needs_none() -> None:
     none = ExpertBytes.of(None, [])
     assert (none.total, none.least, none.needed(5)) == (0, 0, 0.0)
 
@@ -138,17 +137,11 @@ def test_old_uses_count_less_than_recent_ones() -> None:
     assert cache.cached.tolist() == [[False, True, False, False]]
 
 
-def test_equal_experts_of_layers_that_ran_already_go_first() -> None:
+@each_row("more", [2, 4])
+def test_experts_of_layers_that_ran_already_go_first(more: int) -> None:
     cache = Made(room=4).make()
     cache.used(ids([0, 1], [0, 1]))
-    cache.make_room(range(1, 2), 2)
-    assert cache.cached.sum(axis=1).tolist() == [0, 2]
-
-
-def test_a_layer_that_may_use_all_keeps_its_experts() -> None:
-    cache = Made(room=4).make()
-    cache.used(ids([0, 1], [0, 1]))
-    cache.make_room(range(1, 2), 4)
+    cache.make_room(range(1, 2), more)
     assert cache.cached.sum(axis=1).tolist() == [0, 2]
 
 
@@ -259,29 +252,24 @@ def test_only_tokens_that_stay_are_counted(passes: list[tuple[list[int], int]]) 
     check(counter.counts(len(text)), [text])
 
 
-def test_texts_are_counted_apart() -> None:
+@each_row(
+    ("passes", "kept", "length", "texts"),
+    [
+        # Another text: of the last pass it is not known what stayed.
+        ([(0, range(5)), (5, [9]), (6, [3]), (0, range(20, 24))], None, 4, [[*range(5), 9], [*range(20, 24)]]),
+        ([(0, range(3)), (10, range(4))], None, 14, [[0, 1, 2], [0, 1, 2, 3]]),  # a jump forward
+        ([(0, range(3)), (3, range(10, 14))], [0, 2], 5, [[0, 1, 2, 10, 12]]),  # the accepted path of a tree
+    ],
+)
+def test_texts_are_counted_apart(
+    passes: list[tuple[int, Sequence[int]]], kept: list[int] | None, length: int, texts: list[list[int]]
+) -> None:
     counter = ExpertCounter(decoder())
-    counter.passed(0, ids_of(np.arange(5)))
-    counter.passed(5, ids_of(np.array([9])))
-    counter.passed(6, ids_of(np.array([3])))
-    # Another text: of the last pass it is not known what stayed.
-    counter.passed(0, ids_of(np.arange(20, 24)))
-    check(counter.counts(4), [[0, 1, 2, 3, 4, 9], [20, 21, 22, 23]])
-
-
-def test_a_jump_forward_begins_a_text() -> None:
-    counter = ExpertCounter(decoder())
-    counter.passed(0, ids_of(np.arange(3)))
-    counter.passed(10, ids_of(np.arange(4)))
-    check(counter.counts(14), [[0, 1, 2], [0, 1, 2, 3]])
-
-
-def test_of_a_tree_the_accepted_path_is_counted() -> None:
-    counter = ExpertCounter(decoder())
-    counter.passed(0, ids_of(np.arange(3)))
-    counter.passed(3, ids_of(np.array([10, 11, 12, 13])))
-    counter.kept(3, [0, 2])
-    check(counter.counts(5), [[0, 1, 2, 10, 12]])
+    for start, tokens in passes:
+        counter.passed(start, ids_of(np.array(tokens)))
+    if kept is not None:
+        counter.kept(3, kept)
+    check(counter.counts(length), texts)
 
 
 def test_a_reply_counts_only_its_own_tokens() -> None:

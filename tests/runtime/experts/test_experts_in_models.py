@@ -8,17 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle.layouts import PORTABLE
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ForwardInput
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.models import bundle_of
 from tests.speculation import PROMPT, load_eager, plain, same
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 4
@@ -95,14 +91,6 @@ def test_a_result_tells_how_its_tokens_used_experts(bundle: Path) -> None:
     assert json.loads(json.dumps(first.to_dict()))["experts"]["chunk_sparsity"]["8"] == sparsity[8]
 
 
-def test_what_drafts_tried_is_not_counted(eager: edgeinfer.Model) -> None:
-    eager.generate("Something else entirely.", max_tokens=2)
-    expected = plain(eager, max_tokens=30, ignore_eos=True).experts
-    eager.generate("Something else entirely.", max_tokens=2)
-    found = eager.generate(PROMPT, max_tokens=30, ignore_eos=True, speculation="experts,ngram").experts
-    assert found == expected
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 def test_plans_count_the_experts_that_stay(bundle: Path) -> None:
     options: dict[str, Any] = {"context": 192, "kv": "float32", "prefill_chunk": 8, "speculation": "off"}
@@ -119,14 +107,3 @@ def test_plans_count_the_experts_that_stay(bundle: Path) -> None:
         edgeinfer.plan(bundle, **options, weights="streamed", expert_memory="1GB")
     with pytest.raises(BudgetError):
         edgeinfer.load(bundle, **options, memory="20MB")
-
-
-def test_padding_uses_no_experts_of_its_own(bundle: Path) -> None:
-    backend = make_graph_backend(open_bundle(bundle), 64, layout=PORTABLE)
-    chance = np.random.default_rng(2)
-    for start in range(30):
-        backend.forward(ForwardInput(chance.integers(2, 320, 1), np.array([start]), np.array([0])))
-        (step,) = (each for key, each in backend._passes.items() if key[0] == 2)
-        assert step.experts is not None
-        np.testing.assert_array_equal(np.sort(step.experts[:, 1]), np.sort(step.experts[:, 0]))
-    backend.close()

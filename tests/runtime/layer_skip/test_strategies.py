@@ -1,4 +1,4 @@
-"""Replies that take less compute, token by token: what is fed when, what stays in the cache, what floors do.
+"""Replies that take less compute: what is fed when, what stays in the cache, turns of two models, what floors do.
 
 On random models, whose every layer matters, against the same thing done in the obvious way.
 """
@@ -6,22 +6,33 @@ On random models, whose every layer matters, against the same thing done in the 
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptStates
 from edgeinfer.runtime.layer_skip.entropy import ModelSwitchDecoding
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
-from edgeinfer.runtime.layer_skip.strategy import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
+from edgeinfer.runtime.layer_skip.strategy import (
+    DivergenceLimit,
+    EvaluatedPrompt,
+    Mask,
+    ReducedDecoding,
+    SpeedTarget,
+    feed,
+    whole_pass,
+)
 from edgeinfer.runtime.research.layers import ImportancePolicy, importance
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
+from tests.runtime.speculation.drafters.models import export, make_backend
 from tests.tables import each_row
 
 LAYERS = 4
@@ -39,16 +50,6 @@ class Fixed:
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         return self._mask
-
-
-def test_skipping_nothing_is_plain(engine: Engine) -> None:
-    expected, logits = plain(engine)
-    sampler = Greedy()
-    steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(np.ones_like(SKIPS)), COSTS)
-    assert reply(engine, steps, sampler) == expected
-    assert all(map(np.array_equal, sampler.logits, logits))
-    use = steps.compute_use()
-    assert use.lossless and (use.tokens, use.reduced, use.skipped_share) == (MOST - 1, 0, 0)
 
 
 def test_skipped_blocks_do_not_run(engine: Engine) -> None:
@@ -112,17 +113,6 @@ def test_a_full_cache_ends_a_reply(engine: Engine) -> None:
     assert len(made) == engine.backend.cache.capacity - len(PROMPT) + 1
 
 
-def test_sure_of_nothing_is_plain(engine: Engine) -> None:
-    for most in (1, 2, 9, MOST):
-        expected, logits = plain(engine, most)
-        sampler = Greedy()
-        steps = EarlyExitDecoding(given(engine.backend, sampler, exit_confidence=1.0), 2, COSTS)
-        assert reply(engine, steps, sampler, most) == expected
-        assert all(map(np.array_equal, sampler.logits, logits))
-        assert steps.compute_use().lossless
-        engine.forget()
-
-
 def test_exits_follow_their_confidence(engine: Engine) -> None:
     """Token by token, the first layers where they are sure, else the whole model, both with whole rows before them."""
     backend, sampler, first = engine.backend, Greedy(), np.arange(2 * LAYERS) < 4
@@ -177,6 +167,8 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
     assert not np.array_equal(held.keys[0], held.keys[1])
     assert backend.cache.length == len(PROMPT)  # nothing that rests on filled rows stays
     assert steps.compute_use().caught_up == 0
+    with pytest.raises(UsageError):  # nothing is caught up with that a floor could measure
+        GenerationConfig(compute="exit", skip_cache="below", quality_floor=0.1)
 
 
 def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,30 +234,6 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     part = PromptStates(backend, PROMPT, 4)
     part.forward(ForwardInput(np.array(PROMPT[5:]), np.arange(5, len(PROMPT)), np.zeros(0, np.int64)))
     assert np.array_equal(part.states(), again)
-    # No more than the last tokens' are kept, wherever a pass begins.
-    monkeypatch.setattr("edgeinfer.runtime.layer_skip.calibrated._MOST", 6)
-    backend.cache.trim(0)
-    tail = PromptStates(backend, PROMPT, 4)
-    list(feed(lambda tokens, places, rows: tail.forward(ForwardInput(tokens, places, rows)).logits, PROMPT, 0, [], 4))
-    assert sum(states.shape[1] for _, states in tail._seen) == 6
-    before = blocks[0]
-    assert np.array_equal(tail.states(), again[:, -6:]) and blocks[0] == before
-
-
-@each_row("way", ["exit", "entropy"])
-def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backend, way: str) -> None:
-    """As `test_a_tight_floor_skips_nothing`, where tokens rather than blocks are left out."""
-    expected, logits = plain(engine)
-    sampler, drafter = Greedy(), ModelDrafter(other, 4)
-    parts = given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4)
-    steps = (
-        EarlyExitDecoding(parts, 2, COSTS)
-        if way == "exit"
-        else ModelSwitchDecoding(parts, drafter, Script([False] * 50), 0.25)
-    )
-    assert reply(engine, steps, sampler) == expected
-    assert all(map(np.array_equal, sampler.logits, logits))
-    assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
 
 
 def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,3 +245,82 @@ def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.
     ):
         with pytest.raises(CapabilityError, match="cannot"):
             make()
+
+
+def ways(engine: Engine, other: Backend, sampler: Greedy, **options: Any) -> dict[str, ReducedDecoding]:
+    """One that leaves out blocks, layers or whole passes, where options and policy let it."""
+    alone = options.get("exit_confidence", 0.0) > 0
+    parts, mask = given(engine.backend, sampler, **options), np.ones_like(SKIPS) if alone else SKIPS
+    return {
+        "skip": LayerSkipDecoding(parts, Fixed(mask), COSTS),
+        "exit": EarlyExitDecoding(parts, 2, COSTS),
+        "entropy": ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([alone] * 50), 0.25),
+    }
+
+
+FLOOR = {"exit_confidence": 0.0, "quality_floor": 1e-4}
+
+
+@each_row(("way", "options"), product(("skip", "exit", "entropy"), ({"exit_confidence": 1.0}, FLOOR)))
+def test_what_leaves_nothing_out_is_plain(engine: Engine, other: Backend, way: str, options: dict[str, float]) -> None:
+    """Where the policy wants it so, and where a prompt diverges too far for the floor."""
+    for most in (MOST,) if options is FLOOR else (1, 2, 9, MOST):
+        engine.forget()
+        expected, logits = plain(engine, most)
+        sampler = Greedy()
+        steps = ways(engine, other, sampler, **options)[way]
+        assert reply(engine, steps, sampler, most) == expected
+        assert all(map(np.array_equal, sampler.logits, logits))
+        use = steps.compute_use()
+        assert use.lossless and use.reduced == 0 and use.tokens == most - 1
+        assert use.stopped_at == (0 if options is FLOOR else None)
+
+
+def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
+    """Whoever's turn it is says what it would say of the text that there is."""
+    backend, sampler = engine.backend, Greedy()
+    turns = [True, False, False, False, True, True, *[False] * 6, True, False, False, True, False, False, False]
+    policy = Script(turns)
+    steps = ModelSwitchDecoding(given(backend, sampler, chunk=4), ModelDrafter(other, 4), policy, 0.25)
+    made = reply(engine, steps, sampler)
+    text = [*PROMPT, *made]
+    said = {}
+    for name, model in ((True, backend), (False, other)):
+        model.cache.trim(0)
+        rows = range(len(PROMPT) - 1, len(text) - 1)
+        said[name] = {index: row.copy() for index, row in feed(whole_pass(model), text[:-1], 0, list(rows), 4)}
+    for place, (turn, logits) in enumerate(zip([True, *turns], sampler.logits, strict=True)):
+        np.testing.assert_allclose(said[turn][len(PROMPT) - 1 + place], logits, rtol=1e-4, atol=1e-4)
+    use = steps.compute_use()
+    assert (use.tokens, use.reduced, use.switches) == (MOST - 1, 14, 7)
+    assert use.large_share == pytest.approx(5 / 19)
+    assert use.parameter_share == pytest.approx((5 + 14 * 0.25) / 19)
+    # The large model fed what it had missed in three turns.
+    assert use.caught_up == 3 + 6 + 2
+    assert len(policy.entropies) == MOST
+
+
+def test_a_floor_gives_the_text_to_the_large_model(
+    engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promising = DivergenceLimit(1e-3)
+    promising.add(np.zeros(4, np.float32), np.zeros(4, np.float32))
+    monkeypatch.setattr(ModelSwitchDecoding, "_try", lambda self, share: self._limit.expect(promising))
+    sampler = Greedy()
+    parts = given(engine.backend, sampler, quality_floor=1e-3)
+    steps = ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
+    reply(engine, steps, sampler, 45)
+    use = steps.compute_use()
+    # It looks after four tokens, and stays.
+    assert use.reduced == 4 and use.stopped_at == 4 and use.switches == 2
+    assert use.sampled == 4 and use.divergence is not None and use.divergence > 1e-3
+
+
+def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine) -> None:
+    bundle = export("portable", num_hidden_layers=2, seed=9)
+    short = ModelDrafter(make_backend("portable", bundle, 16), 4)
+    sampler = Greedy()
+    steps = ModelSwitchDecoding(given(engine.backend, sampler), short, Script([False] * 30), 0.25)
+    reply(engine, steps, sampler)
+    use = steps.compute_use()
+    assert use.reduced == 16 - len(PROMPT) and use.tokens == MOST - 1

@@ -72,12 +72,7 @@ class Large(MemoryModel):
 def plan(plan_input: PlanInput, all_ways: bool = False, free: int | None = None, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
     return search(
-        plan_input,
-        config,
-        Large(plan_input, config, PROCESS),
-        SpeedModel(pace_of),
-        all_ways=all_ways,
-        free=free,
+        plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of), all_ways=all_ways, free=free
     )
 
 

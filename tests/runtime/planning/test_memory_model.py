@@ -17,6 +17,7 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.decoding import drafters_in
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS
+from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.planning import planner as planner_module
@@ -59,20 +60,18 @@ def weights(plan: MemoryPlan) -> tuple[int, int]:
     return plan.terms["weights_packed"], plan.terms.get("weights_mapped", 0)
 
 
-def test_native_weights_are_pages_of_their_file() -> None:
-    bundle = export(NATIVE)
-    plan = planned(bundle)
-    vectors = sum(t.nbytes for t in bundle.manifest.tensors if t.bits == 32)
-    assert plan.layout == NATIVE
-    # The tied head is the embedding; only float32 is packed, the norms here.
-    assert weights(plan) == (vectors, bundle.manifest.weight_bytes)
-
-
-def test_float_layers_beside_native_ones_are_packed() -> None:
-    bundle = export(NATIVE, bits=8, keep_small=True)
-    floats = sum(t.nbytes for t in bundle.manifest.tensors if t.bits == 32)
-    assert weights(planned(bundle)) == (floats, bundle.manifest.weight_bytes)
-    assert floats > 100_000
+def test_weights_are_packed_or_pages_of_their_file() -> None:
+    native, wider, portable = export(NATIVE), export(NATIVE, bits=8, keep_small=True), export(PORTABLE)
+    # Of the native layout only float32 is packed: the norms, and small layers that stay wider.
+    floats = [sum(t.nbytes for t in bundle.manifest.tensors if t.bits == 32) for bundle in (native, wider)]
+    assert weights(planned(native)) == (floats[0], native.manifest.weight_bytes)
+    assert weights(planned(wider)) == (floats[1], wider.manifest.weight_bytes) and floats[1] > 100_000
+    packed, mapped = weights(planned(portable))
+    embed = portable.manifest.tensor("embed").nbytes
+    # Rows of the embedding that were looked up are dropped before they become more than some megabytes.
+    assert packed > portable.manifest.weight_bytes - embed > 0 and mapped == min(embed, 8 << 20)
+    packed, mapped = weights(planned(native, backend="reference"))
+    assert packed > 4 * sum(int(np.prod(t.shape)) for t in native.manifest.tensors) and mapped == 0
 
 
 @each_row("other", [NATIVE, PORTABLE])
@@ -82,15 +81,6 @@ def test_a_plan_follows_the_layout_that_runs(other: Layout) -> None:
     assert [plan.layout for plan in plans] == [other, other]
     assert weights(plans[0]) == weights(plans[1])
     assert plans[0].to_dict()["choice"]["layout"] == other
-
-
-def test_portable_weights_are_packed_but_for_the_embedding() -> None:
-    bundle = export(PORTABLE)
-    packed, mapped = weights(planned(bundle))
-    embed = bundle.manifest.tensor("embed").nbytes
-    # Rows of the embedding that were looked up are dropped before they become more than some megabytes.
-    assert packed > bundle.manifest.weight_bytes - embed > 0
-    assert mapped == min(embed, 8 << 20)
 
 
 def test_a_draft_takes_a_few_rows_of_logits_where_the_head_runs_apart() -> None:
@@ -109,30 +99,28 @@ def test_a_draft_takes_a_few_rows_of_logits_where_the_head_runs_apart() -> None:
 
 
 def test_the_largest_pass_may_be_that_over_a_draft() -> None:
+    """A further reply takes a row of it."""
     bundle = export(NATIVE)
 
-    def activations(**options: Any) -> int:
-        return planned(bundle, speculation="copy", **options).terms["activations"]
+    def terms(chunk: int, most: int) -> dict[str, int]:
+        return dict(planned(bundle, speculation="copy", prefill_chunk=chunk, draft_max=most, parallel=2).terms)
 
-    assert activations(prefill_chunk=8, draft_max=15) == activations(prefill_chunk=16, draft_max=15)
-    assert activations(prefill_chunk=8, draft_max=7) < activations(prefill_chunk=16, draft_max=7)
-
-
-def test_a_further_reply_takes_a_row_of_the_largest_pass() -> None:
-    bundle = export(NATIVE)
-
-    def further(chunk: int) -> int:
-        plan = planned(bundle, prefill_chunk=chunk, speculation="copy", draft_max=15, parallel=2)
-        return plan.terms["sequences"]
-
-    assert further(8) == further(16)
+    for term in ("activations", "sequences"):
+        assert terms(8, 15)[term] == terms(16, 15)[term]
+    assert terms(8, 7)["activations"] < terms(16, 7)["activations"]
 
 
-def test_the_reference_backend_multiplies_everything_out() -> None:
-    bundle = export(NATIVE)
-    packed, mapped = weights(planned(bundle, backend="reference"))
-    assert mapped == 0
-    assert packed > 4 * sum(int(np.prod(t.shape)) for t in bundle.manifest.tensors)
+def test_a_graph_of_onnxruntimes_operators_holds_the_scores_of_all_heads() -> None:
+    bundle = export(PORTABLE)
+    decoder = bundle.manifest.decoder
+    assert decoder is not None
+    memory, rows = OnnxMemory(bundle, PORTABLE, False), 64
+
+    def activations(context: int) -> float:
+        configuration = Configuration(context, rows, "float32", "packed", 0, (), 0, "kept")
+        return memory.running(configuration).anonymous["activations"]
+
+    assert activations(2048) - activations(1024) >= 4 * (decoder.num_heads + 1) * rows * 1024
 
 
 @pytest.mark.parametrize("backend", ["onnx", "reference"])
@@ -223,9 +211,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
         assert token_ms[0] < token_ms[1] and token_ms[2] == pytest.approx(disk_ms, rel=0.1)
 
 
-def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that holds a larger cache is no reason to take it, if the file would then come from the disk again."""
     plan_input = dataclasses.replace(made_plan_input(65_536))
     monkeypatch.setattr(planner_module, "kept_rate", lambda path: plan_input.manifest.weight_bytes)

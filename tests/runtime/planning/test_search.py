@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.options.decoding import drafters_in
 from edgeinfer.options.load import COUNTED, CountedPages, LoadConfig
-from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel
@@ -27,7 +26,6 @@ from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
-from tests.recorded import check_recorded
 from tests.runtime.planning.conftest import PACE, PASSES, PLAIN, PROCESS, Large, Measured, pace_of, plan, plan_input_of
 
 
@@ -128,18 +126,6 @@ def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed
     config = LoadConfig(**fixed)
     drafts = drafting_ways(plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of))
     assert c in set(configurations(plan_input, config, drafts))
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=4)
-@given(low=st.floats(0, 1), high=st.floats(0, 1))
-def test_more_memory_is_never_worse(plan_input: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
-    sizes = sorted(round(free.minimum_bytes + x * (free.planned_bytes - free.minimum_bytes)) for x in (low, high))
-    less, more = (plan(plan_input, memory=size) for size in sizes)
-    worth = search_module._worth(SpeedModel(pace_of), free.configuration)
-    assert worth(more.configuration) >= worth(less.configuration)
-    if less.configuration.context == more.configuration.context and less.configuration.kv == more.configuration.kv:
-        assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
 
 
 def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(plan_input: PlanInput) -> None:
@@ -374,20 +360,6 @@ def test_a_plan_agrees_with_itself(
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
     plain = [speed.tokens_per_second for c, speed in both if not c.draft_max | c.window_layers]
     assert not plain or max(plain) < 1.01 * min(plain)
-
-
-def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
-    nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
-    free = plan(nested)
-    spare = free.planned_bytes - free.minimum_bytes
-    asked: list[dict[str, Any]] = [{"memory": free.minimum_bytes + round(share * spare)} for share in (0, 0.2, 0.6, 1)]
-    asked += [
-        {"counted": "resident", "kv": "int8", "context": 1000},
-        {"weights": "streamed", "prefix_cache": 9_000_000},
-    ]
-    found = {str(options): plan(nested, **options).to_dict() for options in [{}, *asked[2:]]}
-    found |= {str(options): plan(nested, all_ways=True, **options).to_dict() for options in asked[:2]}
-    check_recorded("plans", found)
 
 
 def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInput) -> None:

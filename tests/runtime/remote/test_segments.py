@@ -10,6 +10,7 @@ import pytest
 from edgeinfer.errors import RemoteError
 from edgeinfer.runtime.remote.contract import RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply
+from tests.tables import each_row
 
 _ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"says":1}'
 _REFUSAL = b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
@@ -63,27 +64,22 @@ def test_a_refusal_is_read_though_not_all_was_sent(monkeypatch: pytest.MonkeyPat
     assert refused.value.status == 413
 
 
-def test_names_within_an_address_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_row(
+    ("url", "head"),
+    [
+        ("http://[::1]:8080", b"GET /list HTTP/1.1\r\nHost: [::1]:8080\r\n"),
+        ("HTTP://NAS:80/a b%20c/", b"GET /a%20b%20c/list HTTP/1.1\r\nHost: nas\r\n"),
+        ("http://nas/stra\u00dfe", b"GET /stra%C3%9Fe/list HTTP/1.1\r\nHost: nas\r\n"),
+        # A name within an address is sent in place of the key, an empty one is not.
+        ("http://tom:p%40ss@nas", b"\r\nAuthorization: Basic dG9tOnBAc3M=\r\n"),
+        ("http://@nas", b"\r\nAuthorization: Bearer secret\r\n"),
+    ],
+)
+def test_addresses_are_sent_as_the_protocol_has_them(monkeypatch: pytest.MonkeyPatch, url: str, head: bytes) -> None:
     wire = _Wire([_ANSWER])
-    _connection(monkeypatch, wire, "http://tom:p%40ss@nas").get("/list")
-    assert b"\r\nAuthorization: Basic dG9tOnBAc3M=\r\n" in wire.written[0] and b"secret" not in wire.written[0]
-
-
-def test_an_empty_name_within_an_address_does_not_take_the_place_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = _Wire([_ANSWER])
-    _connection(monkeypatch, wire, "http://@nas").get("/list")
-    assert b"\r\nAuthorization: Bearer secret\r\n" in wire.written[0]
-
-
-def test_addresses_are_sent_as_the_protocol_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url, path, host in (
-        ("http://[::1]:8080", b"/list", b"[::1]:8080"),
-        ("HTTP://NAS:80/a b%20c/", b"/a%20b%20c/list", b"nas"),
-        ("http://nas/straße", b"/stra%C3%9Fe/list", b"nas"),
-    ):
-        wire = _Wire([_ANSWER])
-        _connection(monkeypatch, wire, url).get("/list")
-        assert wire.written[0].startswith(b"GET %b HTTP/1.1\r\nHost: %b\r\n" % (path, host)), url
+    _connection(monkeypatch, wire, url).get("/list")
+    assert head in wire.written[0]
+    assert wire.written[0].count(b"Authorization") == 1
 
 
 def test_a_broken_connection_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -26,7 +25,7 @@ from edgeinfer.runtime.sampling.constraint import (
     weighed_draw,
 )
 from edgeinfer.runtime.sampling.distributions import GumbelNoise
-from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget, thinking_tags
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, letters_logits
@@ -99,41 +98,6 @@ def test_places_of_several_texts_are_those_of_each_alone(
             assert sorted(tokens[rows == index].tolist()) == oracle_allowed(choices, ends, text)
 
 
-@settings(deadline=None)
-@given(CHOICES, ENDS, st.randoms(use_true_random=False))
-def test_walks_of_allowed_tokens_are_the_choices(
-    choices: list[list[int]], ends: list[int], chance: random.Random
-) -> None:
-    constraint = ChoiceConstraint(ChoiceTrie(choices, ends))
-    for _ in range(5):
-        reply: list[int] = []
-        while not reply or reply[-1] not in ends:
-            reply.append(chance.choice(allowed(constraint)))
-            constraint.push(reply[-1])
-        assert reply[:-1] in choices
-        assert allowed(constraint) == sorted(set(ends)) and constraint.forced() == []
-        constraint.pop(len(reply))
-
-
-def test_a_choice_that_begins_another_may_end_or_go_on() -> None:
-    constraint = ChoiceConstraint(ChoiceTrie([[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9]], [7000, 2]))
-    assert allowed(constraint) == [5] and list(constraint.forced()) == [5, 6]
-    for token in constraint.forced():
-        constraint.push(token)
-    assert allowed(constraint) == [2, 7, 7000] and list(constraint.forced()) == []
-    constraint.push(7)
-    assert list(constraint.forced()) == [8]
-
-
-def test_nothing_but_the_end_follows_a_token_that_may_not() -> None:
-    constraint = ChoiceConstraint(ChoiceTrie([[5, 6]], [2]))
-    for token in (9, 5, 6):
-        constraint.push(token)
-        assert allowed(constraint) == [2] and list(constraint.forced()) == []
-    constraint.pop(3)
-    assert allowed(constraint) == [5] and list(constraint.forced()) == [5, 6]
-
-
 def test_repetitions_and_arrays_change_nothing() -> None:
     constraint = ChoiceConstraint(ChoiceTrie([[4, 5], np.array([4, 5]), [4, 5]], frozenset({2})))  # type: ignore[list-item]
     assert list(constraint.forced()) == [4, 5]
@@ -155,25 +119,6 @@ def test_impossible_lists_are_refused() -> None:
             ChoiceConstraint(ChoiceTrie(choices, ends))
             pytest.fail(f"{choices} with ends {ends}")
         assert error.value.hint
-
-
-def test_drawn_replies_are_always_on_the_list() -> None:
-    for options in ({}, {"temperature": 1.5, "top_p": 0.9, "frequency_penalty": 0.5}):
-        choices = [[3, 4], [3, 4, 5, 6], [7], [8, 8, 8]]
-        processor = LogitsProcessor(GenerationConfig(**options), 300, seed=3)  # type: ignore[arg-type]
-        constraint = ChoiceConstraint(ChoiceTrie(choices, [1, 2]))
-        rows = np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)
-        seen = set[tuple[int, ...]]()
-        for begin in range(0, 195, 5):
-            counts, reply = TokenCounts(), list[int]()
-            while not reply or reply[-1] > 2:
-                position = begin + len(reply)
-                reply.append(processor.sample(rows[position], position, counts, constraint.allowed()))
-                constraint.push(reply[-1])
-                counts.push(reply[-1])
-            constraint.pop(len(reply))
-            seen.add(tuple(reply[:-1]))
-        assert seen == set(map(tuple, choices))
 
 
 def test_frequencies_of_replies_are_the_product_of_the_renormalised_ones() -> None:

@@ -195,13 +195,10 @@ def test_what_tokens_spell(byte_level: Tokenizer) -> None:
     assert constraint.allowed().max() < 290
 
 
-def test_tokens_that_cannot_be_followed() -> None:
+def test_what_grammars_need(byte_level: Tokenizer) -> None:
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(TokenizerError, match="decoding steps: none"):
         made(Tokenizer(words), json_object=True)
-
-
-def test_an_end_is_needed(byte_level: Tokenizer) -> None:
     with pytest.raises(UsageError, match="needs a stop token"):
         made(byte_level, (), json_object=True)
 
@@ -209,6 +206,8 @@ def test_an_end_is_needed(byte_level: Tokenizer) -> None:
 def test_what_is_wrong_is_said_in_one_line(byte_level: Tokenizer) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"json_schema": {"not": {"pattern": "a"}}}, "not is not supported"),
+        # A schema cannot loosen how it is followed.
+        ({"json_schema": {"not": {"pattern": "a"}, "x-guidance": {"lenient": True}}}, "not is not supported"),
         ({"json_schema": {"uniqueItems": True, "unevaluatedItems": False}}, "uniqueItems"),
         ({"json_schema": {"type": "string", "minLength": 5, "maxLength": 2}}, r"minLength \(5\)"),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 2}}, "minimum"),
@@ -243,11 +242,6 @@ def test_formats_that_no_standard_has_are_annotations(byte_level: Tokenizer) -> 
     schema = {"type": "object", "properties": {"format": {"format": "color", **kept}}, "required": ["format"]}
     reply = drawn(made(byte_level, json_schema={**schema, "additionalProperties": False}), (1,), 0)
     assert reply is not None and json.loads(text_of(byte_level, reply)) == {"format": {"format": "color"}}
-
-
-def test_a_schema_cannot_loosen_how_it_is_followed(byte_level: Tokenizer) -> None:
-    with pytest.raises(UsageError, match="not is not supported"):
-        made(byte_level, json_schema={"not": {"pattern": "a"}, "x-guidance": {"lenient": True}})
 
 
 def test_the_engine_may_be_missing(monkeypatch: pytest.MonkeyPatch, byte_level: Tokenizer) -> None:

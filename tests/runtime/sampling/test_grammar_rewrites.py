@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edgeinfer.errors import GrammarError
 from edgeinfer.options.reply import GenerationConfig
@@ -20,7 +18,6 @@ from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import NumberLimit, digits_ahead
 from tests.runtime.sampling.conftest import made
 from tests.runtime.sampling.json_texts import END, Schema, accepts, follow, vocabulary
-from tests.runtime.sampling.test_schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
 
@@ -111,17 +108,8 @@ def essence(value: Any) -> Any:
         return [essence(each) for each in value]
     if not isinstance(value, dict):
         return value
-    annotations = (
-        "x-",
-        "$anchor",
-        "$comment",
-        "example",
-        "nullable",
-        "discriminator",
-        "externalDocs",
-        "const_",
-        "divisibleBy",
-    )
+    annotations = ("x-", "$anchor", "$comment", "example", "nullable", "discriminator", "externalDocs")
+    annotations += ("const_", "divisibleBy")
     return {word: essence(each) for word, each in value.items() if not word.startswith(annotations) and word != "$defs"}
 
 
@@ -194,37 +182,6 @@ def test_what_demands_something_still_does() -> None:
             assert not accepts(follow(kept), text), kept
         except GrammarError:
             assert kept == {"not": True}
-
-
-WORDS = st.lists(st.sampled_from([each for each in EVERYWHERE if not {"$schema", "$anchor"} & each.keys()]), max_size=3)
-
-
-def _scatter(value: Any, draw: Callable[[], list[Schema]]) -> Any:
-    """A schema with words that demand nothing at any of its schemas."""
-    if not isinstance(value, dict):
-        return value
-    made: Schema = {}
-    for word, inner in value.items():
-        if word in ("properties", "patternProperties") and isinstance(inner, dict):
-            made[word] = {name: _scatter(each, draw) for name, each in inner.items()}
-        elif word in ("anyOf", "allOf", "oneOf", "prefixItems"):
-            made[word] = [_scatter(each, draw) for each in inner]
-        else:
-            made[word] = _scatter(inner, draw) if word in ("items", "additionalProperties") else inner
-    for more in draw():
-        made = decorated(made, more)
-    return made
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(schema=SCHEMAS, data=st.data())
-def test_drawn_schemas_allow_the_same_with_words_that_demand_nothing(schema: Schema, data: st.DataObject) -> None:
-    odd = _scatter(schema, lambda: data.draw(WORDS))
-    try:
-        expected = mended(with_definitions(schema))
-    except GrammarError:
-        return  # by name
-    assert essence(mended(with_definitions(odd))) == essence(expected)
 
 
 CLOSED = {"type": "object", "additionalProperties": False}
@@ -345,21 +302,7 @@ def test_numbers_behind_free_text_are_bounded_and_the_text_is_not() -> None:
 
 
 def test_tokens_of_several_digits_stay_within_the_rest() -> None:
-    tokens = [
-        b"1",
-        b"22",
-        b"333",
-        b".",
-        b"x",
-        b"55555555555555555555",
-        b"\xff</s>",
-        b"",
-        b" 1",
-        b"0,7",
-        b"-",
-        b'"',
-        b"\n",
-    ]
+    tokens = [b"1", b"22", b"333", b".", b"x", b"5" * 20, b"\xff</s>", b"", b" 1", b"0,7", b"-", b'"', b"\n"]
     ahead = digits_ahead(tokens, b"\xff")
     limit = NumberLimit('start: %json {"type": "number"}', ahead, tokens.__getitem__)
     number, end = np.array([0, 1, 2, 3, 5, 6, 9]), np.array([6])

@@ -121,18 +121,6 @@ def test_a_draw_has_the_largest_sum_of_log_probability_and_noise(
     assert processor.config.greedy or scores[likely == token][0] >= scores.max() - 1e-9
 
 
-def test_draws_do_not_depend_on_earlier_draws() -> None:
-    rows = np.random.default_rng(0).normal(0, 1, (30, 50)).astype(np.float32)
-    processor = LogitsProcessor(GenerationConfig(temperature=1.0, top_p=0.9), 50, seed=5)
-    forwards = [processor.sample(rows[i], i) for i in range(30)]
-    backwards = [processor.sample(rows[i], i) for i in reversed(range(30))]
-    assert backwards[::-1] == forwards
-    fresh = [
-        LogitsProcessor(GenerationConfig(temperature=1.0, top_p=0.9), 50, seed=5).sample(rows[i], i) for i in range(30)
-    ]
-    assert fresh == forwards
-
-
 def test_greedy_takes_the_lowest_of_equals_after_bias_and_penalties() -> None:
     row = np.array([0, 3, 3, 1], np.float32)
     assert LogitsProcessor(GenerationConfig(), 4, 0).sample(row, 0) == 1
@@ -155,14 +143,6 @@ def test_unusable_logits_are_the_backends_fault() -> None:
         with pytest.raises(BackendError, match="No token can be chosen"):
             processor.probabilities(logits)
             pytest.fail(f"{row} with {options}")
-
-
-def test_masked_tokens_are_never_drawn() -> None:
-    row = np.full(100, -math.inf, np.float32)
-    row[[7, 50]] = [1.0, 1.5]
-    for options in ({}, {"top_k": 10}, {"top_p": 0.99999}, {"min_p": 0.001}):
-        processor = LogitsProcessor(GenerationConfig(temperature=1.0, **options), 100, 1)
-        assert {processor.sample(row, position) for position in range(200)} == {7, 50}
 
 
 def test_extreme_temperatures_stay_finite() -> None:
@@ -252,20 +232,6 @@ def test_a_draw_under_a_mask_is_that_from_masked_logits(
         assert set(ids.tolist()) <= set(allowed) and len(ids) == len(weights) and (np.diff(ids) > 0).all()
 
 
-def test_allowing_all_changes_no_draw() -> None:
-    rows, everything = np.random.default_rng(2).normal(0, 2, (100, 300)).astype(np.float32), np.arange(300)
-    several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.7}]
-    for options in (*several, {"temperature": 1.0, "top_k": 9, "min_p": 0.05}):
-        processor, counts = (
-            LogitsProcessor(GenerationConfig(repetition_penalty=1.2, **options), 300, 4),
-            TokenCounts([5, 6]),
-        )
-        for position, row in enumerate(rows):
-            token = processor.sample(row, position, counts)
-            assert processor.sample(row, position, counts, everything) == token, options
-            counts.push(token)
-
-
 def test_bias_and_penalties_come_before_the_mask() -> None:
     for size in (1, 40, 390):
         chance = np.random.default_rng(size)
@@ -286,15 +252,6 @@ def test_bias_and_penalties_come_before_the_mask() -> None:
             np.testing.assert_array_equal(row, before)
             counts.push(processor.sample(row, position, counts, allowed))
             processor.sample(row, position, counts)  # leaves other values behind
-
-
-def test_greedy_takes_the_best_that_is_allowed() -> None:
-    row = np.array([0, 3, 9, 1, 3], np.float32)
-    processor = LogitsProcessor(GenerationConfig(), 5, 0)
-    assert processor.sample(row, 0, None, np.array([0, 1, 3, 4])) == 1
-    assert processor.sample(row, 0, None, np.array([0, 3])) == 3
-    assert processor.sample(row, 0, None, np.array([0])) == 0
-    np.testing.assert_array_equal(processor.probabilities(row, None, np.array([3, 4])), [0, 0, 0, 0, 1])
 
 
 def test_a_bias_that_bans_all_that_is_allowed_is_an_error() -> None:
@@ -322,14 +279,6 @@ KEYS = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0
 
 @settings(deadline=None)
 @given(KEYS)
-def test_is_in_the_half_open_unit_interval_and_repeats(key: tuple[int, int, int]) -> None:
-    number = uniform(*key)
-    assert 0 <= number < 1
-    assert uniform(*key) == number
-
-
-@settings(deadline=None)
-@given(KEYS)
 def test_is_philox_as_others_compute_it(key: tuple[int, int, int]) -> None:
     seed, position, stream = key
     philox = Philox(key=np.array([seed, stream], np.uint64), counter=np.array([position, 0, 0, 0], np.uint64))
@@ -339,33 +288,6 @@ def test_is_philox_as_others_compute_it(key: tuple[int, int, int]) -> None:
 def test_known_values_hold_on_every_platform() -> None:
     assert uniform(1, 5) == 0.9719207784869555
     assert uniform(0, 0) == 0.011546754286331562
-
-
-def test_positions_are_uniform_and_uncorrelated() -> None:
-    numbers = np.array([uniform(7, position) for position in range(20_000)])
-    counts = np.bincount((numbers * 20).astype(int), minlength=20)
-    assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
-    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.025
-
-
-def test_laws_that_overlap_draw_the_same_token_as_often_as_gumbel_noise_promises() -> None:
-    """Laws of 5.4 nats over 4,096 tokens that overlap by 0.73: noisy logits, and a quarter of the mass moved away."""
-    some, shift = np.random.default_rng(2).normal(0, 1, (2, 4096))
-    law, even = np.exp(2.6 * some), np.arange(4096) % 2 == 0
-    moved = [law * mask * (0.37 * law.sum() / (law @ mask)) for mask in (even, ~even)]
-    gumbel = []
-    for laws in ((law, law * np.exp(0.68 * shift)), (law + moved[0], law + moved[1])):
-        p, q = (weights / weights.sum() for weights in laws)
-        overlap = np.minimum(p, q).sum()
-        assert overlap == pytest.approx(0.73, abs=0.02)
-        assert -(p @ np.log(p)) == pytest.approx(5.4, abs=0.3)
-        wanted = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(4096))
-        rows = [np.log(p).astype(np.float32), np.log(q).astype(np.float32)]
-        draws = LogitsProcessor(GenerationConfig(temperature=1.0), 4096, seed=3)
-        agreed = np.mean([draws.sample(rows[0], place) == draws.sample(rows[1], place) for place in range(6000)])
-        assert agreed == pytest.approx(wanted, abs=0.02)
-        gumbel.append(agreed / overlap)
-    assert min(gumbel) >= 0.97 * 0.59 / 0.73
 
 
 V = 40
@@ -434,30 +356,10 @@ def test_counts_follow_pushes_and_pops(prompt: list[int], moves: list[int | None
     assert seen == {token: reply.count(token) for token in seen}
 
 
-def test_undoing_a_draft_restores_the_result() -> None:
-    config = GenerationConfig(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
-    penalties = Penalties.from_config(config, 500)
-    counts = TokenCounts(range(100))
-    for token in range(50, 200):
-        counts.push(token)
-    before, after = np.ones(500, np.float32), np.ones(500, np.float32)
-    penalties.apply(before, counts)
-    for token in range(150, 450):
-        counts.push(token)
-    counts.pop(300)
-    penalties.apply(after, counts)
-    np.testing.assert_array_equal(before, after)
-
-
-def test_bias_outside_the_vocabulary_is_refused() -> None:
+def test_a_bias_bans_and_forces_without_nan_within_the_vocabulary() -> None:
+    row = np.zeros(V, np.float32)
+    Penalties.from_config(GenerationConfig(logit_bias={3: -math.inf, 5: math.inf}), V).apply(row, None)
+    assert row[3] == -math.inf and np.isfinite(row[5]) and row.argmax() == 5
     for token in (-1, V):
         with pytest.raises(UsageError, match="logit_bias"):
             Penalties.from_config(GenerationConfig(logit_bias={token: 1.0}), V)
-            pytest.fail(f"bias of token {token}")
-
-
-def test_infinite_bias_bans_and_forces_without_nan() -> None:
-    row = np.zeros(V, np.float32)
-    Penalties.from_config(GenerationConfig(logit_bias={3: -math.inf, 5: math.inf}), V).apply(row, None)
-    assert row[3] == -math.inf
-    assert np.isfinite(row[5]) and row.argmax() == 5

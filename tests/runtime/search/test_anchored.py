@@ -33,15 +33,6 @@ def divergence(law: Law, other: Law) -> float:
     return math.fsum(p * math.log(p / q) if p else 0.0 for p, q in zip(law.tolist(), other.tolist(), strict=True))
 
 
-def best_mean(own: Law, anchor: Law, budget: float) -> float:
-    """The largest weight of a grid whose mean is within a budget."""
-    for weight in np.linspace(1, 0, 20_001):
-        mixed = anchor ** (1 - weight) * own**weight
-        if divergence(mixed / mixed.sum(), anchor) <= budget:
-            return float(weight)
-    return 0.0
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 10**6), st.floats(0.01, 60), st.floats(0, 8), st.integers(2, 40))
 def test_a_mean_is_within_its_budget_and_spends_it(seed: int, spread: float, budget: float, size: int) -> None:
@@ -58,13 +49,6 @@ def test_a_mean_is_within_its_budget_and_spends_it(seed: int, spread: float, bud
     with np.errstate(divide="ignore"):
         steps = np.log(fused.probabilities) - (1 - fused.weight) * np.log(anchor) - fused.weight * np.log(own)
     assert np.ptp(steps[np.isfinite(steps)]) < 1e-6
-
-
-def test_a_weight_is_the_largest_of_a_grid() -> None:
-    chance = np.random.default_rng(3)
-    for budget in (0.01, 0.15, 1.0):
-        own, anchor = (softmax(chance.normal(0, 2, V)) for _ in range(2))
-        assert fuse(own, anchor, budget).weight == pytest.approx(best_mean(own, anchor, budget), abs=1e-4)
 
 
 def test_what_one_of_them_rules_out_is_never_drawn() -> None:
@@ -131,14 +115,6 @@ def test_without_a_limit_it_is_the_model_and_without_a_budget_the_anchor() -> No
         assert token == sampler.sample(anchor.logits(text), len(text))
         text.append(token)
     assert bound.strategy.search_use().divergence == 0
-
-
-def test_drawn_tokens_have_the_law_of_the_mean() -> None:
-    """First tokens of 4,000 seeds against the distribution that is within the budget."""
-    anchor, config = LettersAnchor(), GenerationConfig(temperature=1.0)
-    law = fuse(softmax(letters_logits(PROMPT)), softmax(anchor.logits(PROMPT)), 0.2).probabilities
-    drawn = [Sampler(LogitsProcessor(config, V, seed), PROMPT).sample_keyed(law, 3) for seed in range(4000)]
-    assert np.abs(np.bincount(drawn, minlength=V) / 4000 - law).max() < 0.03
 
 
 def test_an_anchor_without_room_ends_the_reply() -> None:

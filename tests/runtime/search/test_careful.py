@@ -19,7 +19,6 @@ from edgeinfer.runtime.research.contrast import contrasted
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.momentum import Runs
-from edgeinfer.runtime.search.strategy import entropy, likeliest, log_probabilities, logprob
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
 from tests.tables import each_row
 
@@ -36,17 +35,6 @@ def probabilities_of(text: list[int]) -> Probabilities:  # (V,)
 
 def uncertainty(probabilities: Probabilities) -> float:
     return -math.fsum(p * math.log(p) for p in probabilities.tolist() if p > 0)
-
-
-def test_scores() -> None:
-    logits = letters_logits([3])
-    probabilities = probabilities_of([3])
-    np.testing.assert_allclose(np.exp(log_probabilities(logits)), probabilities, rtol=1e-12)
-    assert logprob(logits, 4) == pytest.approx(math.log(probabilities[4]), abs=1e-6)
-    assert entropy(probabilities) == pytest.approx(uncertainty(probabilities))
-    assert entropy(np.array([0.0, 1.0])) == 0
-    assert likeliest(np.array([1.0, 3.0, 3.0, 0.0, 3.0]), 2).tolist() == [1, 2]
-    assert likeliest(np.array([1.0, 3.0, 2.0]), 3).tolist() == [1, 2, 0]
 
 
 def closed(text: list[int], token: int, most: int) -> int:

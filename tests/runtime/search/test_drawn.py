@@ -9,6 +9,7 @@ import pytest
 from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.search.drawn import answer_of, elect, most_steps
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, alone
+from tests.tables import each_row
 
 WARM: dict[str, Any] = {"temperature": 0.9}
 
@@ -96,42 +97,32 @@ def test_what_cannot_fit_is_refused() -> None:
             full.tokens()
 
 
-def test_first_finish_is_the_first_to_end() -> None:
-    for seed in range(20):
-        trial = Trial(LettersBackend(400), search="first-finish", samples=4, **WARM | {"seed": seed, "max_tokens": 20})
-        separate = [alone(seed + i, max_tokens=20, **WARM) for i in range(4)]
-        ended = [len(tokens) for tokens in separate if tokens[-1] == END]
+@each_row(
+    ("search", "samples", "options"),
+    [
+        ("first-finish", 4, {"max_tokens": 20}),
+        ("best-of", 5, {"max_tokens": 8}),
+        ("vote", 6, {"max_tokens": 4, "temperature": 0.5}),
+    ],
+)
+def test_one_of_the_separate_replies_is_the_answer(search: str, samples: int, options: dict[str, Any]) -> None:
+    """The first that ends or the likeliest where none does, the likeliest, the most common one."""
+    for seed in range(12):
+        options = WARM | options
+        trial = Trial(LettersBackend(400), search=search, samples=samples, **options | {"seed": seed})
+        separate = [alone(seed + i, **options) for i in range(samples)]
         found, use = trial.tokens(), trial.strategy.search_use()
-        assert found == separate[use.chosen] == list(use.texts[use.chosen].token_ids)
-        assert not use.lossless
-        if ended:
+        assert found == separate[use.chosen] and not use.lossless
+        ended = [len(tokens) for tokens in separate if tokens[-1] == END]
+        if search == "vote":
+            answers = [answer_of(Letters().decode(tokens), "text") for tokens in separate]
+            assert answers.count(answers[use.chosen]) == max(map(answers.count, answers))
+        elif search == "first-finish" and ended:
             assert len(found) == min(ended)
         else:
             assert use.texts[use.chosen].score == max(text.score for text in use.texts)
-
-
-def test_best_of_is_the_likeliest() -> None:
-    for seed in range(10):
-        options = WARM | {"max_tokens": 8}
-        trial = Trial(LettersBackend(400), search="best-of", samples=5, **options | {"seed": seed})
-        separate = [alone(seed + i, **options) for i in range(5)]
-        found, use = trial.tokens(), trial.strategy.search_use()
-        assert [list(text.token_ids) for text in use.texts] == separate
-        assert found == separate[use.chosen] and not use.lossless
-        assert use.texts[use.chosen].score == max(text.score for text in use.texts)
-
-
-def test_votes_are_counted() -> None:
-    for seed in range(10):
-        options = WARM | {"temperature": 0.5, "max_tokens": 4}
-        trial = Trial(LettersBackend(400), search="vote", samples=6, **options | {"seed": seed})
-        separate = [alone(seed + i, **options) for i in range(6)]
-        found, use = trial.tokens(), trial.strategy.search_use()
-        assert [list(text.token_ids) for text in use.texts] == separate
-        answers = [answer_of(Letters().decode(tokens), "text") for tokens in separate]
-        votes = max(answers.count(answer) for answer in answers)
-        assert answers.count(answer_of(Letters().decode(found), "text")) == votes
-        assert found == separate[use.chosen]
+        if search != "first-finish":
+            assert [list(text.token_ids) for text in use.texts] == separate
 
 
 def test_what_an_answer_is() -> None:

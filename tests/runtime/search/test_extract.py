@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, LettersBackend, Trial, letters_logits
+from tests.tables import each_row
 
 
 def score(span: str, prompt: list[int]) -> float:
@@ -62,26 +62,18 @@ def test_where_there_is_room_for_one_beginning_at_a_time() -> None:
         assert narrow.tokens() == roomy.tokens()
 
 
-def test_no_room_no_words_and_no_end_are_refused() -> None:
-    refused: list[dict[str, Any]] = [
+@each_row(
+    "options",
+    [
         {"passage": "", "max_tokens": 5},
         {"passage": "abc", "max_tokens": 1},
         {"passage": "abc", "stop_ids": frozenset()},
-    ]
-    for options in refused:
-        with pytest.raises(UsageError, match="passage"):
-            Trial(LettersBackend(), search="extract", **options).tokens()
-            pytest.fail(f"{options} was taken")
-
-
-def test_passage_and_method_go_together() -> None:
-    wrongs: list[dict[str, Any]] = [
-        {"search": "extract"},
-        {"passage": "abc"},
-        {"search": "extract", "passage": "a" * 32_001},
-        {"search": "extract", "passage": 3},
-    ]
-    for wrong in wrongs:
-        with pytest.raises(UsageError, match="passage"):
-            GenerationConfig(**wrong)
-            pytest.fail(f"{wrong} was taken")
+        {"passage": None},
+        {"passage": "a" * 32_001},
+        {"passage": 3},
+        {"search": "off", "passage": "abc"},
+    ],
+)
+def test_no_room_no_words_and_no_end_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="passage"):
+        Trial(LettersBackend(), **{"search": "extract", **options}).tokens()

@@ -15,9 +15,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     DraftContext,
     Drafter,
     Guess,
-    Resumption,
     Round,
-    State,
     Verdict,
 )
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
@@ -40,9 +38,6 @@ class Prophet(Drafter):
         self._right = right
         self._seed = seed
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        pass
-
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         self.asked += 1
         place = len(context.tokens) + len(drafted)
@@ -52,24 +47,6 @@ class Prophet(Drafter):
         right = fortune.random() < self._right
         first = self._text[place] if right else self._text[place] + 1
         return [Guess((first + other) % 100, int(self._right > 0.5)) for other in range(width)]
-
-    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
-        return None
-
-    def observe(self, round: Round) -> None:
-        pass
-
-    def nbytes(self) -> int:
-        return 0
-
-    def state(self) -> State:
-        return {}
-
-    def restore(self, state: State) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Coin(Prophet):

@@ -29,16 +29,13 @@ from edgeinfer.runtime.sampling.constraint import ChoiceConstraint
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
-from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
-from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING, random_heads
-from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.models import bundle_of
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 
 # A text that repeats itself, so that tables have something to say.
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51, 62, 73, 84, 95, 40, 51]
@@ -125,7 +122,6 @@ class Subject:
     def rounds(
         self, sampler: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
     ) -> SpeculativeDecoding:
-        verification = find_verification(config.verification)
         model = self._model() if {"model", "rapid"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
@@ -135,28 +131,18 @@ class Subject:
             if not names:
                 pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
-        acceptance = Acceptance()
-        for drafter in made:
-            acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-        kind = StochasticController if verification.stochastic else DraftController
         if isinstance(self.backend, GraphBackend) and not self.backend.capabilities.paged:
             width = 1
-        controller = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
-        return SpeculativeDecoding(
-            self.backend,
-            sampler,
-            made,
-            controller,
-            verification,
-            noise=noise,
-            on_plain_ms=lambda ms: None,
+        prices = Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1})
+        return eager_rounds(
+            self.backend, sampler, made, prices, verification=config.verification, width=width, noise=noise
         )
 
 
 def bundles(export: str, layout: Layout) -> tuple[Bundle, Bundle]:
     """A target with heads, and a smaller drafter with the same tokenizer."""
     target = made(_make_target, export, layout, Path(inspect.getfile(random_heads)))
-    return open_bundle(target / "target"), open_bundle(made(_make_drafter) / "drafter")
+    return open_bundle(target / "target"), bundle_of("qwen2", ExportConfig(32), **(SIZES | {"num_hidden_layers": 2}))
 
 
 def _make_target(folder: Path, export: str, layout: Layout, source_of_heads: Path) -> None:
@@ -165,8 +151,3 @@ def _make_target(folder: Path, export: str, layout: Layout, source_of_heads: Pat
     target = open_bundle(export_checkpoint(folder / "checkpoint", folder / "target", config))
     for kind in DRAFTING:
         target = add_heads(target.path, random_heads(target, kind))
-
-
-def _make_drafter(folder: Path) -> None:
-    make_checkpoint(folder / "checkpoint", "qwen2", **(SIZES | {"num_hidden_layers": 2}))
-    export_checkpoint(folder / "checkpoint", folder / "drafter", ExportConfig(32))

@@ -1,4 +1,4 @@
-"""Cost curves are sane whatever was measured, and measuring keeps to its budget; time is a clock the tests wind."""
+"""Cost curves are sane whatever was measured, measuring keeps to its budget, and sessions learn from their replies."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import pairwise, product
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.errors import StorageError
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
+from edgeinfer.runtime.speculation import costs as device_costs
 from edgeinfer.runtime.speculation import costs as module
-from edgeinfer.runtime.speculation.costs import measure_guesses, measure_passes
+from edgeinfer.runtime.speculation.costs import DeviceCosts, measure_guesses, measure_passes
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
+from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prophets import Prophet, decode, text_of
+from tests.runtime.test_engine import TableBackend, TableCache
+from tests.tables import each_row
 
 CURVES = st.builds(
     lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),
@@ -45,36 +50,31 @@ def test_a_larger_pass_never_costs_less(curve: PassCosts) -> None:
     assert ms[0] > 0
 
 
-@settings(deadline=None)
-@given(CURVES)
-def test_what_was_measured_in_order_is_given_back(curve: PassCosts) -> None:
-    ordered = PassCosts(tuple((rows, float(rows)) for rows, _ in curve.points), curve.step)
-    assert [ordered.ms(rows) for rows, _ in ordered.points] == [float(rows) for rows, _ in ordered.points]
+POINTS = ((1, 1.0), (8, 2.0), (12, 4.0), (16, 4.4))
 
 
-def test_between_sizes_the_cost_is_on_a_line_and_on_the_padded_size() -> None:
-    points = ((1, 1.0), (8, 2.0), (12, 4.0), (16, 4.4))
-    assert [PassCosts(points).ms(rows) for rows in (9, 10, 11)] == [2.5, 3.0, 3.5]
-    assert [PassCosts(points, step=2).ms(rows) for rows in (9, 10, 11)] == [3.0, 3.0, 4.0]
-    assert PassCosts(points, step=4).ms(9) == 4.0
-
-
-def test_beyond_the_largest_size_rows_cost_what_the_last_half_says() -> None:
-    # 24 and 32 rows on one step of a staircase do not make 40 rows free.
-    curve = PassCosts(((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)))
-    assert (curve.largest, curve.ms(33), curve.ms(64)) == (32, 33.0, 64.0)
-    assert replace(curve, step=2).ms(33) == 34.0
-
-
-def test_a_few_rows_do_not_make_many_look_free() -> None:
-    assert PassCosts(((1, 10.0),)).ms(5) == 50.0
-    assert PassCosts(((1, 10.0), (2, 10.0))).ms(6) == 30.0
-    assert PassCosts(((2, 20.0),)).ms(6) == 60.0
-
-
-def test_a_disturbed_measurement_spoils_no_other() -> None:
-    curve = PassCosts(((1, 50.0), (2, 10.0), (4, 12.0), (8, 90.0), (16, 40.0)))
-    assert [curve.ms(rows) for rows in (1, 2, 4, 8, 16)] == [10.0, 10.0, 12.0, 40.0, 40.0]
+@each_row(
+    ("points", "step", "expected"),
+    [
+        # On a line between two sizes, and of the padded size.
+        (POINTS, 1, {9: 2.5, 10: 3.0, 11: 3.5}),
+        (POINTS, 2, {9: 3.0, 10: 3.0, 11: 4.0}),
+        (POINTS, 4, {9: 4.0}),
+        # 24 and 32 rows on one step of a staircase do not make 40 rows free, nor a few rows many.
+        (((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)), 1, {33: 33.0, 64: 64.0}),
+        (((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)), 2, {33: 34.0}),
+        (((1, 10.0),), 1, {5: 50.0}),
+        (((1, 10.0), (2, 10.0)), 1, {6: 30.0}),
+        (((2, 20.0),), 1, {6: 60.0}),
+        # A disturbed measurement spoils no other.
+        (((1, 50.0), (2, 10.0), (4, 12.0), (8, 90.0), (16, 40.0)), 1, {1: 10.0, 2: 10.0, 4: 12.0, 8: 40.0, 16: 40.0}),
+    ],
+)
+def test_costs_of_sizes_that_were_not_measured(
+    points: tuple[tuple[int, float], ...], step: int, expected: dict[int, float]
+) -> None:
+    curve = PassCosts(points, step)
+    assert {rows: curve.ms(rows) for rows in expected} == expected
 
 
 @pytest.mark.slow
@@ -95,74 +95,36 @@ def test_costs_follow_the_shape_of_passes_on_a_machine_that_changes_its_pace() -
         assert pace_of(found, observed) == pytest.approx(found.ms(1), rel=0.1)
 
 
-def test_there_is_no_pass_without_rows() -> None:
-    with pytest.raises(BackendError, match="no pass of 0 rows"):
-        COSTS.passes.ms(0)
-
-
 @settings(deadline=None)
 @given(CURVES, st.dictionaries(st.text(max_size=8), st.floats(0, 100), max_size=4), st.floats(0, 10))
 def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_ms: float) -> None:
     costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "2026-01-01T00:00:00+00:00")
-    again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
+    again = Costs.from_dict(json.loads(json.dumps(asdict(costs))))
     assert again == costs
 
 
-def test_unknown_and_missing_fields_are_refused() -> None:
-    for part in ("", "passes", "drafts"):
-        data: Any = json.loads(json.dumps(COSTS.to_dict()))
-        inner = data[part] if part else data
-        changes: list[Any] = [inner | {"more": 1}, dict(list(inner.items())[1:]), []]
-        for changed in changes:
-            with pytest.raises(StorageError, match="fields"):
-                Costs.from_dict(data | {part: changed} if part else changed)
-                pytest.fail(f"{part!r} of {changed} was taken")
-
-
-def test_impossible_pass_costs_are_refused() -> None:
-    impossible: list[dict[str, Any]] = [
-        {"points": []},
-        {"points": [[1, 1.0], [1, 2.0]]},
-        {"points": [[2, 1.0], [1, 2.0]]},
-        {"points": [[0, 1.0]]},
-        {"points": [[True, 1.0]]},
-        {"points": [[1.5, 1.0]]},
-        {"points": [[1, 0]]},
-        {"points": [[1, -1.0]]},
-        {"points": [[1, math.nan]]},
-        {"points": [[1, math.inf]]},
-        {"points": [[1, 10**400]]},
-        {"points": [[10**9, 1.0]]},
-        {"points": [[1, "1"]]},
-        {"points": [[1]]},
-        {"points": "x"},
-        {"step": 0},
-        {"step": None},
-        {"step": True},
+def test_impossible_costs_are_refused() -> None:
+    whole: dict[str, Any] = json.loads(json.dumps(asdict(COSTS)))
+    points: list[Any] = [[], "x", [[1]], [[1, 1.0], [1, 2.0]], [[2, 1.0], [1, 2.0]]]
+    points += [[[rows, 1.0]] for rows in (0, True, 1.5, 10**9)]
+    points += [[[1, ms]] for ms in (0, -1.0, math.nan, math.inf, 10**400, "1")]
+    wrong: list[tuple[str, dict[str, Any]]] = [("", {"processor": None})]
+    wrong += [("passes", {"points": each}) for each in points] + [
+        ("passes", {"step": step}) for step in (0, None, True)
     ]
-    for passes in impossible:
-        with pytest.raises(StorageError, match="Measure"):
-            PassCosts.from_dict(COSTS.passes.to_dict() | passes)
-            pytest.fail(f"{passes} was taken")
-
-
-def test_impossible_draft_costs_are_refused() -> None:
-    impossible = (("round_ms", -1), ("round_ms", None), ("guess_ms", {"a": "b"}), ("guess_ms", [1]))
-    for field, value in (
-        *impossible,
-        ("read_ms", {"a": -1}),
-        ("token_ms", -1),
-        ("token_ms", True),
-        ("token_ms", math.inf),
-    ):
-        with pytest.raises(StorageError, match="Measure"):
-            DraftCosts.from_dict(COSTS.drafts.to_dict() | {field: value})
-            pytest.fail(f"{field} of {value} was taken")
-
-
-def test_costs_say_where_they_are_from() -> None:
-    with pytest.raises(StorageError, match="processor"):
-        Costs.from_dict(COSTS.to_dict() | {"processor": None})
+    wrong += [("drafts", {"round_ms": -1}), ("drafts", {"round_ms": None}), ("drafts", {"read_ms": {"a": -1}})]
+    wrong += [("drafts", {"guess_ms": each}) for each in ({"a": "b"}, [1])]
+    wrong += [("drafts", {"token_ms": each}) for each in (-1, True, math.inf)]
+    for part, change in wrong:
+        with pytest.raises(StorageError, match=r"Measure|processor"):
+            Costs.from_dict(whole | ({part: whole[part] | change} if part else change))
+            pytest.fail(f"{change} was taken")
+    for part in ("", "passes", "drafts"):
+        inner = whole[part] if part else whole
+        for changed in (inner | {"more": 1}, dict(list(inner.items())[1:]), []):
+            with pytest.raises(StorageError, match="fields"):
+                Costs.from_dict(whole | {part: changed} if part else changed)
+                pytest.fail(f"{part!r} of {changed} was taken")
 
 
 class Clock:
@@ -182,52 +144,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-class TimedBackend(TrimmedCache):
+class TimedBackend(TableBackend):
     """A backend whose passes take a given time, and more the first time."""
 
     geometry = Geometry(1000, 4, 2, 1, 2, 4096)
 
-    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
-
     def __init__(self, clock: Clock, seconds: dict[int, float], capacity: int = 4096, noise: Sequence[float] = (1,)):
-        self.capacity, self.length = capacity, 30
-        self.passes: list[int] = []
+        super().__init__()
+        self.cache = TableCache(capacity)
+        self.cache.held += [1] * min(30, capacity)
         self._clock, self._seconds, self._noise = clock, seconds, noise
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        size = len(tokens)
-        assert self.length + size <= self.capacity
-        assert positions.tolist() == [self.length + row for row in rows.tolist()] and len(rows) == size
-        assert 0 <= tokens.min() <= tokens.max() < 1000
-        self.length += size
+        check_pass(self, batch)
+        size = len(batch.tokens)
+        assert len(batch.rows) == size
+        self.cache.held += batch.tokens.tolist()
         larger = min(m for m in self._seconds if m >= size)
         self._clock.now += self._seconds[larger] * self._noise[len(self.passes) % len(self._noise)]
         self.passes.append(size)
         return ForwardOutput(np.zeros((size, 1000), np.float32), None)
 
-    copyable = True
-
-    @property
-    def cache(self) -> TimedBackend:
-        return self
-
-    def trim(self, length: int) -> None:
-        assert length <= self.length
-        self.length = length
-
-    def snapshot(self, start: int, stop: int) -> CacheSnapshot:
-        assert start == stop
-        rows = (np.zeros((1, 0, 2), np.float32),) * 2
-        return CopiedRows(0, rows, rows)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        assert self.length == 0
-        assert all(a.shape == (1, snapshot.length, 2) for a in (*snapshot.keys, *snapshot.values))
-        self.length = snapshot.length
-
     def measure(self, **options: Any) -> PassCosts:
-        return measure_passes(cast(Backend, self), **options)
+        return measure_passes(self, **options)
 
 
 # Of a 0.5B on one core of a laptop, in seconds.
@@ -240,7 +179,7 @@ def test_measured_passes_are_the_undisturbed_ones(clock: Clock) -> None:
         noise = np.random.default_rng(0).choice([1.0, 1.0, 1.1, 3.0], 101).tolist()
         backend = TimedBackend(clock, tenth, noise=noise)
         curve = backend.measure(step=step)
-        assert backend.length == 0
+        assert backend.cache.length == 0
         for rows, seconds in tenth.items():
             assert curve.ms(rows - 1) <= curve.ms(rows) == pytest.approx(seconds * 1e3)
         assert curve.largest == 32
@@ -257,12 +196,6 @@ def test_measuring_keeps_to_its_budget_and_repeats_the_small_sizes(clock: Clock,
     assert backend.passes[0] == 1 and backend.passes[1:].count(1) >= 2
 
 
-def test_what_large_sizes_leave_goes_to_the_small_ones(clock: Clock) -> None:
-    backend = TimedBackend(clock, {rows: seconds / 2 for rows, seconds in SMALL.items()})
-    backend.measure()
-    assert backend.passes.count(32) == 1 and backend.passes.count(2) >= 4
-
-
 def test_a_slow_model_is_measured_at_two_sizes_at_least(clock: Clock) -> None:
     backend = TimedBackend(clock, {2: 2.0, 32: 9.0})
     assert backend.measure().points == ((1, 2000.0), (2, 2000.0))
@@ -273,16 +206,6 @@ def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock) -> None:
     tenth = {rows: seconds / 10 for rows, seconds in SMALL.items()}
     largest = {capacity: TimedBackend(clock, tenth, capacity).measure().largest for capacity in (2, 7, 20, 40)}
     assert largest == {2: 2, 7: 7, 20: 16, 40: 32}
-
-
-def test_the_builtin_model_is_measured() -> None:
-    from tests.runtime.models import make_graph_backend
-
-    backend = make_graph_backend(open_bundle(resolve(None)), 128)
-    curve = measure_passes(backend, budget_s=0.1, step=2)
-    assert backend.cache.length == 0
-    assert (curve.points[0][0], curve.step) == (1, 2) and curve.ms(1) > 0
-    backend.close()
 
 
 class TimedDrafter(Drafter):
@@ -315,7 +238,118 @@ def test_a_guess_costs_what_chains_of_them_take(clock: Clock) -> None:
         assert len(set(drafter.chains)) == len(drafter.chains)
 
 
-def test_a_slow_drafter_is_asked_for_one_chain_after_the_first(clock: Clock) -> None:
-    drafter = TimedDrafter(clock, 9)
-    assert measure_guesses(drafter, make_context([1, 2, 3])) == pytest.approx(1.0)
-    assert len(drafter.chains) == 8
+FEW = PassCosts(((1, 10.0), (2, 11.0)))
+FREE = DraftCosts({"copy": 0.0}, 0.0)
+
+
+class Kept:
+    """Costs that an earlier session measured, of a model with room for any pass."""
+
+    def __init__(self, passes: PassCosts = FEW, drafts: DraftCosts = FREE) -> None:
+        self.kept = Costs(passes, drafts, "", "")
+        self.cache, self.capacity = self, 4096
+        self.saved: list[Costs] = []
+        self.save_costs = self.saved.append
+
+    def open(self, most: int = 1) -> DeviceCosts:
+        """What a session knows of them."""
+        costs = DeviceCosts(self, self, False, most, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+        costs.prepare()
+        return costs
+
+    def costs(self) -> Costs:
+        return self.kept
+
+    def arrays(self, name: str) -> None:
+        return None
+
+
+def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
+    costs = Kept(drafts=DraftCosts({"model": 4.0}, 0.0)).open()
+    text = text_of(60)
+    run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
+    assert {name for name, _ in run.controller.timed_guesses} == {"model"}
+    statistics = SpeculationStatistics()
+    for ms in (0.4, 0.5, 30.0, 0.6, 0.5) * 8:
+        statistics.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)])
+    costs.learn(statistics)
+    assert costs.of([]).guess_ms("model") == pytest.approx(0.5, abs=0.2)
+    costs.learn(SpeculationStatistics(timed_guesses={"model": [9.0, 9.0]}))
+    assert costs.of([]).guess_ms("model") < 1.0
+
+
+def test_what_tokens_take_besides_their_passes_follows_replies() -> None:
+    kept = Kept()
+    costs, saved = kept.open(), kept.saved
+    costs.learn_overhead([0.1] * 4)
+    costs.save()
+    assert not saved, "so few tokens tell nothing"
+    costs.learn_overhead([0.1, 0.1, 30.0, 0.1, 0.1])
+    costs.save()
+    assert saved[-1].drafts.token_ms == 0.1
+    costs.learn_overhead([0.2] * 9)
+    costs.save()
+    assert 0.1 < (saved[-1].drafts.token_ms or 0.0) < 0.2
+    kept.kept = saved[-1]
+    kept.open().save()
+    assert len(saved) == 2, "what was kept is known again"
+
+
+@pytest.mark.slow
+def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> None:
+    """By what was kept every row costs a pass, and no draft pays; in truth few rows cost hardly more than one."""
+    quiet = Prices({rows: 10.0 + 0.3 * (rows - 1) + 1.2 * max(0, rows - 4) for rows in range(1, 65)})
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+    for share, right in product((1.0, 3.0), (0.6, 0.95)):
+        busy = Kept(PassCosts(tuple((rows, 5.0 + 10.0 * share * rows) for rows in sizes)))
+        costs = busy.open(16)
+        taken, best = 0.0, 0.0
+        for reply in range(12):
+            text = text_of(150, reply)
+            prophets = [Prophet("copy", text, right, seed=reply) for _ in range(2)]
+            run = decode(prophets[:1], text, quiet, rests=True, believed=costs.of([]))
+            costs.learn(SpeculationStatistics(timed_passes=run.passes))
+            # What is not known yet may cost little.
+            assert run.ms <= 1.03 * run.plain_ms
+            if reply >= 6:
+                taken += run.ms
+                best += decode(prophets[1:], text, quiet, rests=True).ms
+        assert taken <= 1.06 * best, (share, right)
+        known = costs.of([])
+        for rows in range(1, 1 + known.confirmed):
+            assert known.pass_ms(rows) == pytest.approx(quiet.pass_ms(rows), rel=0.1), (share, right, rows)
+
+
+def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_little() -> None:
+    kept = Kept(drafts=DraftCosts({"model": 0.4, "copy": 0.0}, 0.0, read_ms={"model": 0.004}))
+    costs = kept.open()
+    assert (costs.of([]).read_ms("model"), costs.of([]).read_ms("copy")) == (0.004, 0.0)
+    for ms in (0.01, 0.9, 0.01, 0.011, 0.01):
+        statistics = SpeculationStatistics()
+        statistics.add_guesses([], [("model", ms), ("gone", 1.0)])
+        costs.learn(statistics)
+        assert costs.of([]).read_ms("model") <= 0.011
+    assert costs.of([]).read_ms("model") == pytest.approx(0.01)
+    costs.save()
+    assert kept.saved[-1].drafts.read_ms == {"model": pytest.approx(0.01)}
+
+
+def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a guess moves by 1 ms, each token that it reads by 0.25, and one busy moment by 40."""
+    now, guesses, busy = [0.0], ModelDrafter.guesses, iter([40.0])
+
+    def timed(self: ModelDrafter, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        unread = 0 if drafted else self.unread(context)
+        now[0] += (1.0 + 0.25 * unread + (next(busy, 0.0) if len(context.tokens) > 40 else 0.0)) / 1e3
+        return guesses(self, context, drafted, width)
+
+    with load(None, remember=False, speculation="auto") as model, model._idle() as parts:
+        assert parts.speculator is not None
+        costs = parts.speculator._costs
+        monkeypatch.setattr(ModelDrafter, "guesses", timed)
+        monkeypatch.setattr(device_costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        costs.forget("model")
+        known = costs.of([parts.speculator._drafter("model")])
+        assert known.guess_ms("model") == pytest.approx(1.0)
+        assert known.read_ms("model") == pytest.approx(0.25)
+        assert known.read_ms("copy") == 0

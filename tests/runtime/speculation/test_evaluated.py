@@ -77,16 +77,6 @@ def test_rows_that_were_overwritten_are_computed_again() -> None:
     assert (head.asked, rows.first) == ([[9, 10], [1, 2, 3, 4]], 1)
 
 
-def test_rows_are_complete_when_as_many_were_computed_as_there_are() -> None:
-    assert LogitRows(HIDDEN).complete
-    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, Head())
-    found = [rows.complete]
-    for row in (HEAD_ROWS, 2 * HEAD_ROWS):
-        assert len(rows.row(row)) == VOCABULARY
-        found.append(rows.complete)
-    assert found == [False, False, True]
-
-
 def test_tables_learn_from_rows_that_are_not_there_what_was_accepted() -> None:
     table = RecycleDrafter(VOCABULARY)
     round = settled([3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 9], HIDDEN[[11 - 1, 12 - 2]])
@@ -166,13 +156,6 @@ def test_nothing_is_told_of_tokens_whose_round_failed(drafts: LongDrafts) -> Non
     for drafts.fails in range(1, 5):
         part = drafts.told()
         assert part == whole[: len(part)]
-
-
-def test_a_pass_counts_as_one_of_its_size_only_with_all_its_rows(drafts: LongDrafts) -> None:
-    drafts.told()
-    # The first draft is refused at once, so that the head does not run for its last rows.
-    counted = [rows for rows, _ in drafts.statistics.timed_passes]
-    assert (counted, drafts.heads, drafts.statistics.rounds) == ([8, 8, 8, 2], 3, 5)
 
 
 def test_drafts_have_no_more_rows_at_once_than_planned_where_rounding_may_decide(drafts: LongDrafts) -> None:

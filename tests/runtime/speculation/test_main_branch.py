@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,17 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import Layout
-from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, main_branch_first
-from tests.cache import made
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
-from tests.runtime.models import make_graph_backend
+from tests.runtime.models import bundle_of, make_graph_backend
 
 VOCABULARY = 320
 PAST = 21
@@ -64,18 +59,14 @@ def test_the_main_branch_comes_first_and_the_tree_stays_the_same(draft: Draft) -
     assert list(ordered.sources[len(firsts) :]) == sides
 
 
-def make_bundle(folder: Path, layout: Layout) -> None:
-    """A small model with a sliding window, in blocks of 128."""
-    make_checkpoint(folder / "checkpoint", "qwen2-windows", hidden_size=128, intermediate_size=256)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, 128, keep_small=False, layout=layout))
-
-
 @pytest.fixture(scope="module", params=["native", "portable"])
 def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
+    """A small model with a sliding window, in blocks of 128."""
     layout: Layout = request.param
     if layout == "native":
         require_kernel()
-    backend = make_graph_backend(open_bundle(made(make_bundle, layout) / "bundle"), 64)
+    config = ExportConfig(4, 128, keep_small=False, layout=layout)
+    backend = make_graph_backend(bundle_of("qwen2-windows", config, hidden_size=128, intermediate_size=256), 64)
     yield backend
     backend.close()
 

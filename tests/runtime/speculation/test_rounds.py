@@ -29,8 +29,6 @@ DRAFTERS = (
     ("copy", "model", "hydra"),
     ("copy", "ngram", "recycle", "model", "exit", "bits"),
 )
-
-
 LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",)}
 
 

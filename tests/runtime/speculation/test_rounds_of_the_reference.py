@@ -11,16 +11,7 @@ from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
-from tests.runtime.speculation.subjects import (
-    GREEDY,
-    PENALISED,
-    PROMPT,
-    SAMPLED,
-    TOKENS,
-    Subject,
-    Witness,
-    bundles,
-)
+from tests.runtime.speculation.subjects import GREEDY, PENALISED, PROMPT, SAMPLED, TOKENS, Subject, Witness, bundles
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,9 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import PORTABLE, Layout
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
@@ -25,10 +22,8 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
-from tests.cache import made
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
-from tests.runtime.models import make_graph_backend
+from tests.runtime.models import bundle_of, make_graph_backend
 
 
 class Clock:
@@ -50,16 +45,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def make_blocks(folder: Path, layout: Layout) -> None:
-    """One small model in blocks of 128, where MatMulNBits wants an even number of rows."""
-    make_checkpoint(folder / "checkpoint", "qwen2", hidden_size=128, intermediate_size=256)
-    config = ExportConfig(4, 128, keep_small=False, layout=layout)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", config)
-
-
-def make_small(folder: Path) -> None:
-    make_checkpoint(folder / "checkpoint", "llama", num_hidden_layers=1)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32))
+def blocks(layout: Layout) -> Bundle:
+    """A small model in blocks of 128, where MatMulNBits wants an even number of rows."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    return bundle_of("qwen2", ExportConfig(4, 128, keep_small=False, layout=layout), **sizes)
 
 
 @pytest.fixture(params=["native", "portable"])
@@ -67,7 +56,7 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
     """The model in each layout that runs here."""
     if request.param == "native":
         require_kernel()
-    return open_bundle(made(make_blocks, request.param) / "bundle")
+    return blocks(request.param)
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 9, 200])
@@ -81,7 +70,7 @@ def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
 
 
 def test_unpadded_passes_are_found_out() -> None:
-    backend = make_graph_backend(open_bundle(made(make_blocks, PORTABLE) / "bundle"), 200, exact=False)
+    backend = make_graph_backend(blocks(PORTABLE), 200, exact=False)
     check = check_exact(backend, budget_s=0.5)
     assert not check.bit_identical and backend.cache.length == 0
     # 1e-7 in attention flips roundings to 8 bits, each worth up to some hundredths of a logit.
@@ -136,7 +125,7 @@ class Disturbed(TrimmedCache):
 @pytest.fixture(scope="module")
 def small() -> Bundle:
     """A float32 model for the reference backend."""
-    return open_bundle(made(make_small) / "bundle")
+    return bundle_of("llama", ExportConfig(32), num_hidden_layers=1)
 
 
 def test_noise_is_measured(small: Bundle) -> None:
@@ -148,16 +137,9 @@ def test_noise_is_measured(small: Bundle) -> None:
         # Half of five standard deviations of a difference of two logits, of which one or both of the passes are
         # disturbed.
         assert 2.5 * 2**0.5 * size * 0.8 < check.noise < 2.5 * 2 * size * 1.2
-
-
-def test_the_gap_of_a_changed_choice_is_told(small: Bundle) -> None:
-    check = check_exact(cast(Backend, Disturbed(small, 5.0, 0)))
-    assert 0 < check.worst_gap < 2 * check.largest_difference
-
-
-def test_a_cache_that_differs_is_found_out(small: Bundle) -> None:
-    check = check_exact(cast(Backend, Disturbed(small, 0, 1e-3)))
-    assert (check.bit_identical, check.largest_difference, check.worst_gap) == (False, 0, 0)
+    changed, cache = (check_exact(cast(Backend, Disturbed(small, *sizes))) for sizes in ((5.0, 0), (0, 1e-3)))
+    assert 0 < changed.worst_gap < 2 * changed.largest_difference  # the gap of a changed choice
+    assert (cache.bit_identical, cache.largest_difference, cache.worst_gap) == (False, 0, 0)
 
 
 def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle) -> None:

@@ -17,14 +17,9 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController
-from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.stochastic_controller import StochasticController
-from edgeinfer.runtime.speculation.verification.rule import find_verification
-from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 from tests.runtime.test_engine import TableBackend
 
 V = 4
@@ -77,12 +72,8 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     backend = Target()
     processor = LogitsProcessor(config, V, config.seed or 0)
     sampler = Sampler(processor, PROMPT)
-    drafter, verification = Drafter(V), find_verification(config.verification)
-    acceptance = Acceptance()
-    acceptance.add("model", [0.9] * len(drafter.priors))
-    kind = StochasticController if verification.stochastic else DraftController
-    controller = kind([drafter], Prices(FLAT), acceptance, 9, width)
-    rounds = SpeculativeDecoding(backend, sampler, [drafter], controller, verification, on_plain_ms=lambda ms: None)
+    verification = config.verification
+    rounds = eager_rounds(backend, sampler, [Drafter(V)], Prices(FLAT), verification=verification, most=9, width=width)
     steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
     assert rounds.statistics.drafted > 0
@@ -104,8 +95,10 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     return replies
 
 
-def check_distribution(name: str, width: int, seeds: int) -> None:
-    """Chi-square of so many replies; false of one right rule in ten thousand, however many they are."""
+@pytest.mark.parametrize("seeds", [400, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "width"), RULES)
+def test_replies_are_distributed_as_plain_samplings(name: str, width: int, seeds: int) -> None:
+    """By chi-square; false of one right rule in ten thousand, however many replies there are."""
     config = GenerationConfig(temperature=0.9, verification=name)
     distributions = expected(config)
     counts = Counter(reply(config.replace(seed=seed), width) for seed in range(seeds))
@@ -114,16 +107,4 @@ def check_distribution(name: str, width: int, seeds: int) -> None:
     likely = [said for said, probability in distributions.items() if probability * seeds >= 8]
     seen = [counts[said] for said in likely]
     wanted = [distributions[said] * seeds for said in likely]
-    p = chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue
-    assert p > 1e-4
-
-
-@pytest.mark.parametrize(("name", "width"), RULES)
-def test_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
-    check_distribution(name, width, 400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "width"), RULES)
-def test_thousands_of_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
-    check_distribution(name, width, 3000)
+    assert chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue > 1e-4

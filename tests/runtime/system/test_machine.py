@@ -126,9 +126,6 @@ print(sorted({"psutil", "email", "importlib.metadata", "ssl", "socket"} & (set(s
     assert done.stdout.strip() == "[]"
 
 
-# Processors.
-
-
 @pytest.fixture
 def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two fast cores of two threads each, numbered first and last, and two slow ones of one."""
@@ -197,3 +194,14 @@ def test_machines_of_one_kind_of_core_use_all(hybrid: Path, monkeypatch: pytest.
     for processor in range(6):
         (hybrid / f"cpu{processor}" / "cpufreq" / "cpuinfo_max_freq").unlink()
     assert cores_of(monkeypatch) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks where onnxruntime keeps its identifier on Linux")
+def test_onnxruntime_leaves_no_identifier_of_the_device(tmp_path: Path) -> None:
+    """It would report to its makers, from its import on."""
+    environment = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    code = "import edgeinfer; edgeinfer.load(context=64, native=None).generate('Once', max_tokens=2)"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=TIME_LIMIT)
+    kept = [path.relative_to(tmp_path) for path in tmp_path.rglob("*")]
+    assert [path for path in kept if "onnxruntime" in str(path).lower() or path.name == "deviceid"] == []

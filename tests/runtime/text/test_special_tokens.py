@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import random
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import PromptError, TemplateError
+from edgeinfer.export.gguf.route import ORDINARY as TEXTS
+from edgeinfer.export.gguf.route import RARE
 from edgeinfer.runtime.text.contract import SPECIAL
 from edgeinfer.runtime.text.special_tokens import GuardedTemplate, LiteralEncoder
 from edgeinfer.runtime.text.template import ChatTemplate
@@ -42,6 +41,7 @@ ORDINARY: list[list[dict[str, Any]]] = [
     ],
     [{"role": "user", "content": "s"}, {"role": "assistant", "content": "end"}, {"role": "user", "content": "\ue000<"}],
     WITH_SYSTEM[:2],
+    *([{"role": "user", "content": text}] for text in (*TEXTS, *RARE) if not any(mark in text for mark in MARKS)),
 ]
 
 
@@ -64,29 +64,12 @@ def controls(kind: str, ids: Sequence[int]) -> list[int]:
 def harmless(value: Any, key: str | None = None) -> Any:
     """Data with plain words for all texts that are not the template's own."""
     if isinstance(value, str):
-        known = key in ("role", "type") and value in (
-            "user",
-            "assistant",
-            "system",
-            "tool",
-            "function",
-            "string",
-            "text",
-        )
+        roles = ("user", "assistant", "system", "tool", "function", "string", "text")
+        known = key in ("role", "type") and value in roles
         return value if known else "x"
     if isinstance(value, dict):
-        own = {
-            "role",
-            "content",
-            "tool_calls",
-            "type",
-            "text",
-            "function",
-            "name",
-            "arguments",
-            "properties",
-            "parameters",
-        }
+        own = {"role", "content", "tool_calls", "type", "text", "function", "name", "arguments"}
+        own |= {"properties", "parameters"}
         return {(k if k in own else f"x{i}"): harmless(v, k) for i, (k, v) in enumerate(value.items())}
     return [harmless(item) for item in value] if isinstance(value, list) else value
 
@@ -265,62 +248,3 @@ def test_data_that_holds_all_stand_ins_is_refused() -> None:
     with pytest.raises(PromptError, match="private use"):
         guarded("byte-level", "chatml").parts([{"role": "user", "content": f"<{everything}"}])
     assert guarded("byte-level", "chatml").parts([{"role": "user", "content": everything}])
-
-
-def _real_messages(shared: Path) -> Iterator[str]:
-    """Texts of people, models and files: questions, answers, stories, code, calls, schemas, cut at 400 characters."""
-    paths = [*sorted(shared.glob("data/*/*.jsonl")), *sorted(shared.glob("data/instructions/*.json"))]
-    for path in paths:
-        contents = path.read_text("utf-8")
-        lines = json.loads(contents) if path.suffix == ".json" else map(json.loads, contents.splitlines()[:700])
-        yield from _texts(list(lines))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str) and item.strip():
-            yield item[:400]
-        elif isinstance(item, dict):
-            stack += item.values()
-        elif isinstance(item, list):
-            stack += item
-
-
-@cache
-def ten_thousand(shared: Path) -> list[str]:
-    """Drawn by seed from all that have no mark of ours in them."""
-    marks = re.compile("|".join(map(re.escape, MARKS)))
-    texts = sorted({text for text in _real_messages(shared) if not marks.search(text)})
-    return random.Random(20).sample(texts, 10_000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_ten_thousand_real_messages_keep_their_tokens(shared: Path) -> None:
-    texts = ten_thousand(shared)
-    for place in range(0, len(texts), 4):
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts[place:][:3])]
-        messages[0]["content"] += texts[place + 3]
-        for step in range(len(NAMES)):
-            kind = list(KINDS)[(place // 4 + step) % len(KINDS)]
-            ids = tokenizer(kind).encode(template(NAMES[step]).render(messages), add_special_tokens=False)
-            assert encoder(kind).encode_parts(guarded(kind, NAMES[step]).parts(messages)) == ids, (
-                kind,
-                NAMES[step],
-                messages,
-            )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_ten_thousand_messages_with_marks_make_no_control_tokens(shared: Path) -> None:
-    chance = random.Random(20)
-    for place, text in enumerate(ten_thousand(shared)):
-        words = text.split(" ")
-        for _ in range(chance.randint(1, 4)):
-            words.insert(chance.randrange(len(words) + 1), "".join(chance.choices(PIECES, k=chance.randint(1, 4))))
-        message = {"role": "user", "content": chance.choice(["", " "]).join(words)}
-        kind, name = list(KINDS)[place % len(KINDS)], NAMES[place // len(KINDS) % len(NAMES)]
-        check(kind, name, {"messages": [message], "tools": None, "variables": None, "partial_reply": ""})

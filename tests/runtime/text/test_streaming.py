@@ -55,12 +55,6 @@ def test_equals_naive_search(stops: tuple[str, ...], pieces: list[str]) -> None:
         assert matcher.push("abab") == ("", True) and matcher.flush() == ""
 
 
-def test_without_stops_text_passes_at_once() -> None:
-    matcher = StopMatcher(())
-    assert matcher.push("abc") == ("abc", False)
-    assert matcher.flush() == ""
-
-
 MARKS = ("<|im_end|>", "<|user|>", "</s>")
 UNITS = st.lists(st.sampled_from([*"abé|>", *MARKS, "user", "<|"]), min_size=1, max_size=4)
 

@@ -140,19 +140,6 @@ def test_renders_as_transformers_does(
     assert ChatTemplate(source, TOKENS).rendered(messages, generation, tools, variables) == expected
 
 
-def test_clock() -> None:
-    source = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
-    template = ChatTemplate(source, {}, now=lambda: datetime(2024, 7, 26))
-    assert template.render([{"role": "user", "content": "today"}]) == "26 Jul 2024: today"
-
-
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
-    assert template.render([{"role": "user", "content": parts}]) == "ab"
-    assert parts == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-
-
 @each_row(
     "messages",
     [

@@ -39,7 +39,7 @@ from edgeinfer.runtime.tuning.search import (
 from edgeinfer.runtime.tuning.stopwatch import DECODE, LOAD, LOADED, PREFILL, PROMPTS, TURN, VERIFY, Times
 from tests.cache import made
 from tests.factories import make_checkpoint
-from tests.runtime.speculation.drafters.models import EXPORTS, make_backend, take_in
+from tests.runtime.speculation.drafters.models import EXPORTS, make_backend
 from tests.tables import each_row
 
 SEEDS = range(60)
@@ -107,9 +107,6 @@ NOISY = {"noise": 0.08, "spikes": 0.1, "drift": 0.5}
 THREADS = SettingChoices(threads=(1,), usual_threads=2)
 
 
-# The bound of a median.
-
-
 def test_a_bound_needs_enough_numbers() -> None:
     assert median_below([0.5] * 6, 0.01) == math.inf
     assert median_below([0.5] * 7, 0.01) == 0.5
@@ -142,9 +139,6 @@ def test_a_verdict() -> None:
     assert not judge({TURN: [0.99] * 25}, (TURN,)).better
     scattered = judge({TURN: [0.5, 1.4] * 6}, (TURN,))
     assert not scattered.better and not scattered.decided
-
-
-# What is kept, by simulated machines.
 
 
 @pytest.mark.parametrize("noise", [QUIET, NOISY], ids=["quiet", "noisy"])
@@ -331,28 +325,6 @@ def test_blocks_that_do_nothing_are_found(planted: Backend, samples: list[Sample
     assert found.evaluations == 60
     assert planted.cache.length == 0
     SkipDrafter(planted, found.layer_mask)
-
-
-def test_the_same_arguments_find_the_same_set(planted: Backend, samples: list[Sample]) -> None:
-    one, same = (best_skip_set(planted, samples, EVEN, evaluations=25, seed=3) for _ in range(2))
-    assert one.layer_mask.tolist() == same.layer_mask.tolist()
-    assert (one.match_rate, one.speedup, one.evaluations) == (same.match_rate, same.speedup, same.evaluations)
-
-
-def test_matchness_is_of_a_pass_behind_the_whole_models_cache(planted: Backend, samples: list[Sample]) -> None:
-    found = best_skip_set(planted, samples, EVEN, evaluations=1)
-    right = 0
-    for sample in samples:
-        fed = [sample.prompt[-1], *sample.reply[:31]]
-        planted.cache.trim(0)
-        take_in(planted, sample.prompt[:-1])
-        whole = take_in(planted, fed)
-        planted.cache.trim(len(sample.prompt) - 1)
-        right += int((take_in(planted, fed, layer_mask=found.layer_mask).argmax(1) == whole.argmax(1)).sum())
-    assert found.match_rate == right / 64
-    assert 0 < found.match_rate < 1
-    # The first set that is scored is SWIFT's: the second layer and the fourth.
-    assert np.flatnonzero(~found.layer_mask).tolist() == [2, 3, 6, 7]
 
 
 def test_what_costs_nothing_is_not_worth_a_risk(planted: Backend, samples: list[Sample]) -> None:

@@ -5,50 +5,33 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from tests.cli import TIME_LIMIT, command, environment
+from tests.cli import Logged, command, environment
 from tests.speculation import BUILTIN
 
 
 @dataclass
-class App:
+class App(Logged):
     """A running app. `address` has the key that signs a window in."""
 
     address: str
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-
-    def logged(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode()
-
-    def stop(self) -> None:
-        """Stop the app as Ctrl-C does."""
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
 def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | None = None) -> Iterator[App]:
-    """Run the app with its data in a folder for the block.
-
-    Args:
-        variables: of its environment, in addition to the usual ones.
-    """
+    """Run the app with its data in a folder for the block; `variables` are added to its environment."""
     words = command("chat", "--no-window", "--port", "0", "--data", data, *arguments)
     env = environment() | dict(variables or {})
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
         process = stack.enter_context(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=log))
         stack.callback(process.kill)
         assert process.stdout is not None
-        app = App(process.stdout.readline().decode().strip(), process, log)
+        app = App(process, log, process.stdout.readline().decode().strip())
         assert app.address, app.logged()
         yield app
         app.stop()

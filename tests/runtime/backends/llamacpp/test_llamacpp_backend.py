@@ -87,14 +87,6 @@ def test_any_chain_of_passes_and_cuts(
         assert backend.cache.length == len(held)
 
 
-@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
-def test_wanted_rows(make_backend: Make, rows: list[int]) -> None:
-    backend = make_backend(kv="float32")
-    whole = feed(backend, TEXT[:3])
-    backend.cache.trim(0)
-    assert close(feed(backend, TEXT[:3], rows), whole[rows].reshape(-1, whole.shape[1]), NEAR["float32"])
-
-
 def test_more_rows_than_fit_a_pass_run_in_parts(make_backend: Make) -> None:
     whole = feed(make_backend(kv="float32", chunk=CAPACITY, draft_rows=CAPACITY), TEXT)
     backend = make_backend(kv="float32", chunk=10, draft_rows=4)
@@ -134,12 +126,7 @@ def test_rows_that_fill_up_a_pass_leave_nothing_behind(make_backend: Make) -> No
     assert close(feed(backend, TEXT[7:9]), whole[7:9], 0.02)
 
 
-TREES = {
-    "two-leaves": [-1, 0, 0],
-    "bushy": [-1, 0, 1, 0, 3, 3, 4],
-    "two-roots": [-1, -1, 0, 1],
-    "chain": [-1, 0, 1],
-}
+TREES = {"two-leaves": [-1, 0, 0], "bushy": [-1, 0, 1, 0, 3, 3, 4], "two-roots": [-1, -1, 0, 1], "chain": [-1, 0, 1]}
 
 
 def paths_of(tree: list[int]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""GGUF files with recurrent layers: states that go back, marks, drafts that are taken back, and what is refused."""
+"""GGUF files with recurrent layers or windows: states that go back, copies, sessions, what is refused."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ from tests.tables import each_row
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
 
+import pytest
+
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.memory import kv_bytes, state_bytes
+from tests.export.gguf_cases import GEMMA, GEMMA3N, GEMMA4, OSS, SHARED_CACHES, TRINITY, layers
 from tests.runtime.backends.llamacpp.test_llamacpp_backend import close, feed
 
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="the gguf package is not installed")
 pytestmark = pytest.mark.gguf
 
 # Those that llama.cpp can take back row by row, and those that it cannot.
@@ -196,13 +203,16 @@ def test_a_conversation_goes_on_from_its_states(bundles: Callable[[str], Bundle]
     assert longer.timings.cached_prompt_tokens > 0
 
 
-@each_row("name", ["Mamba2", "Qwen3_5"])
-def test_conversations_are_saved_and_kept_with_their_states(
-    name: str, bundles: Callable[[str], Bundle], tmp_path: Path
+@each_row(
+    ("name", "kind"), [("Mamba2", "states"), ("Qwen3_5", "states"), ("gemma3", "windows"), ("gpt-oss", "windows")]
+)
+def test_conversations_are_saved_and_kept(
+    name: str, kind: str, bundles: Callable[[str], Bundle], tmp_path: Path
 ) -> None:
-    path = bundles(name).path
+    """Also when another conversation comes in between."""
+    path, file = bundles(name).path, tmp_path / "talk.session"
     options: dict[str, Any] = {"context": 128, "kv": "float32", "speculation": "off"}
-    file, other = tmp_path / "talk.session", "A cat sat on the mat, and looked out of the window."
+    other = "A cat sat on the mat, and looked out of the window."
     with edgeinfer.load(path, backend="llamacpp", **options) as model:
         ids = model.tokenize(PROMPT)
         ids += model.generate(ids, max_tokens=20).token_ids
@@ -212,13 +222,17 @@ def test_conversations_are_saved_and_kept_with_their_states(
         assert model.load_session(file) == ids[:-1]
         again = model.generate(ids, max_tokens=20)
         assert (again.token_ids, again.timings.cached_prompt_tokens) == (expected, len(ids) - 1)
-        # What a conversation had evaluated is kept when another comes in between, to the end of its prompt and of all.
         first = model.generate(other, max_tokens=20)
         model.generate(PROMPT, max_tokens=5)
-        kept = model.generate(other, max_tokens=20)
+        kept, size = model.generate(other, max_tokens=20), len(model.tokenize(other))
         assert kept.token_ids == first.token_ids
-        longer = model.generate([*model.tokenize(other), *first.token_ids, 5], max_tokens=1)
-        assert longer.timings.cached_prompt_tokens == len(model.tokenize(other)) + 19
+        if kind == "windows":
+            assert kept.timings.cached_prompt_tokens == size - 1
+            one = model.generate(PROMPT, max_tokens=4)
+            assert model.generate(PROMPT, max_tokens=4, search="beam", beams=1).token_ids == one.token_ids
+        else:  # states are kept at the end of the prompt and of all
+            longer = model.generate([*model.tokenize(other), *first.token_ids, 5], max_tokens=1)
+            assert longer.timings.cached_prompt_tokens == size + 19
 
 
 def test_searches_that_copy_rows_are_refused(bundles: Callable[[str], Bundle]) -> None:
@@ -226,3 +240,79 @@ def test_searches_that_copy_rows_are_refused(bundles: Callable[[str], Bundle]) -
         with pytest.raises(CapabilityError, match="cannot copy what"):
             model.generate(PROMPT, max_tokens=4, search="beam")
         assert len(model.generate(PROMPT, max_tokens=4, temperature=0).token_ids) == 4
+
+
+# Patterns that a graph has and that a file gives, caches that layers share, and heads that windows change.
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", GEMMA | layers(2, 3)),
+    "gemma3": ("Gemma3", GEMMA | layers(3, 3)),
+    "gemma3n": ("Gemma3n", GEMMA3N | TIED | layers(3, 4) | {"activation_sparsity_pattern": [0.95] * 4}),
+    "gemma4": ("Gemma4", GEMMA4 | TIED | SHARED_CACHES | layers(3, 6)),
+    "gpt-oss": ("GptOss", OSS | layers(2, 3)),
+    "olmo3": ("Olmo3", {"sliding_window": 5, **layers(2, 3)}),
+    "afmoe": ("Afmoe", TRINITY | layers(4, 5)),
+}
+FAMILIES |= WINDOWS
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_copies_give_the_same_bits(name: str, make_family: Make) -> None:
+    """A text longer than two windows, in parts whose borders are no windows', and after cuts far back."""
+    backend, other = make_family(name), make_family(name)
+    feed(backend, TEXT[:24], [])
+    whole, parts = backend.cache.snapshot(), [backend.cache.snapshot(*ends) for ends in ((0, 3), (3, 4), (4, 24))]
+    assert [part.length for part in (whole, *parts)] == [24, 3, 1, 20]
+    expected = feed(backend, TEXT[24:30])
+    backend.cache.trim(9)
+    again = feed(backend, TEXT[9:30])
+    for pieces in ([whole], parts):
+        other.cache.clear()
+        for piece in pieces:
+            other.cache.append(piece)
+        assert np.array_equal(feed(other, TEXT[24:30]), expected)
+        # Rows that no later one sees came back as well.
+        other.cache.trim(9)
+        assert np.array_equal(feed(other, TEXT[9:30]), again)
+
+
+@each_row("kv", ["float16", "q8_0"])
+def test_copies_of_other_types_come_back(kv: str, make_family: Make) -> None:
+    backend, other = make_family("gemma2", kv), make_family("gemma2", kv)
+    feed(backend, TEXT[:24], [])
+    other.cache.restore(backend.cache.snapshot())
+    assert np.array_equal(feed(other, TEXT[24:30]), feed(backend, TEXT[24:30]))
+    seen: list[tuple[int, int]] = []
+
+    def look(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        seen.append((layer, keys.shape[1]))
+        return keys, values
+
+    # An edit knows its layer, so the layers must differ.
+    other.cache.rewrite(look)
+    assert seen == [(layer, 30) for layer in range(3)]
+    assert close(feed(other, TEXT[30:33]), feed(backend, TEXT[30:33]), 0.02)
+
+
+def test_copies_after_a_tree_and_a_full_cache(make_family: Make) -> None:
+    backend, straight = make_family("gemma2"), make_family("gemma2")
+    feed(backend, TEXT[:20], [])
+    backend.forward(ForwardInput(TEXT[20:24], np.array([20, 21, 21, 22]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
+    backend.cache.keep(20, [0, 2, 3])
+    text = [*TEXT[:21], *TEXT[22:24], *TEXT]
+    feed(backend, text[23:CAPACITY], [])
+    copied = backend.cache.snapshot()
+    assert copied.length == len(text)
+    straight.cache.restore(copied.part(0, 50))
+    backend.cache.trim(50)
+    # Cells lie in another order there, in which scores are summed.
+    assert close(feed(straight, text[50:]), feed(backend, text[50:]), 1e-4)
+
+
+def test_what_is_no_copy_of_such_a_cache_is_refused(make_family: Make) -> None:
+    backend, other = make_family("gemma2"), make_family("gemma4")
+    feed(backend, TEXT[:24], [])
+    with pytest.raises(BackendError, match="another model"):
+        other.cache.restore(backend.cache.snapshot())
+    # What llama.cpp gives at once lacks the rows that the window hides.
+    with pytest.raises(CapabilityError, match="do not save its sessions"):
+        backend.cache._codec.decode(backend._context.state(0), 0, 24)

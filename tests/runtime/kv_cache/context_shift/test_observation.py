@@ -13,8 +13,8 @@ import pytest
 
 from edgeinfer.bundle import arithmetic
 from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import UsageError
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.load import MERGING, OVERFLOWS
 from edgeinfer.runtime.arrays import Floats
@@ -24,9 +24,8 @@ from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
-from tests.cache import made
-from tests.factories import make_bigram_bundle, make_checkpoint
-from tests.runtime.models import make_graph_backend
+from tests.factories import make_bigram_bundle
+from tests.runtime.models import bundle_of, make_graph_backend
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -64,24 +63,14 @@ def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.Mo
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def make_quantized(folder: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "max_position_embeddings": 512,
-    }
-    make_checkpoint(folder / "checkpoint", "qwen2", **sizes)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, 128, keep_small=False))
-
-
 @pytest.fixture(scope="module")
-def quantized() -> Path:
-    return made(make_quantized) / "bundle"
+def quantized() -> Bundle:
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    return bundle_of("qwen2", ExportConfig(4, 128, keep_small=False), **sizes, max_position_embeddings=512)
 
 
-def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
-    bundle = open_bundle(quantized)
+def test_looking_leaves_every_bit_of_the_cache(quantized: Bundle) -> None:
+    bundle = quantized
     backend = make_graph_backend(bundle, 40)
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
@@ -98,8 +87,8 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
 
 @pytest.mark.parametrize("capacity", [64, 512])
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capacity: int) -> None:
-    bundle = open_bundle(quantized)
+def test_an_overflow_takes_no_more_than_planned(quantized: Bundle, name: str, capacity: int) -> None:
+    bundle = quantized
     backend = make_graph_backend(bundle, capacity)
     policy = make_context_shift(name, bundle, backend)
     assert policy is not None
@@ -120,8 +109,8 @@ def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capa
     backend.close()
 
 
-def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Path) -> None:
-    bundle, capacity = open_bundle(quantized), 100
+def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Bundle) -> None:
+    bundle, capacity = quantized, 100
     backend = make_graph_backend(bundle, capacity, weighed=True)
     assert isinstance(backend.cache, PagedCache)
     policy = make_context_shift("cluster", bundle, backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle.layouts import Layout
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.options.load import MERGING
 from edgeinfer.options.reply import GenerationConfig
@@ -28,17 +23,11 @@ from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.controller import DraftController
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts, drafter_method
-from edgeinfer.runtime.speculation.verification.rule import find_verification
-from tests.cache import made
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
-from tests.runtime.models import make_graph_backend
-from tests.runtime.speculation.prices import FLAT, Prices
-from tests.speculation import BUILTIN, needs_builtin
+from tests.runtime.models import bundle_of, make_graph_backend
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 
 CAPACITY = 48
 CYCLE = [40, 51, 62, 73, 84, 95]
@@ -92,30 +81,16 @@ class Writer:
         if not self.backend.capabilities.high_planes:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [drafter_method(name).make(parts) for name in names]
-        acceptance = Acceptance()
-        for drafter in made:
-            acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-        controller = DraftController(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
-        verification = find_verification(config.verification)
-        return SpeculativeDecoding(self.backend, sampler, made, controller, verification, on_plain_ms=lambda ms: None)
+        return eager_rounds(self.backend, sampler, made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("8-bit", "native"), ("4-bit", "portable")],
-    ids="-".join,
-)
+@pytest.fixture(scope="module", params=[("8-bit", "native"), ("4-bit", "portable")], ids="-".join)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     width, layout = request.param
     if layout == "native":
         require_kernel()
-    return open_bundle(made(make_bundle, 8 if width == "8-bit" else 4, layout) / "bundle")
-
-
-def make_bundle(folder: Path, bits: Any, layout: Layout) -> None:
-    make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
-    config = ExportConfig(bits, 64, keep_small=False, layout=layout)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", config)
+    config = ExportConfig(8 if width == "8-bit" else 4, 64, keep_small=False, layout=layout)
+    return bundle_of("qwen2", config, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +131,6 @@ def test_drafting_gives_the_text_of_plain_decoding_bit_for_bit(
     assert_same(drafted, plain)
 
 
-@needs_builtin
-@each_policy
-@pytest.mark.parametrize("drafters", [("copy", "recycle"), ("exit",)], ids="+".join)
-def test_the_built_in_model_too(policy: str, drafters: tuple[str, ...]) -> None:
-    require_kernel()
-    subject = Writer(open_bundle(BUILTIN), policy, capacity=64)
-    prompt = [(7 * i) % 23 + 300 for i in range(90)]
-    config = GenerationConfig(temperature=0.7, seed=3)
-    plain = subject.write(prompt, config, 60)
-    subject.engine.forget()
-    drafted = subject.write(prompt, config, 60, drafters)
-    assert drafted[2] is not None
-    assert drafted[2].statistics.drafted > 0
-    assert_same(drafted, plain)
-    subject.backend.close()
-
-
 @each_policy
 @pytest.mark.parametrize("size", [47, 48, 49, 54, 55, 130])
 def test_a_long_prompt_overflows_like_a_written_text(writer: Callable[..., Writer], policy: str, size: int) -> None:
@@ -203,56 +161,6 @@ def test_what_came_before_never_changes_a_reply(writer: Callable[..., Writer], d
         text = [*prompt, *reply]
     for prompt_, reply_ in expected.items():
         assert writer(policy).write(prompt_, GREEDY, 6)[0] == reply_
-
-
-@each_policy
-def test_a_continued_conversation_goes_on_from_the_shortened_cache(writer: Callable[..., Writer], policy: str) -> None:
-    subject = writer(policy)
-    text = [*CYCLE, *subject.write(CYCLE, SAMPLED, 70)[0]]
-    longer = [*text, 51, 62]
-    reply = subject.write(longer, SAMPLED, 9)[0]
-    assert subject.engine.prefill.cached == len(text) - 1
-    text = [*longer, *reply]
-    # It parts after the last overflow.
-    since = subject.engine.lost.since
-    assert since + 2 < len(text)
-    subject.write([*text[: since + 2], 73, 73, 73], SAMPLED, 2)
-    assert subject.engine.prefill.cached >= since
-    # It parts before.
-    subject.write([*text[:20], 73, 73], SAMPLED, 2)
-    assert subject.engine.prefill.cached == 0
-
-
-@each_policy
-def test_without_a_limit_a_reply_is_as_long_as_the_context(writer: Callable[..., Writer], policy: str) -> None:
-    subject = writer(policy)
-    sampler = Witness(GREEDY, 320, CYCLE)
-    steps = subject.engine.generate(CYCLE, sampler, max_tokens=None, stop_ids=frozenset())
-    assert len(list(steps)) == CAPACITY
-
-
-@each_policy
-def test_a_failed_overflow_is_never_continued_from(
-    writer: Callable[..., Writer], policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = writer(policy).write(CYCLE, SAMPLED, 60)[0]
-    subject = writer(policy)
-    whole = subject.backend.cache.rewrite
-
-    def fails(edit: Any) -> None:
-        def second(layer: int, keys: Floats, values: Floats) -> Any:
-            if layer == 1:
-                raise BackendError("broken")
-            return edit(layer, keys, values)
-
-        whole(second)
-
-    monkeypatch.setattr(subject.backend.cache, "rewrite", fails)
-    with pytest.raises(BackendError, match="broken"):
-        subject.write(CYCLE, SAMPLED, 60)
-    monkeypatch.undo()
-    assert subject.backend.cache.length == 0
-    assert subject.write(CYCLE, SAMPLED, 60)[0] == expected
 
 
 def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
-from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
@@ -28,10 +25,8 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Round,
     Verdict,
 )
-from tests.cache import made
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
-from tests.runtime.models import make_graph_backend
+from tests.runtime.models import bundle_of, feed, make_graph_backend
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -49,12 +44,7 @@ BACKENDS = tuple(EXPORTS)
 
 def export(kind: str, arch: str = "qwen2", **settings: Any) -> Bundle:
     """A random model for one of BACKENDS, which is everybody's: who changes it makes a copy."""
-    return open_bundle(made(_export, kind, arch, sorted((SIZES | settings).items())) / kind)
-
-
-def _export(folder: Path, kind: str, arch: str, settings: list[tuple[str, Any]]) -> None:
-    make_checkpoint(folder / "checkpoint", arch, **dict(settings))
-    export_checkpoint(folder / "checkpoint", folder / kind, EXPORTS[kind])
+    return bundle_of(arch, EXPORTS[kind], **(SIZES | settings))
 
 
 def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:
@@ -83,14 +73,6 @@ def context(tokens: Sequence[int], draw: Draw = greedy) -> DraftContext:
     return DraftContext([*tokens], draw, lambda drafted: ())
 
 
-def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)
-    """Feed tokens in one pass and give the logits after each."""
-    rows = np.arange(len(tokens))
-    return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **how)
-    ).logits.copy()
-
-
 @dataclass(frozen=True)
 class Plain:
     """A text by plain greedy decoding, and the cache it leaves, which lacks the last token."""
@@ -103,10 +85,10 @@ class Plain:
     def decode(cls, backend: Backend, prompt: Sequence[int], count: int) -> Plain:
         """Decode token by token from an empty cache."""
         backend.cache.trim(0)
-        token = int(take_in(backend, prompt)[-1].argmax())
+        token = int(feed(backend, prompt)[-1].argmax())
         reply = [token]
         while len(reply) < count:
-            token = int(take_in(backend, [token])[0].argmax())
+            token = int(feed(backend, [token])[0].argmax())
             reply.append(token)
         return cls(tuple(prompt), tuple(reply), backend.cache.snapshot())
 
@@ -118,7 +100,7 @@ def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> li
     """
     rng = np.random.default_rng(seed)
     backend.cache.trim(0)
-    take_in(backend, plain.prompt[:-1])
+    feed(backend, plain.prompt[:-1])
     now, text = context(plain.prompt), [*plain.prompt, *plain.reply]
     drafter.begin(now.tokens)
     while len(now.tokens) < len(text):
@@ -135,7 +117,7 @@ def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> li
         assert backend.cache.length == base
         how = {} if resumption is None else {"layer_mask": resumption.layer_mask, "hidden": resumption.hidden}
         fed = [now.tokens[-1], *drafted]
-        chosen = take_in(backend, fed, **how).argmax(axis=1).tolist()
+        chosen = feed(backend, fed, **how).argmax(axis=1).tolist()
         right = 0
         while right < len(drafted) and drafted[right] == chosen[right]:
             right += 1

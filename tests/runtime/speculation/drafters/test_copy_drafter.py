@@ -7,9 +7,11 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Guess
+from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.text_index import SuffixIndex
 from tests.runtime.speculation.drafters.rounds import ask, chain, searched, settled
+from tests.tables import each_row
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
 SOURCE = list(range(10, 60))
@@ -45,51 +47,39 @@ def test_an_edit_is_drafted_from_the_replys_first_token() -> None:
     assert ask(told([1, 2, *SOURCE, 3, 98], 10)) == []
 
 
-def test_of_matches_the_longest_wins_over_the_latest() -> None:
-    assert chain(told([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), 1) == [4]
-    assert chain(told([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]), 1) == [5]
-    assert chain(told([9, 1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 9, 1, 2, 3, 4]), 1) == [5]
+@each_row(
+    ("committed", "drafted"),
+    [
+        ((12, 13, 99), [15, 16, 17, 18, 19]),  # a token replaced
+        ((12, 13, 17), [18, 19, 20]),  # tokens left out
+        ((12, 13, 97, 98, 99, 14), [15, 16, 17]),  # tokens inserted
+    ],
+)
+def test_a_change_does_not_end_the_copy(committed: tuple[int, ...], drafted: list[int]) -> None:
+    assert chain(told([*SOURCE, 1, 10, 11], *committed), len(drafted)) == drafted
 
 
-def test_a_match_that_overlaps_its_copy_repeats_the_period() -> None:
-    assert chain(told([5, 6, 7, 5, 6, 7, 5, 6]), 7) == [7, 5, 6, 7, 5, 6, 7]
+REPLACED = [9, 10, 20, 11, 12, 13, 14, 15, 20, 16, 17, 18, 19, 20, 30]
+NAMED = [9, 10, 20, 21, 11, 12, 13, 14, 15, 20, 21, 16, 17, 18, 19, 20, 21, 30]
+FAILING = [9, 10, 20, 11, 12, 20, 13, 14, 20, 15, 16, 17, 20, 18, 19]
 
 
-def test_drafts_the_whole_source() -> None:
-    assert chain(told([*SOURCE, 1, 10, 11]), 40) == SOURCE[2:42]
-
-
-def test_a_replaced_token_does_not_end_the_copy() -> None:
-    drafter = told([*SOURCE, 1, 10, 11], 12, 13, 99)
-    assert chain(drafter, 5) == [15, 16, 17, 18, 19]
-
-
-def test_left_out_tokens_do_not_end_the_copy() -> None:
-    assert chain(told([*SOURCE, 1, 10, 11], 12, 13, 17), 3) == [18, 19, 20]
-
-
-def test_inserted_tokens_do_not_end_the_copy() -> None:
-    assert chain(told([*SOURCE, 1, 10, 11], 12, 13, 97, 98, 99, 14), 3) == [15, 16, 17]
-
-
-def test_what_was_replaced_once_is_proposed_replaced() -> None:
-    tale = [9, 10, 20, 11, 12, 13, 14, 15, 20, 16, 17, 18, 19, 20, 30]
-    drafter = told([*tale, 1, 9, 10], 99, 11)
-    assert chain(drafter, 11) == [12, 13, 14, 15, 99, 16, 17, 18, 19, 99, 30]
-    # In the very draft that explains the gap, before anything of that is committed.
-    assert chain(told([*tale, 1, 9, 10, 20, 11], 12, 13, 14, 15, 99), 6) == [16, 17, 18, 19, 99, 30]
-
-
-def test_a_name_of_several_tokens_is_replaced_as_a_whole() -> None:
-    tale = [9, 10, 20, 21, 11, 12, 13, 14, 15, 20, 21, 16, 17, 18, 19, 20, 21, 30]
-    drafter = told([*tale, 1, 9, 10], 99, 98, 11, 12)
-    assert chain(drafter, 12) == [13, 14, 15, 99, 98, 16, 17, 18, 19, 99, 98, 30]
-
-
-def test_a_substitution_that_fails_twice_is_forgotten() -> None:
-    tale = [9, 10, 20, 11, 12, 20, 13, 14, 20, 15, 16, 17, 20, 18, 19]
-    drafter = told([*tale, 1, 9, 10], 99, 11, 12, 20, 13, 14, 20, 15, 16)
-    assert chain(drafter, 4) == [17, 20, 18, 19]
+@each_row(
+    ("prompt", "committed", "drafted"),
+    [
+        # What was replaced once is proposed replaced, a name of several tokens as a whole.
+        ([*REPLACED, 1, 9, 10], (99, 11), [12, 13, 14, 15, 99, 16, 17, 18, 19, 99, 30]),
+        ([*NAMED, 1, 9, 10], (99, 98, 11, 12), [13, 14, 15, 99, 98, 16, 17, 18, 19, 99, 98, 30]),
+        # In the very draft that explains the gap, before anything of that is committed.
+        ([*REPLACED, 1, 9, 10, 20, 11], (12, 13, 14, 15, 99), [16, 17, 18, 19, 99, 30]),
+        # A substitution that fails twice is forgotten.
+        ([*FAILING, 1, 9, 10], (99, 11, 12, 20, 13, 14, 20, 15, 16), [17, 20, 18, 19]),
+        ([5, 6, 7, 5, 6, 7, 5, 6], (), [7, 5, 6, 7, 5, 6, 7]),  # a match that overlaps its copy
+        ([*SOURCE, 1, 10, 11], tuple(range(100, 130)), []),  # a text that goes its own way
+    ],
+)
+def test_substitutions(prompt: list[int], committed: tuple[int, ...], drafted: list[int]) -> None:
+    assert chain(told(prompt, *committed), len(drafted) or 1) == drafted
 
 
 def test_substitutions_end_with_the_generation() -> None:
@@ -111,20 +101,6 @@ def test_a_longer_match_elsewhere_takes_over() -> None:
     assert chain(drafter, 3) == [22, 23, 24]
 
 
-def test_a_text_that_goes_its_own_way_is_given_up() -> None:
-    assert ask(told([*SOURCE, 1, 10, 11], *range(100, 130))) == []
-
-
-def test_another_conversation_leaves_no_positions_behind() -> None:
-    drafter = told([1, 2, 3, 4, 5, 6, 7, 8], 9, 10)
-    drafter.begin([1, 2, 3, 40, 5, 6])
-    assert ask(drafter) == []
-    drafter.begin([1, 2, 3, 40, 1, 2])
-    assert chain(drafter, 3) == [3, 40, 1]
-    drafter.close()
-    assert ask(drafter) == []
-
-
 @settings(deadline=None)
 @given(TOKENS, TOKENS, st.lists(TOKENS.filter(bool), max_size=4), TOKENS)
 def test_what_it_knew_before_changes_nothing(
@@ -136,27 +112,6 @@ def test_what_it_knew_before_changes_nothing(
         for committed in rounds:
             drafter.observe(settled(committed))
     assert ask(used, path, 3) == ask(fresh, path, 3)
-
-
-@settings(deadline=None)
-@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS.filter(bool)), max_size=6), st.integers(1, 4))
-def test_guesses_are_of_the_text_and_disturb_nothing(
-    prompt: list[int], rounds: list[tuple[list[int], list[int]]], width: int
-) -> None:
-    asked, left_alone = told(prompt), told(prompt)
-    text = list(prompt)
-    for path, committed in rounds:
-        for length in (len(path), 0, len(path) // 2):
-            found = ask(asked, path[:length], width)
-            assert found == ask(asked, path[:length], width)
-            tokens = [guess.token for guess in found]
-            assert len(tokens) == len(set(tokens)) <= width
-            assert set(tokens) <= {*text, *path}
-            assert all(0 <= guess.sign < len(asked.priors) for guess in found)
-        for drafter in (asked, left_alone):
-            drafter.observe(settled(committed))
-        text += committed
-        assert ask(asked, path, width) == ask(left_alone, path, width)
 
 
 @settings(deadline=None)
@@ -193,12 +148,6 @@ def test_offers_the_exact_match_and_the_source_beside_a_substitution() -> None:
     assert len({guess.sign for guess in ask(drafter, width=3)}) == 2
 
 
-def test_keeps_nothing_between_sessions() -> None:
-    drafter = told(SOURCE)
-    assert drafter.state() == {}
-    drafter.restore({})
-
-
 def test_memory_is_told_and_planned_for() -> None:
     sizes = []
     for count in (0, 500, 2000):
@@ -206,3 +155,11 @@ def test_memory_is_told_and_planned_for() -> None:
         sizes.append(drafter.nbytes())
         assert drafter.nbytes() <= SuffixIndex.planned_bytes(count)
     assert all(small < large for small, large in pairwise(sizes))
+
+
+def test_forced_tokens_are_proposed_as_the_context_tells_them() -> None:
+    drafter, forced = ForcedDrafter(), {(): [4, 9], (4,): [5], (4, 5): []}
+    context = DraftContext([1], lambda logits, path: (0, None), lambda path: forced[tuple(path)])
+    drafter.begin([1])
+    assert [drafter.guesses(context, path, 3) for path in ([], [4], [4, 5])] == [(Guess(4, 0),), (Guess(5, 0),), ()]
+    assert drafter.priors[0] > 0.9 and (drafter.nbytes(), drafter.state()) == (0, {})

@@ -1,4 +1,4 @@
-"""Drafters with heads: what they hear of states, and products on one thread."""
+"""Drafters with heads: what they hear of states, which rows of passes they read, and products on one thread."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CapabilityError
 from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.research.heads import Matrix
 from edgeinfer.runtime.research.medusa import MedusaDrafter
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
-from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.controller import DraftController
-from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Round
-from edgeinfer.runtime.speculation.verification.rule import find_verification
+from edgeinfer.runtime.speculation.drafters.module_drafter import TargetStates, Unread
 from tests.heads import random_heads
 from tests.runtime.speculation.drafters.models import export
-from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
 from tests.tables import each_row
 
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51]
@@ -84,13 +82,8 @@ class Resting(DraftController):
 def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[DraftController]) -> None:
     backend = ReferenceBackend(bundle, 64)
     drafter = Listener(backend, random_heads(bundle, "medusa"))
-    acceptance = Acceptance()
-    acceptance.add(drafter.name, [0.9] * len(drafter.priors))
     sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
-    controller = kind([drafter], Prices(FLAT), acceptance, 3, 1)
-    rounds = SpeculativeDecoding(
-        backend, sampler, [drafter], controller, find_verification("keyed"), on_plain_ms=lambda ms: None
-    )
+    rounds = eager_rounds(backend, sampler, [drafter], Prices(FLAT), kind=kind, most=3)
     steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
@@ -107,3 +100,48 @@ def test_targets_without_states_are_refused(bundle: Bundle) -> None:
     backend.capabilities = replace(backend.capabilities, hidden=False)
     with pytest.raises(CapabilityError, match="hidden states"):
         MedusaDrafter(backend, random_heads(bundle, "medusa"))
+
+
+# Behind the root 5 come 6 and 7, in rows 2 and 3 of the tree.
+TREE, PARENTS, DEPTHS = (5, 9, 6, 7), (-1, 0, 0, 2), (0, 1, 1, 2)
+
+
+class Passes:
+    """States that follow made-up passes, and what was read of them, by row."""
+
+    def __init__(self) -> None:
+        self.read: dict[int, tuple[int, float]] = {}
+        self.states = TargetStates(1, lambda output: output.hidden, self._read, lambda rows: None)
+
+    def _read(self, unread: Unread) -> None:
+        for row, token, state in zip(unread.positions.tolist(), unread.tokens.tolist(), unread.states, strict=True):
+            self.read[row] = token, float(state[0])
+
+    def run(self, start: int, tokens: tuple[int, ...], first_state: float, *, tree: bool = False) -> None:
+        """A pass whose rows' states are `first_state` and the numbers behind it."""
+        size = len(tokens)
+        places = start + (np.array(DEPTHS) if tree else np.arange(size))
+        parents = np.array(PARENTS) if tree else None
+        batch = ForwardInput(np.array(tokens), places, np.zeros(1, np.int64), tree=parents)
+        hidden = np.arange(first_state, first_state + size, dtype=np.float32)[:, None]
+        self.states.observe(start, batch, ForwardOutput(np.zeros((1, 1), np.float32), hidden))
+
+
+@each_row(
+    ("again", "read"),
+    [
+        # The rows before it are the tree's, and rows that waited before the tree still wait.
+        (7, {0: (4, 0.0), 1: (5, 1.0), 2: (6, 10.0), 3: (7, 12.0), 4: (8, 20.0)}),
+        # Another text is not taken for a path of the tree.
+        (1, {4: (8, 20.0)}),
+    ],
+)
+def test_the_last_row_of_a_path_that_was_passed_again(again: int, read: dict[int, tuple[int, float]]) -> None:
+    passes = Passes()
+    passes.run(0, (3, 4), 0.0)
+    assert passes.states.waiting == 2
+    passes.run(2, TREE, 10.0, tree=True)
+    passes.run(4, (again,), 20.0)
+    passes.states.keep([0, 2, 3])
+    assert passes.states.catch_up(5, 8)
+    assert passes.read == read and passes.states.waiting == 0

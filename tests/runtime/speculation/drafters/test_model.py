@@ -19,18 +19,16 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
 from edgeinfer.errors import BundleError, ModelError, StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
+from tests.runtime.models import feed
 from tests.runtime.speculation.drafters.models import (
-    Plain,
     committed,
     context,
     export,
     make_backend,
     sampled,
-    speculate,
-    take_in,
 )
 from tests.tables import each_row
 
@@ -55,7 +53,7 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int]], Floats]:
 
     def last(path: Sequence[int]) -> Floats:
         backend.cache.trim(0)
-        row: Floats = take_in(backend, path)[-1]
+        row: Floats = feed(backend, path)[-1]
         return row
 
     return last
@@ -96,44 +94,6 @@ def test_it_proposes_what_it_would_choose(
             now.tokens.extend([*accepted, token])
             drafter.observe(committed(accepted, len(accepted), token))
         tokens = [*PROMPT[:9], *PROMPT]
-
-
-def test_a_drafter_that_is_the_target_is_always_right(bundle: Bundle, drafter: ModelDrafter) -> None:
-    target = make_backend("portable", bundle)
-    plain = Plain.decode(target, PROMPT, 30)
-    assert speculate(target, drafter, plain, seed=1) == list(plain.reply)
-    now, drafted = context(PROMPT), list[int]()
-    drafter.begin(PROMPT)
-    while len(drafted) < 10:
-        drafted.append(drafter.guesses(now, drafted, 1)[0].token)
-    assert drafted == list(plain.reply[:10])
-
-
-def test_its_cache_keeps_what_generations_share(drafter: ModelDrafter, backend: Backend) -> None:
-    passes: list[int] = []
-    forward = backend.forward
-
-    def counted(batch: ForwardInput) -> ForwardOutput:
-        passes.append(len(batch.tokens))
-        return forward(batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "forward", counted)
-        drafter.begin(PROMPT)
-        assert drafter.unread(context(PROMPT)) == 19  # besides the root
-        drafter.guesses(context(PROMPT), [], 1)
-        assert passes == [8, 8, 4]
-        assert drafter.unread(context(PROMPT)) == 0
-        drafter.guesses(context(PROMPT), [], 1)
-        assert passes == [8, 8, 4]
-        again = [*PROMPT, 3]
-        drafter.begin(again)
-        assert drafter.unread(context(again)) == 0
-        drafter.guesses(context(again), [], 1)
-        assert passes == [8, 8, 4, 1]
-        other = [*again[:10], 5, 6, 7]
-        drafter.begin(other)
-        assert drafter.unread(context(other)) == 2
 
 
 def test_drawn_guesses_carry_their_probabilities(
@@ -204,7 +164,7 @@ def test_it_counts_its_backend(bundle: Bundle) -> None:
     with pytest.raises(StorageError, match="another drafter"):
         drafter.restore({"table": np.zeros(3)})
     drafter.close()
-    take_in(backend, [1])  # the backend is not closed with it
+    feed(backend, [1])  # the backend is not closed with it
     backend.close()
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import edgeinfer
 from edgeinfer.runtime.research import rapid
 from edgeinfer.runtime.research.rapid import RapidDrafter, bm25, retrieved
-from tests.runtime.speculation.drafters.models import committed, context, export, make_backend, take_in
+from tests.runtime.models import feed
+from tests.runtime.speculation.drafters.models import committed, context, export, make_backend
 from tests.speculation import known_costs, random_bundle, same
 
 TEXT = np.random.default_rng(4).integers(0, 320, 60).tolist()
@@ -57,7 +58,7 @@ def test_it_says_what_the_draft_model_says_behind_the_short_text() -> None:
 
     def said(text: list[int]) -> int:
         oracle.cache.trim(0)
-        return int(take_in(oracle, text)[-1].argmax())
+        return int(feed(oracle, text)[-1].argmax())
 
     now, short = context(TEXT), retrieved(TEXT)
     assert len(short) == 18

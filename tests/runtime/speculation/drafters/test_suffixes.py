@@ -1,17 +1,22 @@
-"""The index against a search through the whole text."""
+"""The index of a text against a search through all of it, and what holds for every drafter of tables."""
 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.runtime.speculation.drafters.contract import Drafter
+from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
+from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
+from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.drafters.text_index import NONE, SuffixIndex
-from tests.runtime.speculation.drafters.rounds import searched
+from tests.runtime.speculation.drafters.rounds import ask, searched, settled
 
 TEXT = st.lists(st.integers(0, 2), max_size=30)
 
@@ -48,20 +53,6 @@ def test_a_shortened_text_leaves_nothing_behind(
     assert index.only_successor(0) == NONE
 
 
-def test_what_followed_before_comes_back_too() -> None:
-    index = index_of([1, 2, 1, 2, 1, 3])
-    for length, only, twice in (6, NONE, NONE), (5, 2, 2), (3, 2, NONE), (1, NONE, NONE):
-        index.truncate(length)
-        assert (index.only_successor(1), index.only_successor(1, twice=True)) == (only, twice)
-
-
-def test_earlier_occurrences_come_back_when_later_ones_are_dropped() -> None:
-    index = index_of([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4, 7])
-    for length, position in (10, 9), (9, 4), (5, 4):
-        index.truncate(length)
-        assert index.longest([1, 2, 3, 4] if length in (10, 5) else [])[0] == position
-
-
 @settings(deadline=None)
 @given(TEXT)
 def test_knows_what_always_follows(tokens: list[int]) -> None:
@@ -90,3 +81,42 @@ def test_tells_what_it_holds_and_plans_for_no_less() -> None:
         tracemalloc.stop()
     assert 0.8 * held < index.nbytes() < 1.25 * held
     assert index.nbytes() < SuffixIndex.planned_bytes(3000)
+
+
+V = 40
+TOKENS = st.lists(st.integers(0, V - 1) | st.integers(0, 2), max_size=40)
+MAKERS: dict[str, Callable[[], Drafter]] = {
+    "copy": CopyDrafter,
+    "ngram": lambda: NgramDrafter(V, 6),
+    "recycle": lambda: RecycleDrafter(V),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", MAKERS)
+@settings(deadline=None)
+@given(st.lists(st.tuples(TOKENS, TOKENS.filter(bool)), max_size=5), TOKENS, st.integers(1, 9))
+def test_guesses_of_tables_are_tokens_and_disturb_nothing(
+    name: str, conversations: list[tuple[list[int], list[int]]], path: list[int], width: int
+) -> None:
+    asked, left_alone, restored = (MAKERS[name]() for _ in range(3))
+    for number, (prompt, reply) in enumerate(conversations):
+        for drafter in (asked, left_alone):
+            drafter.begin(prompt)
+        for length in (len(path), 0, len(path) // 2):
+            found = ask(asked, path[:length], width)
+            assert found == ask(asked, path[:length], width)
+            tokens = [guess.token for guess in found]
+            assert len(tokens) == len(set(tokens)) <= width
+            assert all(0 <= token < V for token in tokens)
+            assert name != "copy" or set(tokens) <= {*prompt, *path}
+            assert all(0 <= guess.sign < len(asked.priors) for guess in found)
+        logits = np.random.default_rng(number).permuted(
+            np.tile(np.arange(V, dtype=np.float32), (len(reply), 1)), axis=1
+        )
+        for drafter in (asked, left_alone):
+            drafter.observe(settled(reply, reply, logits))
+        assert ask(asked, path, width) == ask(left_alone, path, width)
+    for key, array in asked.state().items():
+        np.testing.assert_array_equal(array, left_alone.state()[key])
+    restored.restore(asked.state())  # what was learnt passes its own checks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -16,11 +16,11 @@ from tests.runtime.speculation.verification.enumeration import (
     TableTarget,
     check_lossless,
     drafts,
-    lossless_error,
     make_draft,
     random_laws,
     verdicts,
 )
+from tests.tables import each_row
 
 Path = tuple[int, ...]
 
@@ -30,10 +30,22 @@ def drawn(*counts: int, probabilities: Laws) -> Callable[[Path], list[Probabilit
     return lambda path: [probabilities(path)] * counts[len(path)]
 
 
-def test_a_chain_is_lossless() -> None:
+@each_row(
+    ("size", "counts", "drawing"),
+    [
+        (3, (1, 1, 1), {}),
+        *((3, counts, {}) for counts in ((2, 2), (3, 1), (1, 2))),
+        *((size, (size - 2 * (size == 5),), {}) for size in (4, 5)),
+        (4, (3,), {"replacement": True}),
+        (4, (3,), {"replacement": True, "repeats": False}),
+        *((3, counts, {"replacement": True}) for counts in ((2, 1), (1, 2))),
+    ],
+)
+def test_chains_and_trees_are_lossless(size: int, counts: tuple[int, ...], drawing: dict[str, bool]) -> None:
     for zeros in (0, 1):
-        target, drafter = random_laws(1, 3, zeros=zeros), random_laws(2, 3, zeros=zeros)
-        check_lossless(verify_rejection, drafts(drawn(1, 1, 1, probabilities=drafter), 3), target, 3)
+        target, drafter = random_laws(5, size, zeros=zeros), random_laws(6, size)
+        made = drafts(drawn(*counts, probabilities=drafter), len(counts), **drawing)
+        check_lossless(verify_rejection, made, target, len(counts))
 
 
 def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
@@ -45,31 +57,6 @@ def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
         if verdict.accepted
     )
     assert found == pytest.approx(np.minimum(target(()), drafter(())).sum(), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("size", "counts", "replacement"),
-    [
-        (3, (2, 2), False),
-        (3, (3, 1), False),
-        (3, (1, 2), False),
-        (5, (3,), False),
-        (4, (4,), False),
-        (4, (3,), True),
-        (3, (2, 1), True),
-        (3, (1, 2), True),
-    ],
-)
-def test_a_tree_is_lossless(size: int, counts: tuple[int, ...], replacement: bool) -> None:
-    target, drafter = random_laws(5, size), random_laws(6, size)
-    made = drafts(drawn(*counts, probabilities=drafter), len(counts), replacement=replacement)
-    check_lossless(verify_rejection, made, target, len(counts))
-
-
-def test_repetitions_may_be_dropped() -> None:
-    target, drafter = random_laws(7, 4), random_laws(8, 4)
-    made = drafts(drawn(3, probabilities=drafter), 1, replacement=True, repeats=False)
-    check_lossless(verify_rejection, made, target, 1)
 
 
 def test_siblings_raise_acceptance() -> None:
@@ -116,41 +103,6 @@ def test_certain_guesses_are_accepted_as_often_as_the_target_takes_them() -> Non
     assert sum(w for v, w in found.items() if v.accepted == (1,)) == pytest.approx(p[0], abs=1e-5)
     assert sum(w for v, w in found.items() if v.accepted == (0, 2)) == pytest.approx(p[2] * target((2,))[1], abs=1e-5)
     check_lossless(verify_rejection, iter([(1.0, draft)]), target, 2)
-
-
-def select(rule: Callable[[Draft], Draft], made: Iterator[tuple[float, Draft]]) -> Iterator[tuple[float, Draft]]:
-    """What becomes of drafts if a policy looks at what was drawn."""
-    return ((weight, rule(draft)) for weight, draft in made)
-
-
-def test_what_must_not_be_done_with_drawn_guesses_is_seen() -> None:
-    target, drafter = random_laws(15, 4), random_laws(16, 4)
-    q = drafter(())
-
-    def by_probability(draft: Draft) -> Draft:
-        tokens = sorted(draft.tokens, key=lambda token: -q[token])
-        return make_draft(*((-1, token, q) for token in tokens))
-
-    def only_likely(draft: Draft) -> Draft:
-        return draft if q[draft.tokens[0]] > 0.3 else make_draft()
-
-    def cut_by_what_followed(draft: Draft) -> Draft:
-        return draft if draft.tokens[1] == 0 else make_draft()
-
-    def certain(rule: Callable[[Draft], Draft]) -> Callable[[Draft], Draft]:
-        def ruled(draft: Draft) -> Draft:
-            kept = rule(draft)
-            return make_draft(*zip(kept.parents, kept.tokens, [None] * len(kept), strict=True))
-
-        return ruled
-
-    for rule, counts in ((by_probability, (2,)), (only_likely, (1,)), (cut_by_what_followed, (1, 1))):
-
-        def made(counts: tuple[int, ...] = counts) -> Iterator[tuple[float, Draft]]:
-            return drafts(drawn(*counts, probabilities=drafter), len(counts))
-
-        assert lossless_error(verify_rejection, select(rule, made()), target, len(counts)) > 1e-3
-        check_lossless(verify_rejection, select(certain(rule), made()), target, len(counts))
 
 
 def test_guesses_that_foretell_the_keyed_choice_may_be_chosen_by_it() -> None:

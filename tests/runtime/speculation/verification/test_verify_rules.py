@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import product
 
 import numpy as np
 import pytest
@@ -93,14 +92,6 @@ def test_greedy_text_is_the_same_by_every_rule(name: str, draft: Draft, choice: 
     text = [*(draft.guesses[node].token for node in verdict.accepted), verdict.token]
     for depth, token in enumerate(text):
         assert token == int(after(tuple(text[:depth])).argmax())
-
-
-def test_an_empty_draft_gives_one_token_of_the_probabilities() -> None:
-    probabilities = np.array([0.0, 0.25, 0.75])
-    for name, (u, token) in product(RULES, ((0.0, 1), (0.24, 1), (0.25, 2), (1 - 2.0**-53, 2))):
-        view = TableTarget(Draft(), lambda path: probabilities, lambda depth, draw, u=u: u)  # type: ignore[misc]
-        verdict = find_verification(name).verify(Draft(), view)
-        assert (verdict.accepted, verdict.token, verdict.bonus) == ((), token, True), name
 
 
 def test_rules_are_found_by_name() -> None:

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.sampling.distributions import uniform
-from edgeinfer.runtime.sampling.processor import LogitsProcessor, TokenCounts
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.speculation.decoding import RoundView
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
+from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
 from edgeinfer.runtime.speculation.verification.rule import find_verification
 from tests.methods import all_methods
@@ -45,41 +46,13 @@ def logits(text: tuple[int, ...]) -> NDArray[np.float32]:  # (V,)
     return np.random.default_rng([5, *text[-2:]]).normal(0, 2, SIZE).astype(np.float32)
 
 
-class SampledTarget:
-    """The target's view with a sampler behind it, as a generation would have it."""
-
-    def __init__(self, draft: Draft, processor: LogitsProcessor, text: tuple[int, ...], prompt: int) -> None:
-        self._draft, self._processor, self._text = draft, processor, text
-        self._counts = TokenCounts(text[:prompt])
-        for token in text[prompt:]:
-            self._counts.push(token)
-
-    def token(self, node: int) -> int:
-        path = self._pushed(node)
-        token = self._processor.sample(logits((*self._text, *path)), len(self._text) + len(path), self._counts)
-        self._counts.pop(len(path))
-        return token
-
-    def probabilities(self, node: int) -> Probabilities:
-        path = self._pushed(node)
-        probabilities = self._processor.probabilities(logits((*self._text, *path)), self._counts)
-        self._counts.pop(len(path))
-        return probabilities
-
-    def uniform(self, depth: int, draw: int) -> float:
-        return uniform(self._processor.seed, len(self._text) + depth, 1 + draw)
-
-    def state(self, node: int) -> Floats:
-        raise AssertionError("no rule here reads states")
-
-    def may_follow(self, node: int) -> bool:
-        return True
-
-    def _pushed(self, node: int) -> list[int]:
-        path = self._draft.path(node)
-        for token in path:
-            self._counts.push(token)
-        return path
+def view_of(draft: Draft, processor: LogitsProcessor, text: tuple[int, ...]) -> RoundView:
+    """A pass over a draft behind the prompt and a reply."""
+    sampler = Sampler(processor, PROMPT)
+    for token in text[len(PROMPT) :]:
+        sampler.accept(token, logits(text))
+    rows = np.array([logits((*text, *draft.path(node))) for node in range(-1, len(draft))])
+    return RoundView(sampler, draft, LogitRows(rows), len(text))
 
 
 def chain(tokens: tuple[int, ...]) -> Draft:
@@ -89,10 +62,8 @@ def chain(tokens: tuple[int, ...]) -> Draft:
 @cache
 def probabilities_after(path: tuple[int, ...]) -> Probabilities:
     """As verification sees it after a chain of drafted tokens."""
-    draft = chain(path)
-    return SampledTarget(draft, LogitsProcessor(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT)).probabilities(
-        len(path) - 1
-    )
+    view = view_of(chain(path), LogitsProcessor(CONFIG, SIZE, 0), (*PROMPT, *REPLY))
+    return view.probabilities(len(path) - 1)
 
 
 @cache
@@ -112,19 +83,11 @@ def probabilities_by_hand(path: tuple[int, ...]) -> Probabilities:
 
 def test_the_probabilities_at_each_depth_counts_the_path() -> None:
     for tokens in ((2, 2, 2), (1, 2, 0), (0, 1, 0), (2, BANNED, 1)):
-        view = SampledTarget(chain(tokens), LogitsProcessor(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT))
+        view = view_of(chain(tokens), LogitsProcessor(CONFIG, SIZE, 0), (*PROMPT, *REPLY))
         for node in (2, -1, 1, 0, 2):  # in any order: nothing is left behind
             probabilities = view.probabilities(node)
             np.testing.assert_allclose(probabilities, probabilities_by_hand(tokens[: node + 1]), rtol=1e-5)
             assert probabilities[BANNED] == 0
-
-
-def test_the_counts_of_the_path_matter() -> None:
-    with_path, without_path = (
-        probabilities_by_hand((2, 2)),
-        LogitsProcessor(CONFIG, SIZE, 0).probabilities(logits((2, 2)), TokenCounts((*PROMPT, *REPLY))),
-    )
-    assert np.abs(with_path - without_path).max() > 0.05
 
 
 @each_row(("name", "width"), [("rejection", 1), ("rejection", 2), ("keyed", 2)])
@@ -144,7 +107,7 @@ def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
             (-1, BANNED, probabilities), (0, 1, probabilities), (-1, 2, probabilities), (2, BANNED, probabilities)
         )
         for seed in range(50):
-            view = SampledTarget(draft, LogitsProcessor(CONFIG, SIZE, seed), (*PROMPT, *REPLY), len(PROMPT))
+            view = view_of(draft, LogitsProcessor(CONFIG, SIZE, seed), (*PROMPT, *REPLY))
             verdict = find_verification(name).verify(draft, view)
             assert verdict.accepted in ((), (2,))
             assert verdict.token != BANNED
@@ -167,7 +130,7 @@ def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[s
         plain: tuple[int, ...] = PROMPT
         text: tuple[int, ...] = PROMPT
         while len(plain) < 40:
-            plain += (SampledTarget(Draft(), processor, plain, len(PROMPT)).token(-1),)
+            plain += (view_of(Draft(), processor, plain).token(-1),)
         rounds = 0
         while len(text) < 40:
             # A tree with the right text in it for as long as chance has it.
@@ -177,7 +140,7 @@ def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[s
                 nodes.append((at, token, None))
                 at = len(nodes) - 1
             draft = make_draft(*nodes)
-            verdict = verify_keyed(draft, SampledTarget(draft, processor, text, len(PROMPT)))
+            verdict = verify_keyed(draft, view_of(draft, processor, text))
             text += (*(draft.guesses[node].token for node in verdict.accepted), verdict.token)
             rounds += 1
         assert text[:40] == plain

@@ -6,14 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edgeinfer.runtime.research.typical import threshold, verify_typical
-from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
-from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.verification.rule import find_verification
-from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft, random_laws
+from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft
 
 
 def two_part(first: float, size: int) -> Probabilities:
@@ -40,12 +37,6 @@ def test_an_unlikely_token_is_typical_only_of_a_flat_distribution() -> None:
         assert verdict.bonus == bool(accepted)
 
 
-def test_the_likeliest_is_not_the_only_typical_token() -> None:
-    draft = make_draft((-1, 1, None))
-    view = TableTarget(draft, lambda path: np.array([0.6, 0.3, 0.1]), lambda depth, draw: 0.0)
-    assert verify_typical(draft, view).accepted == (0,)
-
-
 def test_the_longest_path_wins_then_the_likeliest() -> None:
     # Everything is typical of a flat distribution of 3; behind token 2 the distribution is skewed.
     def distributions(path: tuple[int, ...]) -> Probabilities:
@@ -67,33 +58,6 @@ def test_a_node_behind_a_rejected_one_is_not_reached() -> None:
     draft = make_draft((-1, 1, None), (0, 1, None), (1, 1, None), (-1, 0, None))
     verdict = verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.9))
     assert (verdict.accepted, verdict.token, verdict.bonus) == ((3,), 2, True)
-
-
-# Siblings differ, as drafters see to: of two that are alike, either may stand for both.
-trees = (
-    st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 4)), max_size=8)
-    .map(lambda nodes: [(min(parent, n - 1), token) for n, (parent, token) in enumerate(nodes)])
-    .filter(lambda nodes: len(set(nodes)) == len(nodes))
-    .map(lambda nodes: make_draft(*((parent, token, None) for parent, token in nodes)))
-)
-
-
-@settings(deadline=None)
-@given(trees, st.integers(0, 2**32), st.floats(0, 1, exclude_max=True))
-def test_it_becomes_greedy_as_temperature_falls(draft: Draft, seed: int, u: float) -> None:
-    distributions = random_laws(seed, 5)
-
-    def cold(path: tuple[int, ...]) -> Probabilities:
-        # So cold that not even a near tie is left: tokens 1e-10 apart are e^100 apart.
-        probabilities = (distributions(path) / distributions(path).max()) ** 1e12
-        return np.asarray(probabilities / probabilities.sum(), np.float64)
-
-    view = TableTarget(draft, cold, lambda depth, draw: u)
-    typical, greedy = verify_typical(draft, view), verify_keyed(draft, view)
-    assert [draft.guesses[node].token for node in typical.accepted] == draft.path(
-        greedy.accepted[-1] if greedy.accepted else -1
-    )
-    assert typical.token == greedy.token
 
 
 def test_it_is_lossy_and_says_so() -> None:
