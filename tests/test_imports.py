@@ -140,7 +140,7 @@ BUDGETS = {
     "tests/edgeinfer": 16360,
     "tests/export": 7440,
     "tests/quant": 1620,
-    "tests/runtime": 29020,
+    "tests/runtime": 26120,
     "tests/tools": 3320,
     "tests/typing": 300,
 }
