@@ -30,7 +30,6 @@ from tests.speculation import load_eager, random_bundle
 from tests.tables import each_row
 
 PROMPT = "Once upon a time there was a little dog."
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "ignore_eos": True}
 
 
 def test_a_result_as_json(model: edgeinfer.Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -22,7 +21,6 @@ from edgeinfer.bundle.manifest import Blob, Capabilities, Manifest, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.bundle.strict_json import read
 from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 from edgeinfer.errors import BundleError, StorageError
 from tests.tables import each_row
@@ -242,14 +240,6 @@ def test_changed_contents_are_found_when_read_or_verified(bundle: Path) -> None:
         opened.read_text("tokenizer.json")
     with pytest.raises(BundleError, match="sha256"):
         opened.verify()
-
-
-def test_every_field_of_a_decoder_is_written_and_read() -> None:
-    rope = RopeSpec("default", 1e4, 8, interleaved=True)
-    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, rope, parallel=True, more_ropes=(rope,), rope_layers=(1,))
-    described = json.loads(json.dumps(dataclasses.asdict(spec)))
-    assert described["rope"]["interleaved"] and described["parallel"] and described["sinks"] is False
-    assert read(DecoderSpec, described, "decoder") == spec
 
 
 def test_names_the_bundle_does_not_have(bundle: Path) -> None:

@@ -197,8 +197,8 @@ FURTHER: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 # Every cache, and the threads that replies are drafted with; the last one has no byte more than it needs.
 CACHES = {"float32": 1, "float16": 2, "int8": 1, "int4": 2}
-EXACT = ("eagle3", "eagle1", "eagle3 of a mixture", "Qwen3_5", "Qwen3Next", "DeepseekV3", "Glm4Moe")
-EXACT += ("hydra-plus of a mixture",)
+EXACT = ["eagle3", "eagle1", "eagle3 of a mixture", "Qwen3_5", "Qwen3Next", "DeepseekV3", "Glm4Moe"]
+EXACT += ["hydra-plus of a mixture"]
 
 
 @pytest.mark.slow

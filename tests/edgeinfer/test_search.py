@@ -216,22 +216,23 @@ def test_requests_name_the_options_as_they_are() -> None:
 
 @needs_builtin
 def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(options: str, code: int = 0) -> pytest.CaptureResult[str]:
+    def run(options: str, code: int = 0) -> tuple[str, str]:
         line = ["run", "-p", PROMPT, "--no-remember", "-t", "1", *options.split()]
         assert main(line) == code
-        return capsys.readouterr()
+        out, err = capsys.readouterr()
+        return out, err
 
     drawn = "--temperature 0.8 --seed 3"
-    told = json.loads(run(f"-n 12 {drawn} --json --search vote --samples 3 --answer line").out)
+    told = json.loads(run(f"-n 12 {drawn} --json --search vote --samples 3 --answer line")[0])
     assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
     assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
-    shown = run(f"--raw -n 8 {drawn} --search samples --samples 2").out
+    shown, _ = run(f"--raw -n 8 {drawn} --search samples --samples 2")
     with edgeinfer.load(threads=1, remember=False) as model:
         one, two = (model.generate(PROMPT, max_tokens=8, temperature=0.8, seed=seed).text for seed in (3, 4))
     assert shown == f"{PROMPT}{one}\n\n[sample 2]\n{PROMPT}{two.rstrip()}\n"
-    resisted = run("-n 12 --json --search momentum --resistance 1,2,3 --resistance-weight 0.4 --candidates 8")
-    assert json.loads(resisted.out)["search"]["search"] == "momentum"
-    assert "resistance" in run("-n 12 --json --search momentum --resistance 1,x", 2).err
+    resisted, _ = run("-n 12 --json --search momentum --resistance 1,2,3 --resistance-weight 0.4 --candidates 8")
+    assert json.loads(resisted)["search"]["search"] == "momentum"
+    assert "resistance" in run("-n 12 --json --search momentum --resistance 1,x", 2)[1]
 
 
 SCHEMA = {

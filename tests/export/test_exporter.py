@@ -98,12 +98,6 @@ def test_the_small_files_are_carried_over(checkpoint: Path, tmp_path: Path) -> N
     assert ours["added_tokens"] == theirs["added_tokens"] and ours["model"]["vocab"] == theirs["model"]["vocab"]
 
 
-def test_exporting_twice_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
-    one, two = (export_checkpoint(checkpoint, tmp_path / name) for name in ("one", "two"))
-    for name in (MODEL, WEIGHTS, "edgeinfer.json"):
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-
-
 def test_what_is_not_quantized_has_one_weights_file_for_both_graphs(checkpoint: Path, tmp_path: Path) -> None:
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32)))
     assert (bundle.manifest.layout, bundle.layouts) == (PORTABLE, (PORTABLE, NATIVE))

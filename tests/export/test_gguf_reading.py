@@ -33,8 +33,7 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.gguf_cases import EXPERTS, GEMMA, GGUF_CASES, GRANITE, PLAIN, ROPES, ROUTED_SWA, layers
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
-from tests.runtime.models import make_graph_backend
-from tests.runtime.test_parity import feed
+from tests.runtime.models import feed, make_graph_backend
 
 # Architectures whose files are not read, or not in every form that a checkpoint's export writes, and what says so.
 UNREAD = {

@@ -129,22 +129,6 @@ def test_everything_around_a_product_is_fused() -> None:
     assert kept["LinearFloat"] == 3 * layers and kept["If"] == 1 and not kept["MatMul"] + kept["Gemm"] + kept["Add"]
 
 
-def test_a_tied_head_reads_the_embeddings_bytes() -> None:
-    bundle = export("llama-tied", ExportConfig(bits=8))
-    model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
-    users = {node.op_type: list(node.input) for node in nodes(model.graph) if "embed" in node.input}
-    assert users["LinearLowBit"][1:4] == users["EmbeddingLowBit"][1:4] == ["embed", "embed.low", "embed.scales"]
-    assert all(len(i.dims) == 1 for i in model.graph.initializer if i.name.startswith("embed"))
-
-
-def test_the_graph_passes_the_checker() -> None:
-    for arch in ("llama-tied", "qwen2-windows"):
-        bundle = export(arch, ExportConfig(bits=8, keep_small=False))
-        onnx.checker.check_model(str(bundle.model_file(NATIVE)), full_check=False)
-        model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
-        assert {o.domain: o.version for o in model.opset_import} == {"": 23, "edgeinfer": 1}
-
-
 def export_copy(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> Bundle:
     """A copy, as running it in the other layout adds weights to it."""
     return open_bundle(made(make, arch, config, settings, copy_to=folder / "made") / "bundle")

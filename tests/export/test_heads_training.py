@@ -14,7 +14,7 @@ import torch
 from edgeinfer.bundle.additions import Heads, add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.heads import HeadsOptions, HydraOptions, MedusaOptions
 from edgeinfer.export.training.models import Target, load_target
@@ -174,12 +174,3 @@ def test_what_cannot_be_trained_is_refused(target: Target, text: TokenFile, fold
     ):
         with pytest.raises(UsageError):
             make()
-
-
-def test_heads_of_another_model_are_refused(target: Target, text: TokenFile, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "wide", "llama", hidden_size=64, intermediate_size=48, num_hidden_layers=2)
-    wide = export_checkpoint(tmp_path / "wide", tmp_path / "bundle", ExportConfig(32))
-    heads: Heads = KINDS["medusa"].task(target, (text,)).heads({})
-    with pytest.raises(BundleError, match="of shape"):
-        add_heads(wide, heads)
-    assert read_heads(open_bundle(wide), "medusa") is None

@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import pytest
 from gguf import quants
-from tests.export.test_native_graph import Array, distance, export, kinds, nodes
 
 from edgeinfer.bundle.codecs import CODECS, segment_places
 from edgeinfer.bundle.kinds import Segment
@@ -30,9 +29,10 @@ from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.weights.planning import outline, write_floats
 from edgeinfer.quant.policy import QuantScheme, is_quantizable
+from tests.export.test_graphs import Array, distance, export, kinds, nodes
 from tests.kernel import require_kernel
-from tests.runtime.models import make_graph_backend
-from tests.runtime.test_parity import feed, feed_in
+from tests.runtime.models import feed, make_graph_backend
+from tests.runtime.test_parity import feed_in
 
 FLOATS = ExportConfig(bits=32, head_bits=32)
 # By the end of a matrix's name: the types of its rows, in equal shares of 16 rows, and the factor of its products.

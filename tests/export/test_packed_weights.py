@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +216,12 @@ UINT8 = torch.uint8
 )
 def test_damage_is_refused(kind: str, name: str, spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    {
-        "mxfp4": make_mxfp4,
-        "fp8": partial(make_fp8, whole=False),
-        "ternary": partial(make_bitnet, kind="offline"),
-    }[kind](folder)
+    if kind == "mxfp4":
+        make_mxfp4(folder)
+    elif kind == "fp8":
+        make_fp8(folder, whole=False)
+    else:
+        make_bitnet(folder, "offline")
     tensors = load_file(folder / "model.safetensors")
     tensors.pop(name)
     save_file(tensors if spoilt is None else tensors | {name: spoilt}, folder / "model.safetensors")

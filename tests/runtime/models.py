@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.opening import open_bundle
@@ -60,6 +61,28 @@ def given(tokens: Sequence[int] | Ints, start: int, **how: Any) -> ForwardInput:
 def feed(backend: Backend, tokens: Sequence[int] | Ints, **how: Any) -> Floats:  # (S, V)
     """Feed tokens in one pass and give the logits after each."""
     return backend.forward(given(tokens, backend.cache.length, **how)).logits.copy()
+
+
+def depths(parents: Sequence[int] | Ints) -> list[int]:
+    """How far each row of a draft tree is from its root."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+@st.composite
+def passes(draw: st.DrawFn, /, layers: int, **more: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Tokens of 0 to 319, with wanted rows, a tree or none, blocks that are left out or none, and what more is said."""
+    size = draw(st.integers(1, 6))
+    mask = st.lists(st.booleans(), min_size=2 * layers, max_size=2 * layers).map(np.array)
+    return {
+        "tokens": np.array(draw(st.lists(st.integers(0, 319), min_size=size, max_size=size))),
+        "rows": np.array(draw(st.lists(st.integers(0, size - 1), max_size=size)), np.int64),
+        "tree": draw(st.none() | st.tuples(*(st.integers(-1, row - 1) for row in range(size))).map(np.array)),
+        "layer_mask": draw(st.none() | mask),
+        **{name: draw(strategy) for name, strategy in more.items()},
+    }
 
 
 def _checkpoint(folder: Path, variant: str, settings: Settings) -> None:

@@ -152,16 +152,12 @@ def _config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def _pickled(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-
-
 def _cut(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
 
 
-REFUSED: list[tuple[Callable[[Path], None], str]] = [
+REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (_config(use_dora=True), "DoRA"),
     (_config(modules_to_save=["lm_head"]), "modules_to_save"),
     (_config(bias="all"), "bias='all'"),
@@ -170,7 +166,7 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (_config(lora_alpha="much"), "lora_alpha"),
     (_config(init_lora_weights="pissa"), "pissa"),
     (_config(rank_pattern={"(": 4}), "no pattern"),
-    (_pickled, "pickled"),
+    (lambda folder: (folder / "adapter_model.safetensors").replace(folder / "adapter_model.bin"), "pickled"),
     (_cut, "truncated"),
     (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),

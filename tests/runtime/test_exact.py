@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, feed, make_graph_backend
+from tests.runtime.models import bundle_of, depths, feed, make_graph_backend
 
 pytestmark = pytest.mark.matrix
 
@@ -93,13 +93,9 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     backend.cache.trim(0)
     feed(backend, TEXT[:CONTEXT])
     # The next tokens as the main branch, with other branches.
-    depths: list[int] = []
-    for parent in PARENTS:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
-    branch = backend.forward(
-        ForwardInput(tokens, CONTEXT + np.array(depths), np.arange(len(tokens)), tree=PARENTS)
-    ).logits[:5]
+    places = CONTEXT + np.array(depths(PARENTS))
+    branch = backend.forward(ForwardInput(tokens, places, np.arange(len(tokens)), tree=PARENTS)).logits[:5]
     assert np.array_equal(branch, exact.logits[CONTEXT : CONTEXT + 5])
     backend.cache.keep(CONTEXT, [0, 1, 2])
     assert np.array_equal(feed(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])

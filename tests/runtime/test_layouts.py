@@ -79,6 +79,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Availability:
         (PORTABLE, None, False, PORTABLE),
         (PORTABLE, False, False, PORTABLE),
         (PORTABLE, True, True, NATIVE),
+        (NATIVE, True, False, None),
+        (PORTABLE, True, False, None),
     ],
 )
 def test_the_stored_layout_runs_where_it_can(
@@ -89,11 +91,15 @@ def test_the_stored_layout_runs_where_it_can(
     stored: Layout,
     native: bool | None,
     there: bool,
-    runs: Layout,
+    runs: Layout | None,
 ) -> None:
     kernel(there)
     layouts._warn.cache_clear()
     monkeypatch.delenv("EDGEINFER_NATIVE", raising=False)
+    if runs is None:
+        with pytest.raises(NativeUnavailableError, match="was not built"):
+            choose_layout(bundles[stored], native)
+        return
     assert choose_layout(bundles[stored], native) == runs
     # Only users who get less than the bundle promises see a message.
     told = [record.getMessage() for record in caplog.records]
@@ -109,15 +115,6 @@ def test_who_switches_the_kernel_off_is_not_told_of_it(
     assert caplog.records == []
     with pytest.raises(NativeUnavailableError, match="EDGEINFER_NATIVE=0"):
         choose_layout(bundles[NATIVE], True)
-
-
-@each_row("stored", [NATIVE, PORTABLE])
-def test_a_required_kernel_that_is_not_there_is_an_error(
-    bundles: dict[Layout, Bundle], kernel: Availability, stored: Layout
-) -> None:
-    kernel(False)
-    with pytest.raises(NativeUnavailableError, match="was not built"):
-        choose_layout(bundles[stored], True)
 
 
 def test_what_is_not_quantized_runs_natively_where_that_is_asked_for(kernel: Availability, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY, switched_off
-from tests.runtime.models import feed, make_graph_backend
+from tests.runtime.models import depths, feed, make_graph_backend
 from tests.tables import each_row
 
 if TYPE_CHECKING:
@@ -72,13 +72,6 @@ def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int], **opt
     assert sum(sizes) == len(tokens)
     ends = np.cumsum(sizes)
     return np.concatenate([feed(backend, tokens[e - n : e], **options) for n, e in zip(sizes, ends, strict=True)])
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
 
 
 def path(parents: Sequence[int], node: int) -> list[int]:

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def joined(pieces: list[CacheSnapshot]) -> CacheSnapshot:
-    keys, values = ([np.concatenate(a, axis=1) for a in zip(*s, strict=True)] for s in _arrays(pieces))
+    halves = [piece.keys for piece in pieces], [piece.values for piece in pieces]
+    keys, values = ([np.concatenate(a, axis=1) for a in zip(*half, strict=True)] for half in halves)
     return CopiedRows(sum(p.length for p in pieces), keys, values, pieces[0].kv, pieces[0].scales)
-
-
-def _arrays(pieces: list[CacheSnapshot]) -> Iterator[list[Sequence[Any]]]:
-    yield [piece.keys for piece in pieces]
-    yield [piece.values for piece in pieces]
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -210,7 +206,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no metadata": lambda header: header.pop("__metadata__"),
     "metadata is a list": lambda header: header.update(__metadata__=[]),
     "format": with_metadata(format="other"),
-    "version": with_metadata(version="3"),
+    "a version to come": with_metadata(version="3"),
     "a field of the version after": with_metadata(version="1"),
     "sampling that is no number": with_metadata(sampling="-1"),
     "version is a number": with_metadata(version=1),
@@ -247,7 +243,7 @@ def test_a_forged_header_is_refused(tmp_path: Path, data: bytes, name: str) -> N
     path.write_bytes(forged(data, with_metadata(model="d" * 64)))
     assert read(path)[0].model == "d" * 64  # without a fault it is read
     path.write_bytes(forged(data, FORGERIES[name]))
-    with pytest.raises(UsageError, match="talk"):
+    with pytest.raises(UsageError, match="update" if name == "a version to come" else "talk"):
         read(path)
 
 
@@ -267,12 +263,6 @@ def test_negative_tokens_and_text_of_no_encoding_are_refused(tmp_path: Path, dat
         path.write_bytes(forged(data, lambda header: None, damaged))
         with pytest.raises(UsageError, match="damaged"):
             read(path)
-
-
-def test_a_version_to_come_says_to_update(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "talk").write_bytes(forged(data, with_metadata(version="3")))
-    with pytest.raises(UsageError, match="update"):
-        read(tmp_path / "talk")
 
 
 OTHER = save({"weight": np.zeros(3, np.float32)})  # looks like one

@@ -148,15 +148,6 @@ def test_malformed_messages(model: edgeinfer.Model, messages: Any) -> None:
         model.create_chat_completion(messages, **OPTIONS)
 
 
-def test_a_stream_left_early_is_over(model: edgeinfer.Model) -> None:
-    chunks = model.create_chat_completion(MESSAGES, stream=True, max_tokens=200, ignore_eos=True)
-    assert isinstance(chunks, Iterator)
-    for _ in range(4):
-        next(chunks)
-    expected = content(complete(model))
-    assert content(complete(model)) == expected
-
-
 def test_several_replies(model: edgeinfer.Model) -> None:
     options: dict[str, Any] = {"temperature": 1.5, "seed": 2**64 - 1}
     answer = complete(model, n=3, **options)

@@ -380,14 +380,6 @@ def test_what_only_the_engine_finds_is_loosened_too() -> None:
             argument_rules([("f", True, given)])
 
 
-def test_functions_that_are_too_much_together_are_held_to_objects() -> None:
-    wide = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": 3000} for n in range(8)}}
-    functions = [(f"f{n}", n == 0, {**wide, "title": str(n)}) for n in range(40)]
-    held = argument_rules(functions)
-    loose = [f"the schema of the tool f{n}" for n in range(1, 40)]
-    assert held.left_out in ((), tuple(loose))
-
-
 def test_parameters_need_not_say_that_they_are_an_object() -> None:
     open_ended: list[Any] = [None, {}, {"type": None}, {"type": ["object", "null"]}, {"properties": {"a": {}}}]
     for parameters in open_ended:

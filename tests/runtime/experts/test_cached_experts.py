@@ -26,7 +26,7 @@ from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, Strea
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights.experts import ExpertBytes, ExpertCache, RouterGuess
 from tests.kernel import require_kernel
-from tests.runtime.models import bundle_of, feed, make_graph_backend
+from tests.runtime.models import bundle_of, depths, feed, make_graph_backend, passes
 from tests.speculation import load_eager
 from tests.tables import each_row
 
@@ -74,29 +74,16 @@ def pair(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Pair]:
     plain.close()
 
 
-@st.composite
-def passes(draw: st.DrawFn) -> dict[str, Any]:
-    size = draw(st.integers(1, 6))
-    tree = draw(st.none() | st.tuples(*(st.integers(-1, row - 1) for row in range(size))).map(np.array))
-    mask = draw(st.none() | st.lists(st.booleans(), min_size=2 * LAYERS, max_size=2 * LAYERS).map(np.array))
-    bias = draw(st.none() | st.integers(0, 9))
-    choice = draw(st.none() | st.integers(1, 3))
-    return {
-        "tokens": np.array(draw(st.lists(st.integers(0, 319), min_size=size, max_size=size))),
-        "rows": np.array(draw(st.lists(st.integers(0, size - 1), max_size=size)), np.int64),
-        "tree": tree,
-        "layer_mask": mask,
-        "experts": None if choice is None else ExpertChoice(choice, None if bias is None else _bias(bias)),
-    }
-
-
 def _bias(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Hides two experts of every layer."""
     hidden = np.random.default_rng(seed).permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1) < 2
     return np.where(hidden, np.float32(-1e9), np.float32(0))
 
 
-@given(script=st.lists(passes(), min_size=1, max_size=5))
+CHOICES = st.builds(ExpertChoice, st.integers(1, 3), st.none() | st.integers(0, 9).map(_bias))
+
+
+@given(script=st.lists(passes(LAYERS, experts=st.none() | CHOICES), min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]) -> None:
     for backend in pair:
@@ -105,11 +92,8 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     for asked in script:
         how = dict(asked)
         tokens, start = how.pop("tokens"), pair[0].cache.length
-        depths = np.arange(len(tokens))
-        if how["tree"] is not None:
-            for row, parent in enumerate(how["tree"]):
-                depths[row] = 0 if parent < 0 else depths[parent] + 1
-        mine, theirs = (backend.forward(ForwardInput(tokens, start + depths, **how)) for backend in pair)
+        places = start + np.array(range(len(tokens)) if how["tree"] is None else depths(how["tree"]))
+        mine, theirs = (backend.forward(ForwardInput(tokens, places, **how)) for backend in pair)
         np.testing.assert_array_equal(mine.logits, theirs.logits)
         assert mine.experts is not None and theirs.experts is not None
         np.testing.assert_array_equal(mine.experts, theirs.experts)

@@ -111,18 +111,19 @@ def damaged(**changes: Any) -> str:
     return json.dumps(json.loads(PROFILE.to_json()) | changes)
 
 
-MACHINES = ({"cores": 0}, {"engine": 4}, {"engine": "e" * 1000})
-DAMAGED = ({"threads": -1}, {"affinity": "2"}, {"unknown": 1})
+MACHINES: tuple[dict[str, Any], ...] = ({"cores": 0}, {"engine": 4}, {"engine": "e" * 1000})
+FIELDS: tuple[dict[str, Any], ...] = ({"format": 2}, {"extra": 1}, {"name": "n" * 1000}, {"settings": {}})
+DAMAGED: tuple[dict[str, Any], ...] = ({"threads": -1}, {"affinity": "2"}, {"unknown": 1})
 
 
 @each_row(
     "text",
     [
         *("", "{", "null", "[1]", '"text"', "[" * 20_000, "\x00\xff"),
-        *(damaged(**change) for change in ({"format": 2}, {"extra": 1}, {"name": "n" * 1000}, {"settings": {}})),
+        *(damaged(**change) for change in FIELDS),
         *(damaged(model=wrong) for wrong in ("x", None)),
         *(damaged(threads=wrong) for wrong in (2, None, "3", 10**30)),
-        *(damaged(machine=wrong) for wrong in ({}, None)),
+        *(damaged(machine={}), damaged(machine=None)),
         *(damaged(machine=dataclasses.asdict(MACHINE) | wrong) for wrong in MACHINES),
         *(damaged(settings=SETTINGS.to_dict() | wrong) for wrong in DAMAGED),
     ],

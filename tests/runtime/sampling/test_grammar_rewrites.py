@@ -108,8 +108,8 @@ def essence(value: Any) -> Any:
         return [essence(each) for each in value]
     if not isinstance(value, dict):
         return value
-    annotations = ("x-", "$anchor", "$comment", "example", "nullable", "discriminator", "externalDocs")
-    annotations += ("const_", "divisibleBy")
+    known = "$anchor $comment example nullable discriminator externalDocs const_ divisibleBy"
+    annotations = ("x-", *known.split())
     return {word: essence(each) for word, each in value.items() if not word.startswith(annotations) and word != "$defs"}
 
 

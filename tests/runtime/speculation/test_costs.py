@@ -121,7 +121,8 @@ def test_impossible_costs_are_refused() -> None:
             pytest.fail(f"{change} was taken")
     for part in ("", "passes", "drafts"):
         inner = whole[part] if part else whole
-        for changed in (inner | {"more": 1}, dict(list(inner.items())[1:]), []):
+        damaged: list[Any] = [inner | {"more": 1}, dict(list(inner.items())[1:]), []]
+        for changed in damaged:
             with pytest.raises(StorageError, match="fields"):
                 Costs.from_dict(whole | {part: changed} if part else changed)
                 pytest.fail(f"{part!r} of {changed} was taken")
