@@ -13,9 +13,18 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 # Where the float16 numbers of a block lie.
 HALVES = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "Q1_0", "Q2_0"), (0,)),
+    **dict.fromkeys(("F16", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "Q1_0", "Q2_0"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "NVFP4": ()},
+    **{
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "TQ1_0": (52,),
+        "TQ2_0": (64,),
+        "MXFP4": (),
+        "NVFP4": (),
+        "BF16": (),
+    },
 }
 # Of a scale of MXFP4 with which every code is finite.
 _LARGEST_EXPONENT = 252
@@ -35,6 +44,8 @@ def random_rows(rng: np.random.Generator, kind: str, n: int, k: int, *, tame: bo
             blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
         else:
             blocks[..., at + 1][(blocks[..., at + 1] & 0x7C) == 0x7C] ^= 0x40
+    if kind == "BF16":
+        blocks[..., 1] = blocks[..., 1] & 0x80 | (0x3C if tame else blocks[..., 1] & 0x3F)
     if kind == "MXFP4":
         blocks[..., 0] = blocks[..., 0] % 8 + 118 if tame else np.minimum(blocks[..., 0], _LARGEST_EXPONENT)
     if kind == "NVFP4" and tame:

@@ -5,7 +5,8 @@ runtime/native/spans.h, or are those of edgeinfer.bundle.layouts with scales of 
 one after the other. What moves blocks into tiles and back is the kernel's library (runtime/native/gguf.c).
 
 A matrix may have rows of several kinds, as a file stores what is one matrix here in tensors of their own: a segment of
-rows for each, with tiles of its own, one after the other in one array.
+rows for each, with tiles of its own, one after the other in one array. Numbers of 16 bits are kept as they are, too:
+tiles of 32 rows one after the other, for a product of floats (runtime/native/floats.h).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle import bfloat16
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import library
@@ -24,6 +26,8 @@ Floats = NDArray[np.float32]
 # Most segments of a matrix: queries, keys and values.
 MOST_SEGMENTS = 3
 _LINE = 64
+# Bits of an exponent that says infinite, or no number.
+_NOT_FINITE = {"F16": np.uint16(0x7C00), "BF16": np.uint16(0x7F80)}
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Kind:
         """Bytes of a tile in each of the runs."""
         return tuple(-(-run * k // self.block // _LINE) * _LINE for run in self.runs)
 
+    @property
+    def floats(self) -> bool:
+        """Whether values are floats of 16 bits."""
+        return self.values == 1
+
     def fits(self, k: int) -> bool:
         """Whether rows of K values are whole blocks."""
         return k % self.values == 0
@@ -53,6 +62,7 @@ class Kind:
 
 # Heads of a block of 32 take 64 bytes as one float16, 128 as two; 512 for eight blocks with scales of 6 bits.
 KINDS: Mapping[str, Kind] = {
+    "F16": Kind(1, 1, 2, 16, 1, (64,)),
     "Q4_0": Kind(2, 32, 18, 4, runs=(512 + 64,)),
     "Q4_1": Kind(3, 32, 20, 4, runs=(512 + 128,)),
     "Q5_0": Kind(6, 32, 22, 5, runs=(640 + 64,)),
@@ -65,6 +75,7 @@ KINDS: Mapping[str, Kind] = {
     "Q6_K": Kind(14, 256, 210, 6, runs=(768 + 72,)),
     "IQ4_NL": Kind(20, 32, 18, 4, runs=(512 + 64,)),
     "IQ4_XS": Kind(23, 256, 136, 4, runs=(512 + 40,)),
+    "BF16": Kind(30, 1, 2, 16, 1, (64,)),
     "TQ1_0": Kind(34, 256, 54, 2, 128, (1024, 64)),
     "TQ2_0": Kind(35, 256, 66, 2, 128, (1024, 64)),
     "MXFP4": Kind(39, 32, 17, 4, runs=(512 + 32,)),
@@ -105,7 +116,11 @@ def pack_blocks(kind: str, rows: Bytes, k: int, *, paired: bool, name: str) -> l
     tiles = -(-len(rows) // 32)
     sizes = of.tile_bytes(k)
     packed = np.zeros(tiles * sum(sizes), np.uint8)
-    if not library().pack(of.number, np.ascontiguousarray(rows), k, packed, paired=paired):
+    if of.floats:
+        if (rows.view("<u2") & _NOT_FINITE[kind] == _NOT_FINITE[kind]).any():
+            raise _not_finite(name)
+        packed[: rows.size] = rows.reshape(-1)
+    elif not library().pack(of.number, np.ascontiguousarray(rows), k, packed, paired=paired):
         raise _not_finite(name)
     ends = np.cumsum([tiles * size for size in sizes])[:-1]
     return [run.reshape(tiles, -1) for run in np.split(packed, ends)]
@@ -114,6 +129,8 @@ def pack_blocks(kind: str, rows: Bytes, k: int, *, paired: bool, name: str) -> l
 def unpack_blocks(kind: str, tiles: list[Bytes], count: int, k: int, *, paired: bool) -> Bytes:  # (count, row bytes)
     """Reverses `pack_blocks`; `count` rows are no padding."""
     of = KINDS[kind]
+    if of.floats:
+        return np.concatenate(tiles).reshape(-1, of.row_bytes(k))[:count]
     rows = np.zeros((count, of.row_bytes(k)), np.uint8)
     library().unpack(of.number, np.concatenate([run.reshape(-1) for run in tiles]), k, rows, paired=paired)
     return rows
@@ -121,6 +138,10 @@ def unpack_blocks(kind: str, tiles: list[Bytes], count: int, k: int, *, paired: 
 
 def read_blocks(kind: str, rows: Bytes, k: int, name: str = "A tensor") -> Floats:  # (N, bytes of a row) -> (N, K)
     """The values of rows of a file's blocks."""
+    if kind == "F16":
+        return rows.view("<f2").astype(np.float32)
+    if kind == "BF16":
+        return bfloat16.from_bits(rows.view("<u2"))
     values = np.empty((len(rows), k), np.float32)
     if not library().dequantize(KINDS[kind].number, np.ascontiguousarray(rows), values):
         raise _not_finite(name)
@@ -128,4 +149,6 @@ def read_blocks(kind: str, rows: Bytes, k: int, name: str = "A tensor") -> Float
 
 
 def _not_finite(name: str) -> BundleError:
-    return BundleError(f"{name} has scales that are not finite numbers.", "The file is damaged: download it again.")
+    return BundleError(
+        f"{name} has scales or values that are not finite numbers.", "The file is damaged: download it again."
+    )

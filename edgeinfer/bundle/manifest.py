@@ -202,12 +202,18 @@ class TensorEntry:
             plain and not (self.transposed or self.interleaved), f"{self.name} has parts that GGUF's types have not"
         )
         require(len(self.shape) == 2 and self.shape[0] == rows, f"{self.name} has segments of {rows} rows")
+        require(len(kinds) == 1 or not any(kind.floats for kind in kinds), f"{self.name} has floats among its types")
         halves = not self.paired or (len(kinds) == 1 and rows % 2 == 0)
         require(halves and min(each.rows for each in self.segments) > 0, f"{self.name} has impossible segments")
         require(all(kind.fits(self.shape[1]) for kind in kinds), f"{self.name} has incomplete blocks")
         require(self.bits == max(kind.bits for kind in kinds), f"{self.name} has {self.bits} bits")
         found_data = {"data": (self.data.dtype, self.data.shape)}
         require(found_data == native_parts(self.quantized), f"{self.name} has inconsistent data")
+
+    @property
+    def floats(self) -> bool:
+        """Whether the values are floats, of 32 or of 16 bits."""
+        return self.bits >= 16
 
     @property
     def layout(self) -> Layout:

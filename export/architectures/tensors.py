@@ -136,7 +136,10 @@ class TensorPlan:
             for s in self.sources
         )
         scheme = QuantScheme.of_file(Segment(source.packing, source.shape[0]) for source in self.sources)
-        return scheme if plain and len(scheme.segments) <= MOST_SEGMENTS else None
+        count, floats = len(scheme.segments), any(KINDS[each.kind].floats for each in scheme.segments)
+        # Floats have a product of their own, which experts have not.
+        fits = count == 1 and find_expert(self.name) is None if floats else count <= MOST_SEGMENTS
+        return scheme if plain and fits else None
 
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:

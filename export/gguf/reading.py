@@ -266,7 +266,8 @@ class _Stored:
         return Source(
             tensor.name,
             (count, *source.padded_shape[1:]),
-            packing="" if kind in FLOAT_TYPES else kind,
+            # Matrices alone are kept, in 16 bits too.
+            packing=kind if kind in KINDS and len(source.padded_shape) == 2 else "",
             paired=paired,
             runs=() if count == total and len(runs) == 1 else runs,
             logged=logged,

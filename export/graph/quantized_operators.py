@@ -16,6 +16,8 @@ LinearLowBit, the same attributes, paired, swiglu (silu(gate) * up, N / 2 wide),
 LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part, heads; a row's
 bits do not depend on other rows, as those of MatMul and Gemm do
   0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
+  6 instead of the weight its bytes as F16 or BF16 by GGUF's number `kind`, (N, K) with whole tiles of rows; factor is
+  that of LinearLowBit then
 Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
 F that they multiply), cap (of softcap), cut and deviations (what is that many of a row's standard deviations above its
 mean goes through the function, and 0 for the rest); a row's bits do not depend on other rows
@@ -90,11 +92,11 @@ class NativeOperators(Operators):
         if not self._mixed:
             return super().linear(graph, value, name, result, norm=norm, residual=residual)
         value, norm = self._entering(graph, value, norm)
-        linear = self._floats if self._tensors[name].bits == 32 else self._fused
+        linear = self._floats if self._tensors[name].floats else self._fused
         return linear(graph, value, name, result, norm=norm, residual=residual, part=part)
 
     def heads(self, graph: GraphBuilder, value: str, name: str, result: str, heads: int, part: int | None) -> str:
-        linear = self._floats if self._tensors[name].bits == 32 else self._fused
+        linear = self._floats if self._tensors[name].floats else self._fused
         return linear(graph, value, name, result, part=part, heads=heads)
 
     def inner(
@@ -222,10 +224,12 @@ class NativeOperators(Operators):
     ) -> str:
         entry, (n, k) = self._tensors[name], self._tensors[name].shape
         matrix = graph.weight(self._table(entry), entry.data)
+        halves = {"kind": KINDS[entry.segments[0].kind].number, "factor": entry.factor} if entry.segments else {}
+        given = ("", matrix) if halves else (matrix,)
         weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
         return graph.op(
             "LinearFloat",
-            [value, matrix, self._bias(graph, name), weight, residual, _mask(part)],
+            [value, *given[:1], self._bias(graph, name), weight, residual, _mask(part), *given[1:]],
             result,
             domain=io.NATIVE_DOMAIN,
             N=n,
@@ -234,6 +238,7 @@ class NativeOperators(Operators):
             norm_epsilon=self._spec.norm_eps,
             part=part or 0,
             **_of_heads(heads),
+            **halves,
         )
 
     def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
+from edgeinfer.bundle.kinds import KINDS
 from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
 from edgeinfer.bundle.tables import Outline, is_looked_up
@@ -121,7 +122,7 @@ def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
 def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedShape:
     n, k = shape
     if scheme.segments:
-        paired = name.endswith(_PAIRED) and len(scheme.segments) == 1
+        paired = name.endswith(_PAIRED) and len(scheme.segments) == 1 and not KINDS[scheme.segments[0].kind].floats
         return QuantizedShape(n, k, scheme.bits, 32, False, paired, segments=scheme.segments)
     zeros, paired = not scheme.symmetric, name.endswith(_PAIRED)
     # The directory that the operator of experts reads has a place for scales of their own.

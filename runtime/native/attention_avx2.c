@@ -83,6 +83,10 @@ INLINE float vec_fold_max(vec x) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
+INLINE __m256 eight_bfloats(const uint8_t *at) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16));
+}
+INLINE vec vec_bfloats(const uint8_t *at) { BOTH(eight_bfloats(at), eight_bfloats(at + 16)); }
 INLINE vec vec_halves(const uint8_t *at) {
     const __m128i *halves = (const __m128i *)at;
     BOTH(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));

@@ -71,6 +71,9 @@ INLINE float vec_fold_max(vec x) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
+INLINE vec vec_bfloats(const uint8_t *at) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16));
+}
 INLINE vec vec_halves(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 
 INLINE vec vec_int8(const int8_t *at) {

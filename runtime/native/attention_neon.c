@@ -80,6 +80,9 @@ INLINE float vec_fold_max(vec x) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.part[0], x.part[1]), vmaxq_f32(x.part[2], x.part[3])));
 }
 
+INLINE vec vec_bfloats(const uint8_t *at) {
+    EACH(vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(at + 8 * i))), 16)));
+}
 INLINE vec vec_halves(const uint8_t *at) {
     EACH(vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at + 8 * i))));
 }

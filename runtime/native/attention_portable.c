@@ -43,6 +43,7 @@ INLINE void vec_transpose(const float *from, int64_t step, float *to) {
         for (int64_t i = 0; i < LANES; i++) to[c * LANES + i] = from[i * step + c];
 }
 
+INLINE vec vec_bfloats(const uint8_t *at) { EACH(bits_float((uint32_t)at[2 * l] << 16 | (uint32_t)at[2 * l + 1] << 24)); }
 INLINE vec vec_halves(const uint8_t *at) { EACH(float_of((uint16_t)(at[2 * l] | at[2 * l + 1] << 8))); }
 INLINE vec vec_int8(const int8_t *at) { EACH((float)at[l]); }
 INLINE vec vec_halves_of(const uint8_t *at, int high) { EACH((float)(at[l] >> 4 * high & 15)); }

@@ -18,12 +18,15 @@ extern "C" {
 
 /* Columns of the product that are computed together, and counted in by callers. */
 enum { FLOATS_TILE = 64 };
+/* How the numbers of a matrix are stored; those of 16 bits by outputs, each as the float that it is. */
+enum { FLOATS_FLOAT32, FLOATS_FLOAT16, FLOATS_BFLOAT16 };
 
 typedef struct {
     int64_t n, k;      /* outputs, inputs */
     int32_t by_output; /* stored (N, K), otherwise (K, N) */
     int64_t heads;     /* above 1: each N / heads outputs have inputs of their own, (heads, m, k) */
-    const float *data;
+    int32_t form;
+    const void *data;
 } float_matrix;
 
 /* What is multiplied, and what is done with the product. */
@@ -33,6 +36,7 @@ typedef struct {
     float *y;              /* (m, n) */
     const float *bias;     /* (n) or NULL */
     const float *residual; /* (m, n) or NULL: added last; may be y itself */
+    float factor;          /* multiplies the product before all else; 0 for none */
 } float_rows;
 
 static inline int64_t floats_tiles(const float_matrix *w) { return (w->n + FLOATS_TILE - 1) / FLOATS_TILE; }

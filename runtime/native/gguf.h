@@ -8,8 +8,10 @@
 
 #include "matrix.h"
 
-/* By their numbers in files. */
+/* By their numbers in files. The first two are floats, rows one after the other in whole tiles of rows (floats.h). */
 enum {
+    GGUF_F16 = 1,
+    GGUF_BF16 = 30,
     GGUF_Q4_0 = 2,
     GGUF_Q4_1 = 3,
     GGUF_Q5_0 = 6,
@@ -51,6 +53,11 @@ static inline lowbit_matrix gguf_matrix(const gguf_type *type, int64_t n, int64_
 static inline int64_t gguf_bytes(const lowbit_matrix *w) {
     if (w->kind) return matrix_data(w);
     return matrix_data(w) * (w->bits == 8 ? 2 : 1) + matrix_scales(w) * (int64_t)sizeof(uint16_t);
+}
+
+/* Bytes of a matrix of floats of 16 bits. */
+static inline int64_t gguf_float_bytes(int64_t n, int64_t k) {
+    return (n + LOWBIT_TILE - 1) / LOWBIT_TILE * LOWBIT_TILE * k * (int64_t)sizeof(uint16_t);
 }
 
 /* The same matrix with its bytes, which are on an even address. */

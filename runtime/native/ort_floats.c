@@ -2,25 +2,27 @@
  *
  * inputs: X (..., K) float | weight, as many floats as N K | bias (N) | norm (K): X is normalised by its root mean square
  * and this weight | residual, shaped as the output, is added last | layer_mask, as LinearLowBit has it.
- * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); norm_epsilon, part; heads, as LinearLowBit has it.
+ * Instead of the weight halves may be given: the bytes of numbers of 16 bits, by outputs, in whole tiles of 32 rows.
+ * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); kind of halves: GGUF's type, F16 or BF16;
+ * norm_epsilon, part; factor and heads, as LinearLowBit has them.
  * Output: (..., N).
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "attention.h"
-#include "matrix.h"
+#include "gguf.h"
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { X, WEIGHT, BIAS, NORM, RESIDUAL, LAYER_MASK };
+enum { X, WEIGHT, BIAS, NORM, RESIDUAL, LAYER_MASK, HALVES };
 /* Rows that cost as much arithmetic as reading the matrix costs time. */
 enum { FREE_ROWS = 4 };
 
 typedef struct {
     ort_kernel base;
     float_matrix matrix; /* without its values */
-    float epsilon;
+    float epsilon, factor;
 } linear;
 
 /* One product, as its jobs see it. */
@@ -46,7 +48,14 @@ static OrtStatus *open_linear(linear *op, const OrtKernelInfo *info) {
         OrtStatus *status = base->api->KernelInfoGetAttribute_float(info, "norm_epsilon", &op->epsilon);
         if (status) return base->api->ReleaseStatus(status), ort_fail(base, "norm needs the attribute norm_epsilon");
     }
+    const int64_t kind = ort_int_or_zero(base, info, "kind");
+    w->form = kind == GGUF_F16 ? FLOATS_FLOAT16 : kind == GGUF_BF16 ? FLOATS_BFLOAT16 : FLOATS_FLOAT32;
+    if ((w->form != FLOATS_FLOAT32) != base->inputs[HALVES].given || base->inputs[HALVES].given == base->inputs[WEIGHT].given)
+        return ort_fail(base, "a matrix is either the input weight, or halves of the attribute kind");
+    if (w->form) w->by_output = 1;
+    op->factor = ort_float_or_zero(base, info, "factor");
     ORT_TRY(ort_expect(base, WEIGHT, w->n * w->k));
+    ORT_TRY(ort_expect(base, HALVES, gguf_float_bytes(w->n, w->k)));
     ORT_TRY(ort_expect(base, BIAS, w->n));
     if (w->heads > 1 && (base->inputs[BIAS].given || base->inputs[NORM].given))
         return ort_fail(base, "a product of heads has no bias and no norm");
@@ -90,7 +99,7 @@ static OrtStatus *run(const linear *op, const OrtKernelContext *context, product
     int64_t m = p->rows.m, width = w->k * w->heads;
     p->tiles = floats_tiles(w);
     p->made_jobs = ort_jobs(m, m * width * (int64_t)sizeof(float));
-    p->jobs = ort_jobs(p->tiles, w->n * w->k * (int64_t)sizeof(float) * (1 + m / FREE_ROWS));
+    p->jobs = ort_jobs(p->tiles, w->n * w->k * (int64_t)(w->form ? sizeof(uint16_t) : sizeof(float)) * (1 + m / FREE_ROWS));
     const int apart = w->heads > 1 && m > 1;
     if (!p->input.weight && !apart) return ort_parallel(&op->base, context, multiply_job, p->jobs, p);
     p->rows.x = p->made = scratch_take((size_t)(m * width) * sizeof(float));
@@ -106,7 +115,7 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const ort_kernel *base = &op->base;
     product p = {.path = attention_path_of(base->isa), .matrix = op->matrix, .input.epsilon = op->epsilon};
     const float_matrix *w = &op->matrix;
-    const void *x, *weight, *bias, *norm, *residual;
+    const void *x, *weight, *halves, *bias, *norm, *residual;
     ort_shape shape;
     ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));
     const int64_t read = w->k * w->heads;
@@ -119,10 +128,11 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     ORT_TRY(ort_left_out(base, context, LAYER_MASK, &left_out));
     if (left_out) return ort_pass_on(base, context, &shape, residual);
     ORT_TRY(ort_read(base, context, WEIGHT, w->n * w->k, &weight));
+    ORT_TRY(ort_read(base, context, HALVES, gguf_float_bytes(w->n, w->k), &halves));
     ORT_TRY(ort_read(base, context, BIAS, w->n, &bias));
     ORT_TRY(ort_read(base, context, NORM, w->k, &norm));
     ORT_TRY(ort_write(base, context, &shape, &p.rows.y));
-    p.matrix.data = weight, p.input.x = x, p.input.weight = norm;
+    p.matrix.data = weight ? weight : halves, p.rows.factor = op->factor, p.input.x = x, p.input.weight = norm;
     p.rows.x = x, p.rows.bias = bias, p.rows.residual = residual;
     return p.rows.m ? run(op, context, &p) : NULL;
 }
@@ -132,14 +142,15 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_floats = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "LinearFloat",
-    .input_count = 6,
+    .input_count = 7,
     .inputs =
         {
             {"X", ORT_FLOAT, ORT_REQUIRED},
-            {"weight", ORT_FLOAT, ORT_REQUIRED},
+            {"weight", ORT_FLOAT, ORT_OPTIONAL},
             {"bias", ORT_FLOAT, ORT_OPTIONAL},
             {"norm", ORT_FLOAT, ORT_OPTIONAL},
             {"residual", ORT_FLOAT, ORT_OPTIONAL},
             {"layer_mask", ORT_BOOL, ORT_OPTIONAL},
+            {"halves", ORT_UINT8, ORT_OPTIONAL},
         },
 };

@@ -24,6 +24,7 @@ from tests.kernel import require_kernel
 from tests.tables import each_row
 
 ALL = sorted(KINDS)
+BLOCKS = [name for name in ALL if not KINDS[name].floats]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,8 +66,13 @@ def test_scales_that_are_not_finite_are_refused(kind: str) -> None:
         for half in (b"\x00\x7c", b"\x00\xfc", b"\x01\x7e"):
             rows = random_rows(rng, kind, 40, k)
             rows[35, KINDS[kind].nbytes + at : KINDS[kind].nbytes + at + 2] = np.frombuffer(half, np.uint8)
-            with pytest.raises(BundleError, match=r"layers\.0\.up has scales that are not finite"):
+            with pytest.raises(BundleError, match=r"layers\.0\.up has scales or values that are not finite"):
                 pack_blocks(kind, rows, k, paired=False, name="layers.0.up")
+    if kind == "BF16":
+        rows = random_rows(rng, kind, 40, k)
+        rows[39, 2:4] = np.frombuffer(b"\x80\xff", np.uint8)
+        with pytest.raises(BundleError, match="not finite"):
+            pack_blocks(kind, rows, k, paired=False, name="x")
     if kind == "MXFP4":
         rows = random_rows(rng, kind, 40, k)
         rows[39, 17] = 255
@@ -89,7 +95,8 @@ def test_segments_are_written_and_read_back(
     data: st.DataObject, seed: int, paired: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rng, path = np.random.default_rng(seed), tmp_path_factory.mktemp("kinds") / "weights.bin"
-    names = data.draw(st.lists(st.sampled_from(ALL), min_size=1, max_size=1 if paired else 3))
+    several = st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=1 if paired else 3)
+    names = data.draw(several if paired else several | st.sampled_from([["F16"], ["BF16"]]))
     k = 256 * data.draw(st.integers(1, 3))
     segments = join_segments(Segment(name, 2 * data.draw(st.integers(1, 50))) for name in names)
     entry = entry_of(*segments, k=k, paired=paired)
@@ -123,6 +130,7 @@ def test_neighbours_of_one_kind_are_one_segment() -> None:
         ({"segments": (Segment("Q4_K", 80), Segment("Q6_K", 8))}, "88 rows"),
         ({"segments": (Segment("Q4_K", 80), Segment("Q9_K", 16))}, "unknown types"),
         ({"segments": (Segment("Q6_K", 80), Segment("Q4_K", 16))}, "inconsistent data"),
+        ({"segments": (Segment("F16", 80), Segment("Q6_K", 16)), "bits": 16}, "floats among"),
         ({"paired": True}, "impossible segments"),
         ({"bits": 4}, "4 bits"),
         ({"factor": 0.0}, "factor of 0"),

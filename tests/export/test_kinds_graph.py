@@ -89,7 +89,7 @@ def rounded(weight: Array, entry: TensorEntry, start: int, stop: int) -> Quantiz
     """Rows in the type of their segment."""
     part = next(p for row, _, p in segment_places(entry.quantized) if row <= start < row + p.n)
     scaled = (weight[start:stop] / np.float32(entry.factor)).astype(np.float32)
-    return blocks_of_file(quants.quantize(scaled, gguf.GGMLQuantizationType[part.segments[0].kind]))
+    return blocks_of_file(quants.quantize(scaled, gguf.GGMLQuantizationType[part.segments[0].kind]).view(np.uint8))
 
 
 @pytest.fixture
@@ -135,6 +135,16 @@ def test_pairs_of_one_type_are_gated_in_their_product(tmp_path: Path) -> None:
         bundle = retyped(floats, tmp_path / kind, partial(always, chosen))
         assert not kinds(bundle)["Activation"]
         assert distance(bundle) < 0.1
+
+
+def test_floats_of_16_bits_are_multiplied_as_they_are(tmp_path: Path) -> None:
+    floats = export("llama-tied", FLOATS, hidden_size=64, intermediate_size=96)
+    for kind in ("F16", "BF16"):
+        chosen: tuple[Sequence[str], float] = ([kind], 1.0)
+        bundle = retyped(floats, tmp_path / kind, partial(always, chosen))
+        assert kinds(bundle)["LinearFloat"] == 4 * 3 + 1
+        assert bundle.manifest.weight_bytes < 0.6 * floats.manifest.weight_bytes
+        assert distance(bundle) < 1e-5
 
 
 def test_experts_of_many_types(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.runtime.native.matrices import Floats, linear, swiglu
 from tests.tables import each_row
 
 NAMES = ("x", "data", "low", "scales", "zeros", "bias", "norm", "residual", "planes")
-ALL = sorted(KINDS)
+ALL = sorted(name for name, kind in KINDS.items() if not kind.floats)
 Parts = list[tuple[str, Bytes]]  # kinds and rows
 
 
@@ -108,7 +108,7 @@ def test_planes_are_of_segments_of_8_bits(kernel: NativeKernel) -> None:
     assert close(high[:, 50:], linear(x, dense, 32))
 
 
-@each_row("kind", ALL)
+@each_row("kind", sorted(KINDS))
 def test_rows_are_looked_up(kernel: NativeKernel, kind: str) -> None:
     rng, k = np.random.default_rng(3), 512
     rows, ids = random_rows(rng, kind, 70, k, tame=True), rng.integers(0, 70, (2, 9))
@@ -118,6 +118,20 @@ def test_rows_are_looked_up(kernel: NativeKernel, kind: str) -> None:
         model = make_model("EmbeddingLowBit", names, {"ids": ids}, known, **values, factor=factor)
         wanted = values_of(kind, rows)[ids] * np.float32(factor or 1)
         np.testing.assert_allclose(run(open_session(kernel, model), ids=ids), wanted, rtol=1e-6, atol=1e-7)
+
+
+@each_row("kind", ["F16", "BF16"])
+def test_floats_of_16_bits_are_the_floats_that_they_are(kernel: NativeKernel, kind: str) -> None:
+    rng, names = np.random.default_rng(5), ("x", "weight", "bias", "norm", "residual", "layer_mask", "halves")
+    for n, k, m, heads in ((1, 1, 1, 1), (70, 100, 7, 1), (300, 1030, 40, 1), (96, 48, 5, 3)):
+        rows, x = random_rows(rng, kind, n, k, tame=True), rng.standard_normal((m, heads * k), np.float32)
+        given = {"x": x} | ({} if heads > 1 else {"residual": rng.standard_normal((m, n), np.float32)})
+        sizes = {"N": n, "K": k, "heads": heads, "factor": 0.75}
+        known = {"halves": packed([(kind, rows)], k)}
+        own = make_model("LinearFloat", names, given, known, **sizes, kind=KINDS[kind].number)
+        plain = make_model("LinearFloat", names, given, {"weight": values_of(kind, rows)}, **sizes, by_output=1)
+        got, wanted = (run(open_session(kernel, model, 2), **given) for model in (own, plain))
+        np.testing.assert_array_equal(got, wanted)
 
 
 @given(seed=st.integers(0, 2**32 - 1), kinds=st.tuples(st.sampled_from(ALL), st.sampled_from(ALL)))
