@@ -89,7 +89,8 @@ def rounded(weight: Array, entry: TensorEntry, start: int, stop: int) -> Quantiz
     """Rows in the type of their segment."""
     part = next(p for row, _, p in segment_places(entry.quantized) if row <= start < row + p.n)
     scaled = (weight[start:stop] / np.float32(entry.factor)).astype(np.float32)
-    return blocks_of_file(quants.quantize(scaled, gguf.GGMLQuantizationType[part.segments[0].kind]).view(np.uint8))
+    blocks = quants.quantize(scaled, gguf.GGMLQuantizationType[part.segments[0].kind])
+    return blocks_of_file(np.ascontiguousarray(blocks).view(np.uint8))
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_floats_of_16_bits_are_the_floats_that_they_are(kernel: NativeKernel, ki
     for n, k, m, heads in ((1, 1, 1, 1), (70, 100, 7, 1), (300, 1030, 40, 1), (96, 48, 5, 3)):
         rows, x = random_rows(rng, kind, n, k, tame=True), rng.standard_normal((m, heads * k), np.float32)
         given = {"x": x} | ({} if heads > 1 else {"residual": rng.standard_normal((m, n), np.float32)})
-        sizes = {"N": n, "K": k, "heads": heads, "factor": 0.75}
+        sizes: dict[str, Any] = {"N": n, "K": k, "heads": heads, "factor": 0.75}
         known = {"halves": packed([(kind, rows)], k)}
         own = make_model("LinearFloat", names, given, known, **sizes, kind=KINDS[kind].number)
         plain = make_model("LinearFloat", names, given, {"weight": values_of(kind, rows)}, **sizes, by_output=1)
