@@ -48,11 +48,13 @@ class PackedMatrix:
     bits: int
     block: int
     data: Bytes  # the values; of 8-bit matrices the high plane
-    scales: NDArray[np.uint16] | None  # bits of bfloat16; None where they lie inline, among `data`
+    scales: NDArray[np.uint16] | None  # bits of bfloat16; None where they lie inline or in heads, among `data`
     low: Bytes | None = None  # the low plane; without it an 8-bit matrix is read by its high plane alone
     zeros: Bytes | None = None  # None is the middle of the range
     paired: bool = False  # two matrices of N / 2 rows, gate and up, share the tiles
     vectors: bool = False  # bytes of 2 bits are codes of vectors
+    float16: bool = False  # `scales` are float16
+    kind: int = 0  # of spans.h, whose matrices have `data` alone
 
 
 @dataclass(frozen=True)
@@ -306,8 +308,9 @@ def _address(array: NDArray[np.generic] | None) -> int | None:
 
 def _matrix(m: PackedMatrix) -> _Matrix:
     data, low, scales, zeros = (_address(a) for a in (m.data, m.low, m.scales, m.zeros))
-    inline = m.scales is None
+    inline = m.scales is None and not m.kind
     if inline:
         assert data is not None
         data, scales = data + INLINE_BYTES, data
-    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, m.vectors, inline, 0, 0, data, low, scales, zeros)
+    sizes = (m.n, m.k, m.bits, m.block)
+    return _Matrix(*sizes, m.paired, 0, m.vectors, inline, m.float16, m.kind, data, low, scales, zeros)

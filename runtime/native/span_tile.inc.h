@@ -79,6 +79,14 @@ static void read_sixes(const uint8_t *packed, span_scales *out) {
     }
 }
 
+/* The bits of a UE4M3 are those of a float16 that is 128 times smaller. */
+static void read_minifloats(const uint8_t *codes, float *out) {
+    uint16_t halves[SPAN_COLUMNS];
+    COLUMNS((uint16_t)(codes[c] == 0x7f ? 0 : (codes[c] & 127) << 7), halves);
+    span_floats((const uint8_t *)halves, out);
+    COLUMNS(out[c] * 128.0f, out);
+}
+
 NOINLINE void read_head(const kind_facts *kind, const uint8_t *head, int64_t blocks, span_scales *out) {
     const int64_t groups = kind->halves ? 2 * blocks : blocks, row = 2 * SPAN_COLUMNS;
     const int super = kind->head == HEAD_SIXES || kind->head == HEAD_BYTES || kind->head == HEAD_NIBBLES;
@@ -101,7 +109,7 @@ NOINLINE void read_head(const kind_facts *kind, const uint8_t *head, int64_t blo
                 COLUMNS((float)(bytes[c] >> 4), minima);
                 break;
             case HEAD_EXPONENTS: COLUMNS(span_exponent(bytes[c]), scales); break;
-            default: COLUMNS(span_minifloat(bytes[c]), scales); break;
+            default: read_minifloats(bytes, scales); break;
         }
     }
 }
