@@ -4,6 +4,9 @@
  */
 #include "span_tile.inc.h"
 
+/* Sums of groups of 16 of 2 and 3 bits fit 16 bits, so that two are multiplied by their scales and added at once. */
+INLINE int reads_groups(int form) { return form == FORM_2_HALVES_MINIMUM || form == FORM_3_HALVES; }
+
 INLINE void span_floats(const uint8_t *halves, float *out) {
     for (int g = 0; g < 2; g++)
         _mm512_storeu_ps(out + 16 * g, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + 32 * g))));
@@ -82,6 +85,30 @@ INLINE void span_dots(form_facts f, int count, int g, int width, const span_view
         }
 }
 
+/* Bytes of both groups of a block and 16 columns, as pairs of 16 bits. */
+INLINE __m512i group_pairs(form_facts f, const span_view *t, int64_t b, int g) {
+    const uint8_t *bytes = t->head + (f.bits == 2 ? 4 : 2) * SPAN_COLUMNS + 2 * b * SPAN_COLUMNS + g * LOWBIT_GROUP;
+    const __m128i first = _mm_loadu_si128((const __m128i *)bytes);
+    const __m128i second = _mm_loadu_si128((const __m128i *)(bytes + SPAN_COLUMNS));
+    const __m256i low = _mm256_castsi128_si256(_mm_unpacklo_epi8(first, second));
+    const __m256i both = _mm256_inserti128_si256(low, _mm_unpackhi_epi8(first, second), 1);
+    return f.bits == 2 ? _mm512_cvtepu8_epi16(both) : _mm512_cvtepi8_epi16(both);
+}
+
+/* The same as span_added, of pairs of groups. */
+INLINE __m512 pairs_added(form_facts f, const span_view *t, int64_t at, int g, __m512i pairs, const __m512i dots[2], __m512 sum) {
+    const __m512 a = _mm512_set1_ps(t->row_scales[at]);
+    const __m512i dot = _mm512_mask_blend_epi16(0xaaaaaaaa, dots[0], _mm512_slli_epi32(dots[1], 16));
+    const __m512i scales = f.bits == 2 ? _mm512_and_si512(pairs, _mm512_set1_epi16(15)) : pairs;
+    const __m512 both = _mm512_cvtepi32_ps(_mm512_madd_epi16(dot, scales));
+    sum = _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(t->scales->d + 16 * g), a), sum);
+    if (!f.minimum) return sum;
+    const int32_t half = t->row_halves[at], rest = t->row_sums[at] - half;
+    const __m512i halves = _mm512_set1_epi32((int32_t)((uint32_t)rest << 16 | ((uint32_t)half & 0xffff)));
+    const __m512 minima = _mm512_cvtepi32_ps(_mm512_madd_epi16(_mm512_srli_epi16(pairs, 4), halves));
+    return _mm512_fnmadd_ps(minima, _mm512_mul_ps(_mm512_load_ps(t->scales->dmin + 16 * g), a), sum);
+}
+
 /* Adds a block's products of 16 columns to the sum of a row. */
 INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at, int g, const __m512i dots[2], __m512 sum) {
     const span_scales *s = t->scales;
@@ -94,12 +121,7 @@ INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at
     }
     const __m512 first = _mm512_mul_ps(_mm512_load_ps(s->scales[2 * b] + 16 * g), _mm512_cvtepi32_ps(dots[0]));
     const __m512 both = _mm512_fmadd_ps(_mm512_load_ps(s->scales[2 * b + 1] + 16 * g), _mm512_cvtepi32_ps(dots[1]), first);
-    sum = _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(s->d + 16 * g), a), sum);
-    if (!f.minimum) return sum;
-    const __m512 half = _mm512_cvtepi32_ps(_mm512_set1_epi32(t->row_halves[at])), rest = _mm512_sub_ps(whole, half);
-    const __m512 minima = _mm512_fmadd_ps(_mm512_load_ps(s->minima[2 * b + 1] + 16 * g), rest,
-                                          _mm512_mul_ps(_mm512_load_ps(s->minima[2 * b] + 16 * g), half));
-    return _mm512_fnmadd_ps(minima, _mm512_mul_ps(_mm512_load_ps(s->dmin + 16 * g), a), sum);
+    return _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(s->d + 16 * g), a), sum);
 }
 
 /* Adds the products of a span and `count` <= PANEL rows to their sums. Groups of 16 have twice as many integer sums, so more
@@ -118,13 +140,16 @@ INLINE void span_panel(int form, int count, const span_view *view, int64_t first
             __m512i dots[PANEL][2][2];
             span_dots(f, count, g, width, &t, b, at, dots);
             if (!held) FENCE();
-            UNROLL for (int i = g; i < g + width; i++)
+            UNROLL for (int i = g; i < g + width; i++) {
+                const __m512i pairs = reads_groups(form) ? group_pairs(f, &t, b, i) : _mm512_setzero_si512();
                 UNROLL for (int r = 0; r < count; r++) {
                     float *sum = sums + r * LOWBIT_TILE + i * LOWBIT_GROUP;
                     const __m512 before = held ? totals[r][i] : _mm512_loadu_ps(sum);
-                    totals[r][i] = span_added(f, &t, b, at + r, i, dots[r][i - g], before);
+                    totals[r][i] = reads_groups(form) ? pairs_added(f, &t, at + r, i, pairs, dots[r][i - g], before)
+                                                      : span_added(f, &t, b, at + r, i, dots[r][i - g], before);
                     if (!held) _mm512_storeu_ps(sum, totals[r][i]);
                 }
+            }
         }
     }
     UNROLL for (int r = 0; r < count && held; r++)

@@ -26,13 +26,15 @@ typedef struct {
 /* A span and all rows, counted from its first block. */
 typedef struct {
     const span_scales *scales;
-    const uint8_t *data, *levels;
+    const uint8_t *head, *data, *levels;
     const int8_t *values;
     const float *row_scales;
     const int32_t *row_sums, *row_halves;
     int64_t m, blocks;
 } span_view;
 
+/* Whether a path takes the scales of a form's groups from the head itself. */
+INLINE int reads_groups(int form);
 /* 32 floats of as many float16. */
 INLINE void span_floats(const uint8_t *halves, float *out);
 /* Asks for what comes some time after the bytes of a head. */
@@ -88,7 +90,8 @@ static void read_minifloats(const uint8_t *codes, float *out) {
 }
 
 NOINLINE void read_head(const kind_facts *kind, const uint8_t *head, int64_t blocks, span_scales *out) {
-    const int64_t groups = kind->halves ? 2 * blocks : blocks, row = 2 * SPAN_COLUMNS;
+    const int64_t all = kind->halves ? 2 * blocks : blocks, row = 2 * SPAN_COLUMNS;
+    const int64_t groups = reads_groups(form_of(kind)) ? 0 : all;
     const int super = kind->head == HEAD_SIXES || kind->head == HEAD_BYTES || kind->head == HEAD_NIBBLES;
     COLUMNS(1.0f, out->d);
     if (super) span_floats(head, out->d);
@@ -124,7 +127,7 @@ static void span_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
     _Alignas(64) span_scales scales;
     for (int64_t start = 0; start < blocks; start += SPAN_BLOCKS) {
         const int64_t n = smaller(blocks - start, SPAN_BLOCKS), head = span_head(kind, n);
-        const span_view t = {&scales, span + head, kind->levels, rows->values + start * m * SPAN_BLOCK, rows->scales + start * m,
+        const span_view t = {&scales, span, span + head, kind->levels, rows->values + start * m * SPAN_BLOCK, rows->scales + start * m,
                              rows->sums + start * m, rows->halves + start * m, m, n};
         fetch_head(span, head);
         read_head(kind, span, n, &scales);
