@@ -113,11 +113,11 @@ INLINE __m512 pairs_added(form_facts f, const span_view *t, int64_t at, int g, _
 INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at, int g, const __m512i dots[2], __m512 sum) {
     const span_scales *s = t->scales;
     const __m512 a = _mm512_set1_ps(t->row_scales[at]);
-    const __m512 whole = _mm512_cvtepi32_ps(_mm512_set1_epi32(t->row_sums[at]));
     if (!f.halves) {
         const __m512 scale = _mm512_mul_ps(_mm512_load_ps(s->scales[b] + 16 * g), a);
         sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0]), scale, sum);
-        return f.minimum ? _mm512_fnmadd_ps(_mm512_load_ps(s->minima[b] + 16 * g), _mm512_mul_ps(a, whole), sum) : sum;
+        const float whole = t->row_scales[at] * (float)t->row_sums[at];
+        return f.minimum ? _mm512_fnmadd_ps(_mm512_load_ps(s->minima[b] + 16 * g), _mm512_set1_ps(whole), sum) : sum;
     }
     const __m512 first = _mm512_mul_ps(_mm512_load_ps(s->scales[2 * b] + 16 * g), _mm512_cvtepi32_ps(dots[0]));
     const __m512 both = _mm512_fmadd_ps(_mm512_load_ps(s->scales[2 * b + 1] + 16 * g), _mm512_cvtepi32_ps(dots[1]), first);
