@@ -82,7 +82,7 @@ def read_model(gguf: GgufFile) -> GgufModel:
     for what in arch.missing(config, spec):
         raise unread(f"{arch.name} with {what}")
     model = _planned(gguf, family, arch, config, spec)
-    _require_types(gguf, model)
+    _require_types(model)
     return model
 
 
@@ -108,11 +108,12 @@ def convert_gguf(
     convert_model(read_model(gguf), read_tokenizer(gguf), out, name, progress, replace_existing=replace_existing)
 
 
-def _require_types(gguf: GgufFile, model: GgufModel) -> None:
-    """Refuses types of tensors that the kernel has no product for."""
-    for tensor in gguf.tensors:
-        if tensor.name in model.shapes and tensor.type.name not in (*FLOAT_TYPES, *KINDS):
-            raise unread(f"{tensor.name} is {tensor.type.name}")
+def _require_types(model: GgufModel) -> None:
+    """Refuses types of tensors that the kernel has no product for, or that are not kept in vectors."""
+    for source in (source for plan in model.plans for source in plan.sources):
+        stored = model.gguf.by_name.get(source.name)
+        if stored is not None and not source.packing and stored.type.name not in _DTYPES:
+            raise unread(f"{stored.name} is {stored.type.name}")
 
 
 def _find(gguf: GgufFile) -> tuple[Architecture, GgufArchitecture]:

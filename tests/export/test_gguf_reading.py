@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("gguf")
 
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
 from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.gguf.metadata import GGML_TYPES, Metadata, Value
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.errors import EdgeInferError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.reading import GgufTensors, convert_model, read_model, refusal
 from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
@@ -156,6 +158,47 @@ def test_blocks_are_kept_as_they_are(name: str, changes: dict[str, Any], tmp_pat
     # Activations are rounded to 8 bits.
     assert np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact)
     backend.close()
+
+
+@pytest.fixture(scope="module")
+def eights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in Q8_0, with its checkpoint."""
+    folder = tmp_path_factory.mktemp("eights")
+    make_checkpoint(folder / "checkpoint", "Llama")
+    write_gguf(folder / "checkpoint", folder / "model.gguf", "Q8_0", vocabulary=False)
+    return folder
+
+
+def test_nothing_is_left_of_a_file_with_scales_that_are_no_numbers(eights: Path, tmp_path: Path) -> None:
+    data = bytearray((eights / "model.gguf").read_bytes())
+    place = read_gguf(eights / "model.gguf").by_name["blk.1.ffn_down.weight"].offset
+    data[place : place + 2] = np.float16(np.nan).tobytes()
+    (tmp_path / "model.gguf").write_bytes(data)
+    sidecar = read_sidecar(eights / "checkpoint", read_config(eights / "checkpoint"))
+    with pytest.raises(EdgeInferError, match=r"layers\.1\.mlp\.down has scales"):
+        convert_model(read_model(read_gguf(tmp_path / "model.gguf")), sidecar, tmp_path / "bundle")
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_parts_of_a_split_file_are_read(eights: Path, tmp_path: Path) -> None:
+    whole = GGUFReader(eights / "model.gguf")
+    writer = GGUFWriter(tmp_path / "part.gguf", "llama", split_max_tensors=5)
+    for key, field in whole.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(key, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
+    for tensor in whole.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    first, *others = sorted(tmp_path.iterdir())
+    parts, alone = read_model(read_gguf(first)), read_model(read_gguf(eights / "model.gguf"))
+    assert others and parts.spec == alone.spec and parts.plans == alone.plans
+    with GgufTensors(parts.gguf, parts.shapes) as split, GgufTensors(alone.gguf, alone.shapes) as one:
+        for name, shape in alone.shapes.items():
+            np.testing.assert_array_equal(split.read_packed(name, 0, shape[0]), one.read_packed(name, 0, shape[0]))
 
 
 # Values that no key expects, or that are far outside of what a model has.
