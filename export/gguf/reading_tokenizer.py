@@ -18,6 +18,7 @@ from edgeinfer.bundle.gguf.metadata import damaged
 from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, STEPS, PreTokenizer, normalizer_steps, pre_tokenizer
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.gguf.vocabulary import (
+    BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
@@ -245,8 +246,7 @@ def _read_merges(gguf: GgufFile, tokens: _Tokens) -> list[tuple[str, str]]:
 def _made_merges(vocabulary: GgufVocabulary, tokens: _Tokens) -> list[tuple[str, str]]:
     """Merges made of scores: those of the highest first, of the same score those with the longest left part."""
     assert vocabulary.scores is not None, "tokenizer_refusal wants scores"
-    kinds = (NORMAL, USER_DEFINED, UNUSED)
-    ids = {text: id_ for id_, text in enumerate(tokens.spelled) if tokens.types[id_] in kinds}
+    ids = {text: id_ for id_, text in enumerate(tokens.spelled) if tokens.types[id_] not in (*_SPECIAL, BYTE)}
     scores = vocabulary.scores.numbers().tolist()
     merges: list[tuple[tuple[float, int, int], tuple[str, str]]] = []
     for text, id_ in ids.items():
