@@ -60,7 +60,7 @@ def encode_table(contents: bytes) -> bytes | None:
         if added is None or not _is_plain(tokenizer, model) or len({type(m) for m in model["merges"]}) > 1:
             return None
         # Of two merges of one pair the library takes the latter.
-        ranks = {(vocab[a], vocab[b]): (rank, vocab[a + b]) for rank, (a, b) in enumerate(merges)}
+        ranks = {vocab[a] << _HALF | vocab[b]: rank << _HALF | vocab[a + b] for rank, (a, b) in enumerate(merges)}
         spelled = {id_: text.encode() for text, id_ in vocab.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a merge of no tokens, for one
         return None
@@ -70,10 +70,10 @@ def encode_table(contents: bytes) -> bytes | None:
     symbols = sorted(id_ for text, id_ in vocab.items() if _is_symbol(text, model))
     texts = {id_: text for text, id_ in vocab.items()}
     small = model | {"vocab": {texts[id_]: at for at, id_ in enumerate(symbols)}, "merges": [], "ignore_merges": False}
-    found = sorted((left << _HALF | right, rank << _HALF | made) for (left, right), (rank, made) in ranks.items())
+    found = sorted(ranks)
     arrays = {
-        "pairs": np.array([pair for pair, _ in found], "<u8"),
-        "merges": np.array([merge for _, merge in found], "<u8"),
+        "pairs": np.array(found, "<u8"),
+        "merges": np.array([ranks[pair] for pair in found], "<u8"),
         "sorted": np.array(sorted(spelled, key=spelled.__getitem__), "<u4"),
         "ends": np.cumsum([0, *(len(spelled.get(id_, b"")) for id_ in range(last + 1))]).astype("<u4"),
         "symbols": np.array(symbols, "<u4"),
@@ -112,12 +112,13 @@ def _is_plain(tokenizer: dict[str, Any], model: dict[str, Any]) -> bool:
 def _added_ids(tokens: list[dict[str, Any]], vocab: dict[str, int]) -> dict[str, int] | None:
     """Ids of added tokens as the library gives them; None where the file has others, which the library ignores."""
     ids: dict[str, int] = {}
+    free = len(vocab)
     for token in tokens:
         text = token["content"]
-        free = max([len(vocab), *(id_ + 1 for id_ in ids.values())])
         if text in ids or not text or vocab.get(text, free) != token["id"]:
             return None
         ids[text] = token["id"]
+        free = max(free, token["id"] + 1)
     known = set(vocab.values())
     return None if any(id_ in known for text, id_ in ids.items() if text not in vocab) else ids
 
