@@ -173,6 +173,8 @@ def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
         else:
             raise _unsupported(f"the normalizer {step}")
     for step in flattened(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if escapes and step["type"] == "Split" and step.get("pattern") == {"String": " "}:
+            continue  # Gemma's, which finds no spaces any more
         if step["type"] != "Metaspace" or step.get("replacement") != UNDERLINE:
             raise _unsupported(f"the pre-tokenizer {step} with SentencePiece's pieces")
         escapes = True

@@ -63,7 +63,7 @@ def pieces(normalizer: Any = None, pre_tokenizer: Any = None) -> Tokenizer:
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     steps = [decoders.Replace(UNDERLINE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    prefixed = getattr(pre_tokenizer, "prepend_scheme", "always") != "never"
+    prefixed = getattr(pre_tokenizer, "prepend_scheme", "always" if pre_tokenizer is None else "never") != "never"
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
@@ -99,6 +99,9 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "default first": lambda: pieces(pre_tokenizer=metaspace("first")),
     "default always": lambda: pieces(pre_tokenizer=metaspace("always")),
     "default never": lambda: pieces(pre_tokenizer=metaspace("never")),
+    "default gemma": lambda: pieces(
+        normalizers.Replace(" ", UNDERLINE), pre_tokenizers.Split(" ", "merged_with_previous")
+    ),
     "default spaces": lambda: pieces(normalizer=sentence_piece_spaces()),
 }
 
