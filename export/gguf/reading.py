@@ -53,7 +53,7 @@ from edgeinfer.results import Progress
 
 # What `TensorPlan.kept` is asked for; a file's types have bits of their own.
 _BITS = 4
-FLOAT_TYPES = ("F32", "F16", "BF16")
+FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
 # Tensors of what sees or hears, whose weights a text needs not.
 _IGNORED_TENSORS = ("v.*", "mm.*", "a.*", *ROPE_TENSORS)
 # Values that are read at a time.
@@ -334,9 +334,9 @@ def _require_alike(plan: TensorPlan, scheme: QuantScheme | None) -> None:
     """Refuses an expert's matrix of two types, of which no operator has products, or with types in part."""
     if find_expert(plan.name) is None or (scheme is not None and len(scheme.segments) == 1):
         return
-    kinds = {source.packing: source.name for source in plan.sources}
-    if any(kinds):
-        raise unread(" and ".join(f"{name} is {kind or 'F32'}" for kind, name in sorted(kinds.items())))
+    kinds = {source.packing or "F32": source.name for source in plan.sources}
+    if kinds.keys() - FLOAT_TYPES:
+        raise unread(" and ".join(f"{name} is {kind}" for kind, name in sorted(kinds.items())))
 
 
 def bundle_bytes(gguf: GgufFile) -> int:
