@@ -68,6 +68,7 @@ class GgufArchitecture:
     widths: Callable[[DecoderSpec], list[int]] | None = None  # of the layers' MLPs, where they differ
     # Another architecture that some decoders of the family are written as.
     instead: Callable[[DecoderSpec], GgufArchitecture | None] | None = None
+    others: tuple[GgufArchitecture, ...] = ()  # of those, what no other family is written as
     mixture: GgufMixture | None = None
     # Fields of config.json, their keys in the metadata, and their defaults.
     multipliers: tuple[tuple[str, str, float], ...] = ()

@@ -228,5 +228,7 @@ MAMBA = {
         fields=_falcon_fields,
         lacks=_lacks,
     ),
-    "nemotron_h": dataclasses.replace(_NEMOTRON, instead=lambda spec: None if spec.moe is None else _NEMOTRON_MOE),
+    "nemotron_h": dataclasses.replace(
+        _NEMOTRON, instead=lambda spec: None if spec.moe is None else _NEMOTRON_MOE, others=(_NEMOTRON_MOE,)
+    ),
 }

@@ -118,10 +118,10 @@ def _require_types(model: GgufModel) -> None:
 
 def _find(gguf: GgufFile) -> tuple[Architecture, GgufArchitecture]:
     name = gguf.metadata.text("general.architecture")
-    found = next(((kind, arch) for kind, arch in GGUF_ARCHITECTURES.items() if arch.name == name), None)
-    if found is None:
+    every = ((kind, each) for kind, arch in GGUF_ARCHITECTURES.items() for each in (arch, *arch.others))
+    kind, arch = next((found for found in every if found[1].name == name), ("", None))
+    if arch is None:
         raise unread(f"its architecture is {name}")
-    kind, arch = found
     family = next(family for family in ARCHITECTURES if family.model_types[0] == kind)
     if family.refine is refine_granite_moe:
         # The description has the scale of scores, which export keeps out of it.

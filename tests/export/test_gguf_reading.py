@@ -40,7 +40,6 @@ from tests.runtime.models import feed, make_graph_backend
 # Architectures whose files are not read, or not in every form that a checkpoint's export writes, and what says so.
 UNREAD = {
     "minicpm3": "minicpm3.attention.kv_lora_rank is not known.",
-    "nemotron_h_moe": "its architecture is nemotron_h_moe.",
     "qwen35": "blk.0.ssm_out.weight has its columns in another order.",
     "qwen35moe": "blk.0.ssm_out.weight has its columns in another order.",
 }
@@ -67,7 +66,7 @@ OTHERWISE = {
     "Dots1": ("tied",),
     "Apertus": ("tied",),
     "GraniteMoeHybrid": ("intermediate_size",),
-    "NemotronH": ("mamba2",),
+    "NemotronH": ("mamba2", "intermediate_size"),
     "Gemma3n": ("per_layer",),
 }
 
