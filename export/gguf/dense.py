@@ -248,6 +248,7 @@ DENSE = {
     "olmo3": _OLMO,
     "exaone4": GgufArchitecture(
         "exaone4",
+        ropes=_EVERY_ROPE,
         free_heads=True,
         tensors=_SANDWICH,
         parts=("pre_norm", "post_norm", "rope_layers"),

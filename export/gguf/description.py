@@ -25,6 +25,12 @@ Shape = tuple[int, ...]
 Fields = dict[str, Any]
 # Keys on how files are made and on what else they hold.
 _IGNORED = ("vocab_size", "tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned", "pooling_type")
+# Keys that some files of models without experts have.
+_OF_EXPERTS = (
+    *("expert_used_count", "expert_group_count", "expert_group_used_count", "expert_weights_scale"),
+    *("expert_weights_norm", "expert_gating_func", "expert_feed_forward_length", "expert_shared_count"),
+    "leading_dense_block_count",
+)
 
 
 def read_decoder(gguf: GgufFile, arch: GgufArchitecture) -> DecoderSpec:
@@ -35,7 +41,10 @@ def read_decoder(gguf: GgufFile, arch: GgufArchitecture) -> DecoderSpec:
     fields |= _parts(keys, there, fields)
     fields |= _windows(keys, arch, fields)
     fields |= _ropes(keys, gguf, arch, fields)
-    fields |= {"moe": _mixture(keys, there, arch.mixture)} if keys.integer("expert_count", 0) else {}
+    if keys.integer("expert_count", 0):
+        fields["moe"] = _mixture(keys, there, arch.mixture)
+    else:
+        keys.ignore(*_OF_EXPERTS)
     fields |= arch.always
     fields |= {} if arch.fields is None else arch.fields(keys, fields)
     keys.ignore(*_IGNORED)

@@ -90,9 +90,7 @@ def _mistral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tens
 def _deepseek_fields(keys: GgufKeys, known: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of a cache that holds the small vector, and the scale of scores of a stretched rotation."""
     wide, rotary, rope = keys.integer("attention.key_length_mla"), known["rope"].dim, known["rope"]
-    keys.ignore(
-        "attention.value_length", "leading_dense_block_count", "expert_feed_forward_length", "expert_shared_count"
-    )
+    keys.ignore("attention.value_length")
     sizes = (keys.integer("attention.kv_lora_rank"), max(wide - rotary, 0), rotary)
     latent = LatentSpec(keys.integer("attention.q_lora_rank", 0), *sizes, keys.integer("attention.value_length_mla"))
     grown = 1.0

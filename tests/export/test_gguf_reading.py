@@ -50,6 +50,7 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 READ = [
     *GGUF_CASES,
     ("Llama", {"rope_parameters": LLAMA3}),
+    ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3}),
     ("Qwen2", {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 2.0}}),
 ]
 # Fields that a file cannot say as the checkpoint did: a window that is its whole context, a head stored again, a factor
