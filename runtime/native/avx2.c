@@ -110,11 +110,16 @@ INLINE void add_half(span_piece p, int h, __m256i sums[PANEL][REGISTERS]) {
                     KEEP(pairs[r][c]);
                 }
             }
-        UNROLL for (int r = 0; r < p.rows; r++)
-            UNROLL for (int c = 0; c < p.width; c++)
-                sums[r][c] = _mm256_add_epi32(sums[r][c], _mm256_madd_epi16(pairs[r][c], ones));
+        UNROLL for (int c = 0; c < p.width; c++) {
+            const __m256i by = p.whole ? scale_pairs(p, c, h, h) : ones;
+            UNROLL for (int r = 0; r < p.rows; r++)
+                sums[r][c] = _mm256_add_epi32(sums[r][c], _mm256_madd_epi16(pairs[r][c], by));
+        }
     }
 }
+
+/* Sums of 16 bits are multiplied by scales where they else were by one. (Of 3 bits the zero takes back what that gains.) */
+INLINE int reads_groups(int form) { return form == FORM_2_HALVES_MINIMUM || form == FORM_6_HALVES; }
 
 const lowbit_isa lowbit_avx2 = {"avx2", quantize, multiply};
 #else
