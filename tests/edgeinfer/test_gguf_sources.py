@@ -21,6 +21,7 @@ from edgeinfer.errors import HubError, StorageError, UnsupportedArchitectureErro
 from edgeinfer.hub.catalog_models import Package, catalog_model
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.tools import conversion
+from tests.edgeinfer.test_other_programs import ollama
 from tests.gguf_builder import STRING, small_model
 from tests.gguf_models import random_gguf
 from tests.kernel import require_kernel
@@ -71,6 +72,20 @@ def test_a_changed_file_is_prepared_again(path: Path) -> None:
     os.utime(path, (1, 1))
     second = hub.resolve(path)
     assert first != second and not first.exists() and hub.resolve(path) == second
+
+
+def test_ollamas_models_are_prepared_by_their_own_names(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    blob = ollama(tmp_path / "ollama", "registry.ollama.ai/library/toy/1m", path.read_bytes())
+    before = blob.stat()
+    with caplog.at_level("INFO"), edgeinfer.load("toy:1m", context=64) as model:
+        assert len(model.generate([1, 5, 9], max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3
+    assert "Preparing" in caplog.text and "Preparing sha256" not in caplog.text
+    # Of the file only what was prepared of it goes.
+    assert edgeinfer.remove_model("toy:1m") > 0 and not written()
+    assert (blob.stat().st_mtime_ns, blob.stat().st_size) == (before.st_mtime_ns, before.st_size)
 
 
 def test_options_of_llama_cpp_leave_the_file_as_it_is(path: Path) -> None:

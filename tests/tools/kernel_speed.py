@@ -73,7 +73,7 @@ def timed(kernel: tuple[Binding, str], m: PackedMatrix, x: Floats) -> float:
 def compare(
     kernel: tuple[Binding, str], names: Sequence[str], rows: int, n: int, rounds: int, threads: int
 ) -> dict[str, tuple[float, float]]:
-    """Bytes per second and time beside the baseline, by format."""
+    """Bytes per second and time relative to the baseline, by format."""
     x = np.random.default_rng(1).standard_normal((rows, K)).astype(np.float32)
     found = {}
     with ThreadPoolExecutor(threads) as pool:
