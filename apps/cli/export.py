@@ -239,13 +239,15 @@ Store a bundle's weights in the layout of the native kernel (native) or of ONNX 
 conversion is lossless. Every bundle runs wherever edgeinfer does: a layout that the device cannot run is converted at
 loading time, and this command does it in advance.
 
-A .gguf file becomes a bundle for the native kernel, whose weights keep the file's own types. With --type or
+A .gguf file becomes a bundle for the native kernel, whose weights keep the file's own types, and such a bundle becomes
+the same file again, byte for byte. With --type or
 --prune-layers it becomes another .gguf file: of another quantization type, or of fewer layers, which makes a
 drafter. Quantizing a file that is already quantized loses more than starting from floats, and needs --requantize.
 
 examples:
   edgeinfer convert my-bundle my-portable-bundle --to portable
   edgeinfer convert model.gguf my-bundle
+  edgeinfer convert my-bundle model.gguf
   edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M
   edgeinfer convert model.gguf drafter.gguf --prune-layers 9,10,12,13
 """
@@ -278,9 +280,12 @@ def _convert(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     of_file = args.bundle.lower().endswith(_GGUF)
     is_file = of_file and bool(args.type or args.prune_layers or args.out.suffix.lower() == _GGUF)
+    back = not of_file and args.out.suffix.lower() == _GGUF
+    run = _convert_file if is_file else _read_file if of_file else _restore_file if back else _convert_bundle
     with progress_bar(enabled=not args.json) as progress:
-        (_convert_file if is_file else _read_file if of_file else _convert_bundle)(args, progress)
+        run(args, progress)
     seconds = time.perf_counter() - start
+    is_file = is_file or back
     files = [args.out] if is_file else [file for file in args.out.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     layout = "" if is_file else open_bundle(args.out).manifest.layout
@@ -289,12 +294,26 @@ def _convert(args: argparse.Namespace) -> int:
     return print_result(args, made | {"bytes": size, "seconds": round(seconds, 3)}, partial(print_note, note))
 
 
-def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None:
+def _refuse_options_of_files(args: argparse.Namespace) -> None:
     for name in ("type", "prune_layers", "requantize", "threads"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
             hint = "Name the .gguf file itself, or export a bundle again from its checkpoint."
             raise UsageError(f"{option} applies to .gguf files, and {args.bundle} is not one.", hint)
+
+
+def _restore_file(args: argparse.Namespace, progress: Progress | None) -> None:
+    """Makes the .gguf file again that a bundle was made of."""
+    from edgeinfer.export.gguf.reading import restore_gguf
+
+    _refuse_options_of_files(args)
+    if args.to is not None:
+        raise UsageError("--to is for bundles; a .gguf file has only one layout.", "Leave it out.")
+    restore_gguf(open_bundle(hub.resolve(args.bundle)), args.out, progress, replace_existing=args.force)
+
+
+def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None:
+    _refuse_options_of_files(args)
     if args.to is None:
         raise UsageError("No layout was given.", f"Add --to {' or --to '.join(LAYOUTS)}.")
     convert_bundle(open_bundle(hub.resolve(args.bundle)), args.to, args.out, progress, replace_existing=args.force)

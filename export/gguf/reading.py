@@ -26,6 +26,7 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, WEIGHTS,
 from edgeinfer.bundle.manifest import Capabilities, Manifest, TensorEntry, capabilities_in
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
 from edgeinfer.errors import BundleError, EdgeInferError, StorageError
@@ -41,6 +42,7 @@ from edgeinfer.export.gguf.description import read_decoder
 from edgeinfer.export.gguf.keys import unread, written
 from edgeinfer.export.gguf.mamba import decayed
 from edgeinfer.export.gguf.reading_tokenizer import read_tokenizer, tokenizer_refusal
+from edgeinfer.export.gguf.rest import Planned, restore, write_rest
 from edgeinfer.export.gguf.tensors import ROPE_TENSORS, PlannedGgufTensor, gguf_tensors
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES
 from edgeinfer.export.graph.decoder import decoder_graphs
@@ -329,6 +331,10 @@ class _Table:
         entries = (replace(entry, modules=modules.get(entry.name, ())) for entry in lay_out(outlines, layout))
         return cls(described, tuple(entries), layout, QuantPlan(schemes, kept=frozenset(schemes)))
 
+    @property
+    def planned(self) -> Planned:
+        return self.described.plans, self.entries[: len(self.described.plans)]
+
 
 def _require_alike(plan: TensorPlan, scheme: QuantScheme | None) -> None:
     """Refuses an expert's matrix of two types, of which no operator has products, or with types in part."""
@@ -379,9 +385,17 @@ def convert_model(
         with (work / WEIGHTS).open("wb") as file:
             planned = PlannedTensors(tensors, described.plans)
             write_plain(file, planned, entries[: len(described.plans)], table.quant, progress)
+        write_rest(work, gguf, table.planned)
         for graph, data in decoder_graphs(spec, entries, table.layout).items():
             (work / graph).write_bytes(data)
         seal(work, manifest)
+
+
+def restore_gguf(
+    bundle: Bundle, out: Path, progress: Progress | None = None, *, replace_existing: bool = False
+) -> None:
+    """Writes the file again that a bundle was made of, byte for byte, whole or not at all."""
+    restore(bundle, out, lambda gguf: _Table.of(read_model(gguf)).planned, progress, replace_existing=replace_existing)
 
 
 def _require_room(work: Path, needed: int) -> None:

@@ -155,6 +155,10 @@ def test_a_file_becomes_a_bundle(floats: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["convert", str(floats), str(out), "--force"]) == 0
     assert main(["convert", str(floats), str(tmp_path / "other"), "--to", "portable"]) == 2
     assert [each.name for each in tmp_path.iterdir()] == ["bundle"]
+    again = tmp_path / "again.gguf"
+    assert main(["convert", str(out), str(again)]) == 0 and again.read_bytes() == floats.read_bytes()
+    assert main(["convert", str(out), str(again)]) == 5
+    assert main(["convert", str(out), str(again), "--type", "Q8_0", "--force"]) == 2
 
 
 def test_conversions_that_cannot_be(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
