@@ -135,10 +135,10 @@ BUDGETS = {
     "runtime/text": 2540,
     "runtime/tuning": 1260,
     "runtime/weights": 1140,
-    "tests": 4940,  # GGUF files on our own kernel
+    "tests": 5120,  # GGUF files on our own kernel; damaged ones with every type
     "tests/apps": 14360,  # GGUF files: commands name their engine
     "tests/docs": 820,
-    "tests/edgeinfer": 15340,  # GGUF files: of other programs, in packages, prepared for our own kernel
+    "tests/edgeinfer": 15600,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 7900,  # GGUF files on our own kernel: every family read back
     "tests/quant": 1620,
     "tests/runtime": 26300,  # GGUF files on our own kernel

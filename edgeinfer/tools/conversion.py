@@ -26,6 +26,7 @@ from filelock import Timeout
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import manifest_of
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import storage_errors, sync_tree
 from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, HubError, InternalError, StorageError
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
@@ -153,6 +154,7 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
         gguf = read_gguf(path)
         reason = refusal(gguf)
         if reason is not None:
+            open_bundle(path)  # of one that is damaged nothing is noted
             source.record()
             refuse(source, reason)
             run.note(f"llama.cpp runs {path.name}: {reason}.")
@@ -163,8 +165,11 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
         # Ollama's files are called by their digests.
         name = path.name if path.suffix else manifest_of(gguf).name
         run.note(f"Preparing {name} for the native kernel, once (about {format_size(size)} in {place}).")
-        with run.scratch.inside(place.parent) as inside:
-            _write_prepared(run, path, name, inside / "bundle", place)
+        try:
+            with run.scratch.inside(place.parent) as inside:
+                _write_prepared(run, path, name, inside / "bundle", place)
+        finally:
+            remove_empty(source.folder)
         _remove_former(source, place)
         return place
 

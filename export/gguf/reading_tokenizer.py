@@ -237,7 +237,7 @@ def _read_merges(gguf: GgufFile, tokens: _Tokens) -> list[tuple[str, str]]:
         at = text.find(" ", 1)
         left, right = text[:at], text[at + 1 :]
         if at < 0 or not {left, right, left + right} <= known.keys():
-            raise damaged(gguf.path, f"its merge {text!r} is not of two tokens that make a third")
+            raise damaged(gguf.path, f"its merge {text[:80]!r} is not of two tokens that make a third")
         if control.isdisjoint((left, right, left + right)):
             merges[left, right] = None
     return list(merges)
@@ -299,4 +299,4 @@ def _check(gguf: GgufFile, contents: bytes, tokens: _Tokens) -> None:
     texts = list(special.values())
     for text, encoded in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
         if not control.isdisjoint(encoded.ids):
-            raise _refused(gguf, f"its control token {text!r} is a word of texts, too")
+            raise _refused(gguf, f"its control token {text[:80]!r} is a word of texts, too")

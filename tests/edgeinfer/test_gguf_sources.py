@@ -22,7 +22,7 @@ from edgeinfer.hub.catalog_models import Package, catalog_model
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.tools import conversion
 from tests.edgeinfer.test_other_programs import ollama
-from tests.gguf_builder import STRING, small_model
+from tests.gguf_builder import UINT32, small_model
 from tests.gguf_models import random_gguf
 from tests.kernel import require_kernel
 
@@ -94,14 +94,14 @@ def test_options_of_llama_cpp_leave_the_file_as_it_is(path: Path) -> None:
 
 
 def test_what_is_not_read_is_left_to_llama_cpp(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = small_model(general__architecture=(STRING, "grok")).write(path.with_name("other.gguf"))
+    other = small_model(llama__odd=(UINT32, 1)).write(path.with_name("other.gguf"))
     with monkeypatch.context() as patch:
         patch.setattr("edgeinfer.hub.resolving.find_spec", lambda _: object())
         assert hub.resolve(other) == other
         patch.setattr("edgeinfer.hub.resolving.fetch", never)
         assert hub.resolve(other) == other
     monkeypatch.setattr("edgeinfer.hub.resolving.find_spec", lambda _: None)
-    with pytest.raises(UnsupportedArchitectureError, match=r"other\.gguf needs llama\.cpp: .*grok") as caught:
+    with pytest.raises(UnsupportedArchitectureError, match=r"other\.gguf needs llama\.cpp: llama\.odd") as caught:
         hub.resolve(other)
     assert "edgeinfer[gguf]" in str(caught.value.hint) and "checkpoint" in str(caught.value.hint)
 
