@@ -26,7 +26,7 @@ from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import EdgeInferError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.gguf.reading import GgufTensors, convert_model, read_model, refusal
+from edgeinfer.export.gguf.reading import GgufTensors, convert_gguf, convert_model, read_model, refusal
 from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
@@ -35,6 +35,7 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.gguf_cases import EXPERTS, GEMMA, GGUF_CASES, GRANITE, PLAIN, ROPES, ROUTED_SWA, layers
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
+from tests.gguf_corpus import CASES
 from tests.runtime.models import feed, make_graph_backend
 
 # Architectures whose files are not read, or not in every form that a checkpoint's export writes, and what says so.
@@ -270,3 +271,18 @@ def test_damaged_headers_are_refused_in_one_line(headers: list[GgufFile], data: 
                 del tensors[index]
     said = refusal(GgufFile(Metadata(gguf.path, metadata), tuple(tensors), gguf.splits))
     assert said is None or (said and "\n" not in said and len(said) < 400)
+
+
+def test_malformed_files_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    """One after the other; those that are not are named."""
+    file, read = tmp_path / "model.gguf", []
+    for name, case in CASES.items():
+        made = case()
+        file.write_bytes(made if isinstance(made, bytes) else made.build())
+        said = refusal(file)
+        if said is None or not said.isprintable() or len(said) > 400 + len(str(file)):
+            read.append(name)
+        with pytest.raises(EdgeInferError):
+            convert_gguf(file, tmp_path / "bundle")
+        assert [*tmp_path.iterdir()] == [file], name
+    assert read == []
