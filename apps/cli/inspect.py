@@ -119,7 +119,7 @@ def execute(args: argparse.Namespace) -> int:
         _section("memory it will need", _memory_rows(gguf, bundle.manifest.geometry.max_positions))
     elif args.tensors:
         rows = [
-            (each.name, _shape(each), str(each.bits), str(each.block_size or ""), format_size(each.nbytes))
+            (each.name, _shape(each), _bits(each), str(each.block_size or ""), format_size(each.nbytes))
             for each in bundle.manifest.tensors
         ]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
@@ -183,6 +183,11 @@ def _shapes(static: StaticGraphs) -> str:
 
 def _shape(tensor: TensorEntry | GgufTensor) -> str:
     return " x ".join(map(str, tensor.shape))
+
+
+def _bits(tensor: TensorEntry) -> str:
+    """Bits of a value, or GGUF's types of the rows."""
+    return "+".join(segment.kind for segment in tensor.segments) or str(tensor.bits)
 
 
 def _facts(bundle: Bundle, *, with_tensors: bool) -> dict[str, Any]:

@@ -329,7 +329,7 @@ class _Table:
             outlines.append(Outline("head", outlines[0].shape, shares="embed"))
         modules = {plan.name: adaptable_modules(plan) for plan in model.named}
         entries = (replace(entry, modules=modules.get(entry.name, ())) for entry in lay_out(outlines, layout))
-        return cls(described, tuple(entries), layout, QuantPlan(schemes, kept=frozenset(schemes)))
+        return cls(described, tuple(entries), layout, QuantPlan(schemes, "gguf", kept=frozenset(schemes)))
 
     @property
     def planned(self) -> Planned:
