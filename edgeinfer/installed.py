@@ -11,6 +11,7 @@ from edgeinfer import hub
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import EdgeInferError, HubError, ModelError, UsageError
 from edgeinfer.hub import local, resolve
+from edgeinfer.hub.catalog_models import gguf_memory
 from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import Bundles
 from edgeinfer.options.load import LoadConfig
@@ -27,8 +28,9 @@ class LocalModel:
         name: name to load it by: a short name, or its path where others have that name.
         title: name for people, such as Qwen3 0.6B.
         path: the bundle's directory or the GGUF file.
-        bytes: size of its files.
-        memory: the smallest budget it runs in, in bytes; None where it cannot be planned here.
+        bytes: size of its files, with the bundle that was prepared of a GGUF file.
+        memory: the smallest budget it runs in, in bytes, estimated for a GGUF file before it is prepared; None where
+            it cannot be planned here.
         format: format of its files.
         origin: built in, converted here, in the hub's cache, in the user's folder of models, Ollama's or LM Studio's.
         hub_id: ORG/NAME of its source on the hub; None where it came from elsewhere.
@@ -138,8 +140,11 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
     size, memory, error = 0, None, None
     try:
         size = sum(entry.bytes for entry in open_bundle(place.path).manifest.files.values())
-        config = LoadConfig()
-        memory = Bundles.open(place.path, config).plan(config).minimum_bytes
+        runs, config = hub.find_model(place.path).path, LoadConfig()
+        if runs not in (None, place.path):
+            size += sum(entry.bytes for entry in open_bundle(runs).manifest.files.values())
+        # A file that was not prepared yet cannot be planned.
+        memory = gguf_memory(size) if runs is None else Bundles.open(runs, config).plan(config).minimum_bytes
     except EdgeInferError as problem:
         error = str(problem)
     used = uses.get(str(place.path.resolve()))
@@ -217,7 +222,8 @@ def describe(model: str | Path | None = None) -> ModelFacts:
 def verify(
     model: str | Path | None = None, *, accept: bool = False, progress: Callable[[str, int, int], None] | None = None
 ) -> dict[str, Outcome]:
-    """Read every file of a model and compare it with its digest; a plain GGUF file, with its contents at first use.
+    """Read every file of a model and compare it with its digest; a plain GGUF file, with its contents at first use,
+    and the bundle that was prepared of it.
 
     Args:
         model: as `edgeinfer.load` takes it.
@@ -231,8 +237,10 @@ def verify(
         BundleError: a file is damaged or missing.
         UsageError: `accept`, and the files come with digests.
     """
-    bundle = open_bundle(resolve(model))
-    notes, checks = VerifiedFiles(), files_of([bundle])
+    file = hub.gguf_file(model)
+    prepared = None if accept or file is None else hub.find_model(file).path
+    bundles = [open_bundle(path) for path in (file or resolve(model), prepared) if path is not None]
+    notes, checks = VerifiedFiles(), files_of(bundles)
     found: dict[str, Outcome] = {}
     for index, check in enumerate(checks):
         if progress is not None:

@@ -139,6 +139,23 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
     return (str(path) if "bits" in options else model), rest
 
 
+def engine_of(model: str | None, options: Mapping[str, Any]) -> dict[str, str | None] | None:
+    """Which engine runs a GGUF file, and why it is llama.cpp; None for other models. Its header alone is read."""
+    from edgeinfer import hub
+
+    file = hub.gguf_file(model)
+    if file is None:
+        return None
+    asked = LoadConfig.of(**{name: options[name] for name in ENGINE_OPTIONS if name in options}).wants_llamacpp
+    reason = "its options ask for it" if asked else hub.refusal(file)
+    return {"engine": "native" if reason is None else "llamacpp", "reason": reason}
+
+
+def engine_words(engine: Mapping[str, str | None]) -> str:
+    """What runs a GGUF file, for people."""
+    return "native kernel, with the file's types" if engine["reason"] is None else f"llama.cpp: {engine['reason']}"
+
+
 def type_question(tell: Callable[[str], None] = lambda _: None) -> Callable[[list[Offer]], str] | None:
     """Return a function that asks on a terminal which file of a GGUF repository to take, and tells the chosen name;
     None without a terminal."""

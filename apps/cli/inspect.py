@@ -8,15 +8,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.inputs import prepared
+from edgeinfer.apps.cli.inputs import engine_of, engine_words, prepared
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.gguf.metadata import GgufArray, Value
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
@@ -74,7 +76,7 @@ def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
 
 _DESCRIPTION = """\
 Show what a model consists of: sizes, bits, memory per token, how it was made and how good it is, or the metadata of a
-GGUF file.
+GGUF file, and which engine runs it; nothing is converted for that.
 
 examples:
   edgeinfer inspect my-bundle --verify
@@ -98,15 +100,18 @@ def add_inspect(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    bundle = open_bundle(hub.resolve(prepared(args.path, {})[0]))
+    # A GGUF file itself, which is not prepared for that.
+    bundle = open_bundle(hub.gguf_file(args.path) or hub.resolve(prepared(args.path, {})[0]))
+    engine = None if bundle.digests else engine_of(str(bundle.gguf.path), {})
     verified: Mapping[str, str] = {}
     if args.verify or args.accept:
         with progress_bar(enabled=not args.json) as progress:
             verified = edgeinfer.verify(args.path, accept=args.accept, progress=progress)
     if args.json:
-        print_json(_facts(bundle, with_tensors=args.tensors) | ({"verified": True} if verified else {}))
+        facts = _facts(bundle, with_tensors=args.tensors) | ({"verified": True} if verified else {})
+        print_json(facts | ({"runs_on": engine | {"prepared": _prepared(bundle)}} if engine else {}))
         return 0
-    print_table(_summary(bundle), title=str(_path(bundle)))
+    print_table(_summary(bundle, engine), title=str(_path(bundle)))
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
     _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
     _section("quality", [(name, f"{value:.6g}") for name, value in bundle.manifest.quality.items()])
@@ -116,7 +121,10 @@ def execute(args: argparse.Namespace) -> int:
         _section("metadata", [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()])
         _section("types", _type_rows(gguf), header=_TYPE_HEADER)
         _section("tensors", _tensor_rows(gguf) if args.tensors else (), header=_TENSOR_HEADER)
-        _section("memory it will need", _memory_rows(gguf, bundle.manifest.geometry.max_positions))
+        geometry = bundle.manifest.geometry
+        native = engine is not None and engine["reason"] is None
+        caches = {kv: geometry.kv_bytes_per_token(kv) for kv in PAGED_KV} if native else _kv_bytes(gguf)
+        _section("memory it will need", _memory_rows(gguf, caches, geometry.max_positions))
     elif args.tensors:
         rows = [
             (each.name, _shape(each), _bits(each), str(each.block_size or ""), format_size(each.nbytes))
@@ -140,7 +148,30 @@ def _section(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...
         print_table(rows, title=f"\n{title}", header=header)
 
 
-def _summary(bundle: Bundle) -> list[tuple[str, str]]:
+def _bits(tensor: TensorEntry) -> str:
+    """The types of a GGUF file's rows, or bits."""
+    return ", ".join(dict.fromkeys(part.kind for part in tensor.segments)) or str(tensor.bits)
+
+
+def _prepared(bundle: Bundle) -> str | None:
+    """The bundle that was made of a GGUF file for the native kernel."""
+    path = hub.find_model(bundle.gguf.path).path
+    return None if path is None or path.is_file() else str(path)
+
+
+def _engine_rows(bundle: Bundle, engine: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """What runs a GGUF file, and what that costs."""
+    missing = engine["reason"] is not None and find_spec("llama_cpp") is None
+    yield "runs on", engine_words(engine) + ("; not installed: extra gguf" if missing else "")
+    if engine["reason"] is None:
+        prepared = _prepared(bundle)
+        size = "when it is first loaded, once, in about as many bytes"
+        yield "prepared", size if prepared is None else f"in {prepared}"
+        bits = bundle.manifest.bits_per_weight
+        yield "speed", f"that of {bits:.2f} bits per parameter; a checkpoint that edgeinfer converts has about 4.2"
+
+
+def _summary(bundle: Bundle, engine: Mapping[str, str | None] | None) -> list[tuple[str, str]]:
     manifest = bundle.manifest
     geometry, able = manifest.geometry, manifest.capabilities
     abilities = {"layer skipping": able.layer_skip, "early exit": able.hidden, "draft trees": able.tree}
@@ -148,13 +179,14 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     rows = [
         ("name", manifest.name),
         ("architecture", manifest.architecture),
-        ("runs on", _ENGINES.get(manifest.backend, manifest.backend)),
+        *(_engine_rows(bundle, engine) if engine else [("runs on", _ENGINES.get(manifest.backend, manifest.backend))]),
         ("parameters", f"{manifest.parameters:,}"),
         ("weights", f"{format_size(manifest.weight_bytes)}, {manifest.bits_per_weight:.2f} bits per parameter"),
         ("layers", f"{geometry.num_layers}, hidden size {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}"),
         ("context", f"up to {geometry.max_positions:,} tokens"),
-        ("capabilities", ", ".join(name for name, has in abilities.items() if has) or "plain decoding"),
     ]
+    if engine is None or engine["reason"] is not None:  # else they are the prepared bundle's
+        rows.append(("capabilities", ", ".join(name for name, has in abilities.items() if has) or "plain decoding"))
     if bundle.header is None:
         rows.insert(5, ("layout", manifest.layout))
         kinds = ", ".join(bundle.kv_types(manifest.layout))
@@ -164,7 +196,10 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     plan = manifest.plan
     if plan is not None:
         calibrated = f", calibrated on {plan.calibration_tokens:,} tokens" if plan.calibration_tokens else ""
-        rows.append(("quantized by", f"{plan.method}{calibrated}"))
+        kept = bundle.header is None and manifest.export.get("format") == "gguf"
+        rows.append(
+            ("quantized by", "a GGUF file's makers, whose types it keeps" if kept else f"{plan.method}{calibrated}")
+        )
     if plan is not None and plan.budget_bytes is not None:
         rows.append(("budget", f"{format_size(plan.budget_bytes)} of weights"))
     if manifest.exits:
@@ -244,11 +279,11 @@ def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
     ]
 
 
-def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
+def _memory_rows(gguf: GgufFile, caches: Mapping[str, int | None], context: int) -> list[tuple[str, str]]:
     """Estimate the least memory: weights mapped in place, and the KV cache by type."""
     rows = [("weights", format_size(gguf.tensor_bytes))]
     tokens = min(_EXAMPLE_TOKENS, context)
-    for kv, per_token in _kv_bytes(gguf).items():
+    for kv, per_token in caches.items():
         shown = "not supported: a head is not a multiple of its blocks"
         if per_token is not None:
             shown = f"{per_token:,} bytes per token, {format_size(per_token * tokens)} for {tokens:,}"

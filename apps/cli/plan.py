@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.inputs import prepared
+from edgeinfer.apps.cli.inputs import engine_of, engine_words, prepared
 from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_result, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
@@ -61,11 +61,13 @@ def add_plan(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     model, options = prepared(args.model, given_options(args, _PLANNED))
-    plan = edgeinfer.plan(model, **options)
+    plan, engine = edgeinfer.plan(model, **options), engine_of(model, options)
     if args.json:
-        print_json(plan.to_dict())
+        print_json(plan.to_dict() | ({"gguf": engine} if engine else {}))
     else:
         _print_plan(plan)
+        if engine:
+            print(f"Runs on: {engine_words(engine)}.")
         if args.curve:
             _print_curve(plan)
         if args.verbose:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.apps.cli.inputs import is_piped, read_stdin, read_text, utf8
+from edgeinfer.apps.cli.inputs import engine_of, engine_words, is_piped, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
@@ -103,7 +103,8 @@ def execute(args: argparse.Namespace) -> int:
         if note:
             print_note(note)
         if args.verbose or sys.stderr.isatty():
-            print_note(_summary(result, context))
+            engine = engine_of(args.model, loading)
+            print_note(_summary(result, context) + (f", {engine_words(engine)}" if engine else ""))
     return 130 if interrupt.pressed else 0
 
 

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.server.host import with_room
 from edgeinfer.errors import EdgeInferError, ModelError
+from edgeinfer.hub.catalog_models import gguf_memory
 from edgeinfer.hub.ids import first_part, is_gguf_model
 
 # The purpose of a model, for suggestions in the window.
@@ -97,7 +97,7 @@ class Library:
         self._folders = tuple(folders)
         self._planner = planner
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, float, int | None], ListedModel] = {}
+        self._known: dict[tuple[str, float, Path | None, int | None], ListedModel] = {}
 
     def models(self, recent: Iterable[str] = (), context: int | None = None) -> list[ListedModel]:
         """List all models, the built-in one first, planned for `context` tokens or each model's default."""
@@ -108,9 +108,10 @@ class Library:
                 found.setdefault(id, source)
             models = []
             for id, source in found.items():
-                key = id, _changed(id), context
+                runs = _runs(id)
+                key = id, _changed(id), runs, context
                 if key not in self._known:
-                    self._known[key] = self._describe(id, source, context)
+                    self._known[key] = self._describe(id, source, context, prepared=runs is not None)
                 models.append(self._known[key])
         counts = Counter(model.name for model in models)
         # Models that share a name are shown with their origin.
@@ -146,12 +147,15 @@ class Library:
             if Path(id).exists():
                 yield id, "gguf" if Path(id).is_file() else "bundle"
 
-    def _describe(self, id: str, source: Source, context: int | None) -> ListedModel:
+    def _describe(self, id: str, source: Source, context: int | None, *, prepared: bool) -> ListedModel:
         name = hub.shown_name(model_of(id))
         try:
             facts = edgeinfer.describe(model_of(id))
             wanted = None if context is None else min(context, facts.context)
-            plan = self._planner.plan(model_of(id), context=wanted)
+            if prepared:
+                plan = self._planner.plan(model_of(id), context=wanted)
+            else:  # planning would prepare it
+                plan = dict.fromkeys(("planned_bytes", "minimum_bytes"), gguf_memory(facts.bytes))
         except EdgeInferError as error:
             return ListedModel(id, name, source, error=str(error))
         return ListedModel(
@@ -161,6 +165,13 @@ class Library:
             **{name: getattr(facts, name) for name in ("bytes", "parameters", "bits_per_weight", "context")},
             **{name: plan[name] for name in ("planned_bytes", "minimum_bytes")},
         )
+
+
+def _runs(id: str) -> Path | None:
+    """What is loaded for a model; None for a GGUF file that was not prepared for the native kernel yet."""
+    with contextlib.suppress(EdgeInferError):
+        return hub.find_model(model_of(id)).path
+    return Path(id)
 
 
 def _place(model: ListedModel) -> str:
@@ -274,7 +285,7 @@ class Room:
     disk_bytes: int
     memory_bytes: int  # the most that a model may take
     easy_bytes: int  # what a model may take without slowing other programs down
-    gguf: bool  # whether GGUF files run here
+    gguf: bool  # whether GGUF files run here, on the native kernel or llama.cpp
 
     @classmethod
     def here(cls) -> Room:
@@ -285,7 +296,7 @@ class Room:
             shutil.disk_usage(folder).free,
             int(memory.total * _ROOM_SHARE),
             int(memory.available * _EASY_SHARE),
-            find_spec("llama_cpp") is not None,
+            hub.runs_gguf(),
         )
 
     def fit(self, memory: int) -> Fit:

@@ -27,13 +27,24 @@ if TYPE_CHECKING:
     from edgeinfer.hub.download import Offer, offers, pull
     from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
     from edgeinfer.hub.placing import Place, places, shown_name
-    from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
+    from edgeinfer.hub.resolving import (
+        find,
+        find_checkpoint,
+        find_model,
+        gguf_file,
+        local,
+        refusal,
+        resolve,
+        runs_gguf,
+        update,
+    )
 
 __all__ = [
     "BUILTIN", "CachedModel", "CatalogModel", "Converted", "FoundModel", "Offer", "Place", "builtin", "cached",
-    "cached_models", "catalog", "catalog_model", "converted_models", "find", "find_checkpoint", "is_bundle",
-    "is_checkpoint", "last_uses", "local", "models_folder", "note_use", "offers", "places", "pull", "remove_cached",
-    "remove_converted", "resolve", "search_hub", "shown_name", "update",
+    "cached_models", "catalog", "catalog_model", "converted_models", "find", "find_checkpoint", "find_model",
+    "gguf_file", "is_bundle", "is_checkpoint", "last_uses", "local", "models_folder", "note_use", "offers", "places",
+    "pull", "refusal", "remove_cached", "remove_converted", "resolve", "runs_gguf", "search_hub", "shown_name",
+    "update",
 ]  # fmt: skip
 
 # Where each name is defined; the module is imported when the name is first used.
@@ -45,7 +56,7 @@ _NAMES = {
     "download": "Offer offers pull",
     "folder": "Converted converted_models models_folder remove_converted",
     "placing": "Place places shown_name",
-    "resolving": "find find_checkpoint local resolve update",
+    "resolving": "find find_checkpoint find_model gguf_file local refusal resolve runs_gguf update",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -48,6 +48,7 @@ class FetchJob:
     bars: bool = False  # draw bars on stderr
     llamacpp: bool = False  # leave a GGUF file as it is, instead of preparing it for the native kernel
     asks: bool = False  # send the offers of a repository of GGUF files, and take the one that is chosen
+    looks: bool = False  # only read the header of a GGUF file, and say whether the native kernel runs it
 
 
 def fetch(
@@ -57,11 +58,26 @@ def fetch(
     choose: Choose | None = None,
 ) -> Path:
     """Does a job, logging what happens; returns the bundle's directory or the GGUF file."""
+    return Path(_outcome(job, progress, cancelled, choose)["path"])
+
+
+def unread_because(path: Path) -> str | None:
+    """Why the native kernel does not run a GGUF file; None where it does."""
+    reason = _outcome(FetchJob(path=str(path), looks=True))["refusal"]
+    return None if reason is None else str(reason)
+
+
+def _outcome(
+    job: FetchJob,
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    choose: Choose | None = None,
+) -> dict[str, Any]:
     subject = job.name or job.path or job.package
     with _running(dataclasses.replace(job, asks=choose is not None)) as (process, words):
         for said in _heard(process, subject, cancelled):
-            if "path" in said:
-                return Path(said["path"])
+            if "path" in said or "refusal" in said:
+                return said
             if "error" in said:
                 raise _error(said["error"])
             if "note" in said:

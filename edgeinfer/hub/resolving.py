@@ -23,7 +23,7 @@ from edgeinfer.hub.cache import (
 )
 from edgeinfer.hub.catalog_models import CatalogModel, catalog_model, similar_names
 from edgeinfer.hub.client import Progress
-from edgeinfer.hub.conversion import Choose, FetchJob, fetch
+from edgeinfer.hub.conversion import Choose, FetchJob, fetch, unread_because
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import ModelSource, bits_of, find_converted, refusal_of
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
@@ -32,6 +32,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import is_usable
 
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
+_NO_KERNEL = "the native kernel does not run on this machine"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def resolve(
     path = found.path or fetch(_job(found.source, bits, memory, progress, llamacpp), progress, cancelled, choose)
     if bits_of(path) is None or existing(model or path) == path:
         _require_own_bits("The built-in model" if model is None else model, bits)
-    if is_gguf(path):
+    if is_gguf(path) and not llamacpp:
         _require_llamacpp(path)
     return path
 
@@ -149,7 +150,7 @@ def _require_own_bits(model: str | Path, bits: int | None) -> None:
 
 def _require_llamacpp(path: Path) -> None:
     """Refuses a GGUF file that the native kernel does not run where llama.cpp is not installed."""
-    reason = refusal_of(ModelSource.of_path(path)) if is_usable() else "the native kernel does not run on this machine"
+    reason = refusal_of(ModelSource.of_path(path)) if is_usable() else _NO_KERNEL
     if reason is not None and find_spec("llama_cpp") is None:
         hint = "Install it: pip install 'edgeinfer[gguf]'. Or convert the checkpoint that the file was made from."
         raise UnsupportedArchitectureError(f"{path.name} needs llama.cpp: {reason}.", hint)
@@ -181,6 +182,26 @@ def local(model: str | Path | None) -> Path | None:
     found = find_model(model)
     there = found.source if isinstance(found.source, Path) and found.source.is_file() else None
     return found.path or there
+
+
+def gguf_file(model: str | Path | None) -> Path | None:
+    """The GGUF file on this machine that a name means, whether or not it was prepared; None for other models."""
+    found = find_model(model)
+    return next((path for path in (found.source, found.path) if isinstance(path, Path) and is_gguf(path)), None)
+
+
+def runs_gguf() -> bool:
+    """Whether GGUF files run on this machine, on the native kernel or on llama.cpp."""
+    return is_usable() or find_spec("llama_cpp") is not None
+
+
+def refusal(path: Path) -> str | None:
+    """Why the native kernel does not run a GGUF file, naming the tensor or key; None where it does. Reads its header,
+    in another process, and converts nothing."""
+    if not is_usable():
+        return _NO_KERNEL
+    source = ModelSource.of_path(path)
+    return refusal_of(source) if find_converted(source) or refusal_of(source) else unread_because(path)
 
 
 def find(source: str | Path) -> Path:

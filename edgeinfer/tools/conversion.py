@@ -157,7 +157,7 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
             open_bundle(path)  # of one that is damaged nothing is noted
             source.record()
             refuse(source, reason)
-            run.note(f"llama.cpp runs {path.name}: {reason}.")
+            run.note(f"{path.name} needs llama.cpp: {reason}.")
             return path
         place, size = source.place(None, source.revision()), bundle_bytes(gguf)
         _require_disk(path.name, 0, size, place)
@@ -172,6 +172,13 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
             remove_empty(source.folder)
         _remove_former(source, place)
         return place
+
+
+def _looked(job: FetchJob) -> dict[str, str | None]:
+    """Whether the native kernel runs a GGUF file, by its header."""
+    from edgeinfer.export.gguf.reading import refusal
+
+    return {"refusal": refusal(Path(job.path))}
 
 
 def _write_prepared(run: _Run, path: Path, name: str, bundle: Path, place: Path) -> None:
@@ -385,11 +392,12 @@ def _send(**line: Any) -> None:
 
 
 def main(text: str) -> int:
-    """Does the job that is described; the last line of output has the path or the error."""
+    """Does the job that is described; the last line of output has the outcome or the error."""
     scratch, finished, answers = _Scratch(), threading.Event(), SimpleQueue[str]()
     threading.Thread(target=_hear, args=(answers, finished, scratch), daemon=True).start()
     try:
-        path = _work(_Run(FetchJob(**json.loads(text)), _report(), scratch, answers))
+        job = FetchJob(**json.loads(text))
+        outcome = _looked(job) if job.looks else {"path": str(_work(_Run(job, _report(), scratch, answers)))}
     except EdgeInferError as error:
         finished.set()
         least = error.minimum_bytes if isinstance(error, BudgetError) else 0
@@ -397,7 +405,7 @@ def main(text: str) -> int:
         _send(error=said)
         return error.exit_code
     finished.set()
-    _send(path=str(path))
+    _send(**outcome)
     return 0
 
 

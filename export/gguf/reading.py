@@ -95,7 +95,8 @@ def refusal(source: GgufFile | Path) -> str | None:
         _Table.of(read_model(gguf))
         return tokenizer_refusal(gguf)
     except EdgeInferError as error:
-        return error.message.rstrip(".")
+        path = source if isinstance(source, Path) else source.path
+        return error.message.removeprefix(f"{path}: ").rstrip(".")
 
 
 def convert_gguf(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zipfile
@@ -15,6 +16,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.apps.cli.main import main
+from edgeinfer.apps.desktop.library import Library, Planner
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import HubError, StorageError, UnsupportedArchitectureError
@@ -22,7 +25,7 @@ from edgeinfer.hub.catalog_models import Package, catalog_model
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.tools import conversion
 from tests.edgeinfer.test_other_programs import ollama
-from tests.gguf_builder import UINT32, small_model
+from tests.gguf_builder import STRING, UINT32, small_model
 from tests.gguf_models import random_gguf
 from tests.kernel import require_kernel
 
@@ -104,6 +107,36 @@ def test_what_is_not_read_is_left_to_llama_cpp(path: Path, monkeypatch: pytest.M
     with pytest.raises(UnsupportedArchitectureError, match=r"other\.gguf needs llama\.cpp: llama\.odd") as caught:
         hub.resolve(other)
     assert "edgeinfer[gguf]" in str(caught.value.hint) and "checkpoint" in str(caught.value.hint)
+
+
+def test_looking_at_a_file_prepares_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.models_folder().mkdir(parents=True)
+    other = small_model(general__architecture=(STRING, "grok"), grok__block_count=(UINT32, 1)).write(
+        hub.models_folder() / "other.gguf"
+    )
+    own = Path(shutil.copy(path, hub.models_folder()))
+    assert main(["inspect", str(own)]) == 0
+    assert "native kernel, with the file's types" in capsys.readouterr().out
+    assert hub.refusal(other) == "its architecture is grok"
+    listed = {model.name: model for model in edgeinfer.list_models()}
+    assert (listed["toy-1m-Q8_0"].memory or 0) > own.stat().st_size and listed["toy-1m-Q8_0"].error is None
+    (shown,) = (model for model in Library([], Planner()).models() if model.id == str(own))
+    assert shown.planned_bytes == listed["toy-1m-Q8_0"].memory and shown.error is None
+    assert {model.path.name for model in hub.places()} == {"tales", "other.gguf", own.name} and not written()
+
+
+def test_a_prepared_file_is_planned_and_verified_with_its_bundle(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = hub.resolve(path)
+    assert main(["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs_on"] == {
+        "engine": "native", "reason": None, "prepared": str(prepared)
+    }  # fmt: skip
+    names = open_bundle(prepared).manifest.files
+    assert edgeinfer.verify(path) == {path.name: "first"} | dict.fromkeys(names, "now")
+    assert main(["plan", "-m", str(path)]) == 0
+    assert "Runs on: native kernel" in capsys.readouterr().out
 
 
 def test_a_full_disk_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

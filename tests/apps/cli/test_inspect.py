@@ -125,7 +125,9 @@ _WIDE = {"llama__attention__key_length": (UINT32, 64), "llama__attention__value_
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(hub, "refusal", lambda _: "blk.0.ffn_up.weight is IQ2_XXS")
+    monkeypatch.setattr("edgeinfer.apps.cli.inspect.find_spec", lambda _: None)
     texts = {"x__long": (STRING, "word " * 100), "x__escape": (STRING, "\x1b[2J"), "x__inf": (FLOAT32, float("inf"))}
     return small_model(**_WIDE, **texts).write(tmp_path / "some-model.gguf")
 
