@@ -86,14 +86,14 @@ MANIFEST = "edgeinfer.json"
 
 
 @contextlib.contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
+def storage_errors(path: Path, hint: str = "Choose another place.") -> Iterator[None]:
     """Turns a full disk or an unwritable path into a StorageError; nothing in the block may read other files."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"The disk is full: {path}.", "Free some space or choose another place.") from error
-        raise StorageError(f"Cannot write {path}: {error.strerror}.", "Choose another place.") from error
+        raise StorageError(f"Cannot write {path}: {error.strerror}.", hint) from error
 
 
 def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:

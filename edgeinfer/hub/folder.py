@@ -38,6 +38,7 @@ _SOURCE = "source.json"
 _REFUSED = "refused.json"
 _BUNDLE = re.compile(rf"(?:({'|'.join(map(str, CONVERTED_BITS))})-bit|gguf)-([0-9a-z]{{1,12}})")
 _REVISION_LETTERS = 12
+_ELSEWHERE = "Models are kept in the user's folder: set XDG_DATA_HOME to a folder that can be written."
 # Files whose change means that a checkpoint's directory holds another model.
 _TELLING = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
@@ -105,7 +106,7 @@ class ModelSource:
 
     def record(self) -> None:
         """Makes the folder, and notes in it what it belongs to."""
-        with storage_errors(self.folder):
+        with storage_errors(self.folder, _ELSEWHERE):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = {"source": self.name, "kind": self.kind}
         write_file(self.folder / _SOURCE, json.dumps(data, indent=1).encode("utf-8", "backslashreplace"))
@@ -213,7 +214,7 @@ def lock_of(key: str) -> FileLock:
     from filelock import FileLock  # only here: a megabyte of modules
 
     folder = models_folder() / _LOCKS
-    with storage_errors(folder):
+    with storage_errors(folder, _ELSEWHERE):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return FileLock(folder / f"{key}.lock")
 

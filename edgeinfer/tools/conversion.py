@@ -28,7 +28,15 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import storage_errors, sync_tree
-from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, HubError, InternalError, StorageError
+from edgeinfer.errors import (
+    BudgetError,
+    BundleError,
+    CheckpointError,
+    EdgeInferError,
+    HubError,
+    InternalError,
+    StorageError,
+)
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
 from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, catalog_model, room
 from edgeinfer.hub.client import Progress, library
@@ -189,7 +197,11 @@ def _write_prepared(run: _Run, path: Path, name: str, bundle: Path, place: Path)
         run.progress(f"Preparing {name}", done, total)
 
     progress("", 0, 1)  # a bar at once, as reading the vocabulary takes a while
+    source = ModelSource.of_path(path)
+    before = source.revision()
     convert_gguf(path, bundle, progress=progress)
+    if source.revision() != before:
+        raise BundleError(f"{path} changed while it was prepared.", "Try again once it is whole.")
     with storage_errors(place):
         sync_tree(bundle)
         bundle.rename(place)
