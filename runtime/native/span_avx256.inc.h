@@ -1,5 +1,5 @@
-/* What the paths of 256-bit registers share of spans (spans.h): weights, scales and up to 4 rows; knows nothing of how dots
- * are summed.
+/* What the paths of 256-bit registers share of spans (spans.h): weights, scales and up to 4 rows; knows nothing of how
+ * dots are summed.
  *
  * Included by avx256.inc.h; a path then defines add_half.
  */
@@ -22,8 +22,8 @@ typedef struct {
     const int8_t *values;
 } span_piece;
 
-/* Adds the integer products of half h of a block to sums, by weights that are `zero_of` more than they mean; where `whole`
- * says so, times the half's scales. */
+/* Adds the integer products of half h of a block to sums, by weights that are `zero_of` more than they mean; where
+ * `whole` says so, times the half's scales. */
 INLINE void add_half(span_piece p, int h, __m256i sums[PANEL][REGISTERS]);
 INLINE int zero_of(form_facts f);
 
@@ -70,8 +70,8 @@ INLINE __m256i pair_of(int32_t low, int32_t high) {
     return _mm256_set1_epi32((int32_t)((uint32_t)high << 16 | ((uint32_t)low & 0xffff)));
 }
 
-/* Adds the products of a block whose groups' scales are whole numbers: these go to the integer sums. Half a zero times a sum
- * fits 16 bits. */
+/* Adds the products of a block whose groups' scales are whole numbers: these go to the integer sums. Half a zero times a
+ * sum fits 16 bits. */
 INLINE void add_whole_piece(span_piece p, const span_view *t, int64_t b, int part, int64_t at, float *sums) {
     __m256i dots[PANEL][REGISTERS];
     p.groups = t->head + (p.f.bits == 2 ? 4 : 2) * SPAN_COLUMNS + 2 * b * SPAN_COLUMNS + part * 8;
@@ -149,10 +149,12 @@ INLINE void span_panel(int form, int rows, const span_view *view, int64_t first,
     for (int64_t b = 0; b < t.blocks; b++) {
         const int64_t at = b * t.m + first;
         const uint8_t *data = t.data + b * f.bits * 128;
-        UNROLL for (int line = 0; line < 2 * f.bits; line++) _mm_prefetch((const char *)(data + AHEAD + line * 64), _MM_HINT_T1);
+        UNROLL for (int line = 0; line < 2 * f.bits; line++)
+            _mm_prefetch((const char *)(data + AHEAD + line * 64), _MM_HINT_T1);
         UNROLL for (int part = 0; part < REGISTERS; part += width) {
-            const span_piece p = {.f = f, .rows = rows, .width = width, .whole = reads_groups(form), .data = data + part * 32,
-                                  .levels = t.levels, .values = t.values + at * SPAN_BLOCK};
+            const span_piece p = {
+                .f = f, .rows = rows, .width = width, .whole = reads_groups(form), .data = data + part * 32,
+                .levels = t.levels, .values = t.values + at * SPAN_BLOCK};
             if (reads_groups(form)) add_whole_piece(p, &t, b, part, at, sums);
             else add_span_piece(p, &t, b, part, at, sums);
         }

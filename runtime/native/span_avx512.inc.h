@@ -52,8 +52,8 @@ INLINE __m512i span_weights(form_facts f, int count, const span_view *t, const u
     return _mm512_and_si512(both, _mm512_set1_epi8(f.bits == 5 ? 31 : 63));
 }
 
-/* The integer products of a block, less zero * sum, of columns 16 g to 16 (g + width) - 1; of each half of it, or all with
- * the first. */
+/* The integer products of a block, less zero * sum, of columns 16 g to 16 (g + width) - 1; of each half of it, or all
+ * with the first. */
 INLINE void span_dots(form_facts f, int count, int g, int width, const span_view *t, int64_t b, int64_t at,
                       __m512i dots[PANEL][2][2]) {
     const uint8_t *data = t->data + b * f.bits * 128;
@@ -96,7 +96,8 @@ INLINE __m512i group_pairs(form_facts f, const span_view *t, int64_t b, int g) {
 }
 
 /* The same as span_added, of pairs of groups. */
-INLINE __m512 pairs_added(form_facts f, const span_view *t, int64_t at, int g, __m512i pairs, const __m512i dots[2], __m512 sum) {
+INLINE __m512 pairs_added(form_facts f, const span_view *t, int64_t at, int g, __m512i pairs, const __m512i dots[2],
+                          __m512 sum) {
     const __m512 a = _mm512_set1_ps(t->row_scales[at]);
     const __m512i dot = _mm512_mask_blend_epi16(0xaaaaaaaa, dots[0], _mm512_slli_epi32(dots[1], 16));
     const __m512i scales = f.bits == 2 ? _mm512_and_si512(pairs, _mm512_set1_epi16(15)) : pairs;
@@ -110,7 +111,8 @@ INLINE __m512 pairs_added(form_facts f, const span_view *t, int64_t at, int g, _
 }
 
 /* Adds a block's products of 16 columns to the sum of a row. */
-INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at, int g, const __m512i dots[2], __m512 sum) {
+INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at, int g, const __m512i dots[2],
+                         __m512 sum) {
     const span_scales *s = t->scales;
     const __m512 a = _mm512_set1_ps(t->row_scales[at]);
     if (!f.halves) {
@@ -120,7 +122,8 @@ INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at
         return f.minimum ? _mm512_fnmadd_ps(_mm512_load_ps(s->minima[b] + 16 * g), _mm512_set1_ps(whole), sum) : sum;
     }
     const __m512 first = _mm512_mul_ps(_mm512_load_ps(s->scales[2 * b] + 16 * g), _mm512_cvtepi32_ps(dots[0]));
-    const __m512 both = _mm512_fmadd_ps(_mm512_load_ps(s->scales[2 * b + 1] + 16 * g), _mm512_cvtepi32_ps(dots[1]), first);
+    const __m512 second = _mm512_load_ps(s->scales[2 * b + 1] + 16 * g);
+    const __m512 both = _mm512_fmadd_ps(second, _mm512_cvtepi32_ps(dots[1]), first);
     return _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(s->d + 16 * g), a), sum);
 }
 

@@ -1,4 +1,5 @@
-/* Products of spans (spans.h) by both NEON paths: weights, scales and up to 4 rows; knows nothing of how products are summed.
+/* Products of spans (spans.h) by both NEON paths: weights, scales and up to 4 rows; knows nothing of how products are
+ * summed.
  *
  * Included by neon.inc.h. Levels are arranged as 8-bit weights are, BIAS8 below what the table has.
  */

@@ -1,4 +1,5 @@
-/* Products of a tile of a kind (spans.h) in plain C, the definition of what all others compute; knows nothing of vectors. */
+/* Products of a tile of a kind (spans.h) in plain C, the definition of what all others compute; knows nothing of
+ * vectors. */
 #include "span_values.h"
 
 /* Adds the products of one column of a block to its sum, where `values` of all rows lie apart by a block. */

@@ -8,15 +8,16 @@
 /* A span's head as floats, by groups: in groups of 32 scales and minima are whole, in groups of 16 they are still to be
  * multiplied by d and dmin. */
 typedef struct {
-    float scales[2 * SPAN_BLOCKS][SPAN_COLUMNS], minima[2 * SPAN_BLOCKS][SPAN_COLUMNS], d[SPAN_COLUMNS], dmin[SPAN_COLUMNS];
+    float scales[2 * SPAN_BLOCKS][SPAN_COLUMNS], minima[2 * SPAN_BLOCKS][SPAN_COLUMNS];
+    float d[SPAN_COLUMNS], dmin[SPAN_COLUMNS];
 } span_scales;
 
 /* How bytes become weights and what groups have: all that products of a span depend on. */
 enum { FORM_2_HALVES_MINIMUM, FORM_3_HALVES, FORM_4, FORM_4_MINIMUM, FORM_5, FORM_5_MINIMUM, FORM_6_HALVES, FORM_LEVELS,
        FORM_E2M1, FORM_E2M1_HALVES, FORMS };
-#define ALL_FORMS(what)                                                                                                 \
-    what(FORM_2_HALVES_MINIMUM) what(FORM_3_HALVES) what(FORM_4) what(FORM_4_MINIMUM) what(FORM_5) what(FORM_5_MINIMUM) \
-    what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_E2M1) what(FORM_E2M1_HALVES)
+#define ALL_FORMS(what)                                                                         \
+    what(FORM_2_HALVES_MINIMUM) what(FORM_3_HALVES) what(FORM_4) what(FORM_4_MINIMUM)            \
+    what(FORM_5) what(FORM_5_MINIMUM) what(FORM_6_HALVES) what(FORM_LEVELS) what(FORM_E2M1) what(FORM_E2M1_HALVES)
 /* `levels` are 0 where codes are numbers, SMALL where they choose from what is within 12, LARGE where from any int8. */
 enum { SMALL = 1, LARGE };
 typedef struct {
@@ -74,10 +75,11 @@ static void read_sixes(const uint8_t *packed, span_scales *out) {
     uint32_t w[3][SPAN_COLUMNS];
     memcpy(w, packed, sizeof w);
     for (int j = 0; j < 4; j++) {
-        COLUMNS(out->d[c] * (float)(int32_t)(w[0][c] >> 8 * j & 63), out->scales[j]);
-        COLUMNS(out->dmin[c] * (float)(int32_t)(w[1][c] >> 8 * j & 63), out->minima[j]);
-        COLUMNS(out->d[c] * (float)(int32_t)((w[2][c] >> 8 * j & 15) | (w[0][c] >> 8 * j & 192) >> 2), out->scales[4 + j]);
-        COLUMNS(out->dmin[c] * (float)(int32_t)((w[2][c] >> 8 * j >> 4 & 15) | (w[1][c] >> 8 * j & 192) >> 2), out->minima[4 + j]);
+        const int at = 8 * j;
+        COLUMNS(out->d[c] * (float)(int32_t)(w[0][c] >> at & 63), out->scales[j]);
+        COLUMNS(out->dmin[c] * (float)(int32_t)(w[1][c] >> at & 63), out->minima[j]);
+        COLUMNS(out->d[c] * (float)(int32_t)((w[2][c] >> at & 15) | (w[0][c] >> at & 192) >> 2), out->scales[4 + j]);
+        COLUMNS(out->dmin[c] * (float)(int32_t)((w[2][c] >> at >> 4 & 15) | (w[1][c] >> at & 192) >> 2), out->minima[4 + j]);
     }
 }
 
@@ -127,8 +129,9 @@ static void span_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
     _Alignas(64) span_scales scales;
     for (int64_t start = 0; start < blocks; start += SPAN_BLOCKS) {
         const int64_t n = smaller(blocks - start, SPAN_BLOCKS), head = span_head(kind, n);
-        const span_view t = {&scales, span, span + head, kind->levels, rows->values + start * m * SPAN_BLOCK, rows->scales + start * m,
-                             rows->sums + start * m, rows->halves + start * m, m, n};
+        const int64_t cell = start * m;
+        const span_view t = {&scales, span, span + head, kind->levels, rows->values + cell * SPAN_BLOCK,
+                             rows->scales + cell, rows->sums + cell, rows->halves + cell, m, n};
         fetch_head(span, head);
         read_head(kind, span, n, &scales);
         add_span(form, &t, first, count, sums);
