@@ -52,7 +52,7 @@ def add_export(commands: Subparsers) -> None:
     parser = add_command(commands, "export", execute, _DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or hub id ORG/NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
-    text = "format of the model file; gguf runs on llama.cpp and cannot skip layers (default: onnx)"
+    text = "format of the model file; gguf is that of llama.cpp (default: onnx)"
     parser.add_argument("--format", choices=("onnx", "gguf"), default="onnx", help=text)
     _add_quantization(parser)
     text = (

@@ -18,6 +18,7 @@ _SMALL = "trains or measures for minutes; a few steps show that the command is r
 _LONG = "trains for half a minute even at its smallest; tests/export run it"
 # Replaced wherever they are, in this order.
 INSTEAD = (
+    Rule(" -m smollm2-135m", "fetches 98 MB; tests/edgeinfer/test_gguf_sources.py fetches less", " -m qwen2.5-0.5b"),
     Rule(" --steps 500", _SMALL, " --steps 2 --rows 2 --length 32"),
     Rule(" --kind medusa", _SMALL, " --kind medusa --steps 2 --rows 2 --length 32"),
     Rule(" --keep 0.75", _SMALL, " --keep 0.75 --steps 2 --rows 2"),
@@ -42,6 +43,7 @@ NOT_RUN = (
 )
 # What pages presume that a reader has, by the page's path: names that `tests.docs.test_commands` lays out.
 HAS = {
+    "README.md": ("model.gguf",),
     "docs/guide/devices.md": ("my-model", "CHECKPOINT"),
     "docs/guide/drafters.md": ("my-model", "my-drafter", "my-model-with-drafter", "CHECKPOINT", "texts.jsonl"),
     "docs/guide/gguf.md": ("CHECKPOINT", "model.gguf", "texts.txt"),

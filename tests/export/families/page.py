@@ -29,7 +29,8 @@ These are the checkpoints that edgeinfer converts by itself, with transformers' 
 checkpoints of each are exported in float32, run, and compared with transformers. The numbers are the largest
 difference of any logit, in one pass, in chunks and on a draft tree, over all configurations that the tests try:
 `native` by our own kernel, `portable` by the operators of ONNX Runtime. `GGUF` is the architecture of llama.cpp that
-GGUF files are written as, where there is one; llama.cpp's logits of them are held to 1e-4 too.
+GGUF files are written as, where there is one; llama.cpp's logits of them are held to 1e-4 too. Such files are read
+back by our own kernel, but for what [GGUF files](guide/gguf.md) and [limits](limits.md) name.
 Besides, 30 configurations of each, drawn at random over what published ones vary, are held to 1e-4 in chunks.
 BlockFFN runs as well; transformers does not have it.
 Of Gemma 3, 3n and 4, Mistral 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, which also see, the language model is
@@ -47,7 +48,7 @@ GGUF files of some families are not written, since llama.cpp has no graph with
 """
 _OTHERS_LEAD = """
 Checkpoints of other classes are refused by name, and the message says whether llama.cpp has them, so that a GGUF file
-runs. These would need parts that edgeinfer's decoders do not have:
+runs there. These would need parts that edgeinfer's decoders do not have:
 
 """
 
