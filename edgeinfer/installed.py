@@ -112,7 +112,8 @@ def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int
     short = hub.catalog_model(name)
     wanted = {name.casefold()} if short is None else {name.casefold(), short.repo.casefold()}
     here = hub.places()
-    places = [place for place in here if place.name.casefold() in wanted or str(place.path) == name]
+    paths = {place.path: (place.path, place.converted and place.converted.path) for place in here}
+    places = [place for place in here if place.name.casefold() in wanted or Path(name) in paths[place.path]]
     if not places:
         # Without the bits, all conversions of a checkpoint.
         also = {place.path: {each.casefold() for each in place.also} for place in here}
@@ -137,7 +138,7 @@ def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int
 
 
 def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
-    size, memory, error = 0, None, None
+    size, memory, error, runs = 0, None, None, None
     try:
         size = sum(entry.bytes for entry in open_bundle(place.path).manifest.files.values())
         runs, config = hub.find_model(place.path).path, LoadConfig()
@@ -147,7 +148,10 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
         memory = gguf_memory(size) if runs is None else Bundles.open(runs, config).plan(config).minimum_bytes
     except EdgeInferError as problem:
         error = str(problem)
-    used = uses.get(str(place.path.resolve()))
+    # A GGUF file is used where the bundle that was prepared of it is.
+    used = max(
+        (uses[str(path.resolve())] for path in (place.path, runs) if path and str(path.resolve()) in uses), default=None
+    )
     return LocalModel(
         name=place.name,
         title=hub.shown_name(place.path),

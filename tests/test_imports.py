@@ -96,10 +96,10 @@ BUDGETS = {
     "apps": 20,
     "apps/bench": 5160,
     "apps/cli": 4400,  # GGUF files on our own kernel: convert makes bundles of them, inspect names the engine
-    "apps/desktop": 4490,  # GGUF files that are not prepared yet
+    "apps/desktop": 4500,  # GGUF files that are not prepared yet
     "apps/server": 4560,
     "apps/terminal": 440,
-    "edgeinfer": 5160,
+    "edgeinfer": 5170,  # GGUF files that are prepared or not
     "edgeinfer/bundle": 7340,  # GGUF files on our own kernel: the table of pre-tokenizers, both directions
     "edgeinfer/hub": 2130,  # GGUF files: of other programs, in packages, prepared for our own kernel, or why not
     "edgeinfer/openai": 3100,
@@ -138,7 +138,7 @@ BUDGETS = {
     "tests": 5120,  # GGUF files on our own kernel; damaged ones with every type
     "tests/apps": 14390,  # GGUF files: commands name their engine
     "tests/docs": 820,
-    "tests/edgeinfer": 15640,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
+    "tests/edgeinfer": 15660,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 7910,  # GGUF files on our own kernel: every family read back
     "tests/quant": 1620,
     "tests/runtime": 26300,  # GGUF files on our own kernel

@@ -148,11 +148,6 @@ def _section(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...
         print_table(rows, title=f"\n{title}", header=header)
 
 
-def _bits(tensor: TensorEntry) -> str:
-    """The types of a GGUF file's rows, or bits."""
-    return ", ".join(dict.fromkeys(part.kind for part in tensor.segments)) or str(tensor.bits)
-
-
 def _prepared(bundle: Bundle) -> str | None:
     """The bundle that was made of a GGUF file for the native kernel."""
     path = hub.find_model(bundle.gguf.path).path

@@ -102,13 +102,15 @@ class Library:
     def models(self, recent: Iterable[str] = (), context: int | None = None) -> list[ListedModel]:
         """List all models, the built-in one first, planned for `context` tokens or each model's default."""
         with self._lock:
-            found: dict[str, Source] = {}
+            found: dict[str, tuple[Source, Path | None]] = {}
             for id, source in self._find(recent):
-                # A searched folder may contain a download, which is listed as such.
-                found.setdefault(id, source)
-            models = []
-            for id, source in found.items():
                 runs = _runs(id)
+                # A searched folder may contain a download, which is listed as such. What was prepared of a GGUF file
+                # stands for it.
+                if id not in found and str(runs) not in found:
+                    found[id] = source, runs
+            models = []
+            for id, (source, runs) in found.items():
                 key = id, _changed(id), runs, context
                 if key not in self._known:
                     self._known[key] = self._describe(id, source, context, prepared=runs is not None)

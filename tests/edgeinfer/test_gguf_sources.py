@@ -123,6 +123,9 @@ def test_looking_at_a_file_prepares_nothing(path: Path, capsys: pytest.CaptureFi
     (shown,) = (model for model in Library([], Planner()).models() if model.id == str(own))
     assert shown.planned_bytes == listed["toy-1m-Q8_0"].memory and shown.error is None
     assert {model.path.name for model in hub.places()} == {"tales", "other.gguf", own.name} and not written()
+    prepared = hub.resolve(own)
+    assert [model.id for model in Library([], Planner()).models() if "toy" in model.id] == [str(prepared)]
+    assert edgeinfer.remove_model(str(prepared)) > 0 and not written() and own.exists()
 
 
 def test_a_prepared_file_is_planned_and_verified_with_its_bundle(

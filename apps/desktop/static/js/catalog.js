@@ -12,7 +12,7 @@ const FITS = {
   tight: ["tight", "Needs most of the free memory"],
   no: ["large", "Too large for this computer"],
 };
-const NEEDS_LLAMA = "Needs llama.cpp, which is not installed";
+const NEEDS_LLAMA = "Needs the native kernel or llama.cpp, and neither is installed";
 const NAMED = /^[\w.-]+\/[\w.-]+(:[\w.-]+)?$/;
 
 // The fetching parts on show, brought up to date with the downloads.
