@@ -11,7 +11,7 @@ pytest.importorskip("gguf")
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.opening import add_file, open_bundle
-from edgeinfer.errors import BundleError, EdgeInferError, StorageError, UsageError
+from edgeinfer.errors import BundleError, EdgeInferError, StorageError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.gguf.reading import convert_model, read_model, restore_gguf
 from edgeinfer.export.gguf.rest import REST
 from edgeinfer.export.gguf.writer import write_gguf
@@ -19,7 +19,8 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from tests.cache import made
-from tests.export.gguf_cases import EXPERTS, GEMMA, layers
+from tests.export.gguf_cases import EXPERTS, GEMMA, GGUF_CASES, layers
+from tests.export.test_gguf_reading import UNREAD
 from tests.export.test_graphs import export
 from tests.factories import make_checkpoint
 
@@ -50,6 +51,21 @@ def test_the_same_bytes_come_back(name: str, changes: dict[str, Any], kind: str,
     assert (tmp_path / "model.gguf").read_bytes() == (folder / "model.gguf").read_bytes()
     assert (folder / "bundle" / REST).stat().st_size < 0.2 * (folder / "model.gguf").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize(("name", "changes"), [pytest.param(*case, id=case[0]) for case in GGUF_CASES])
+@pytest.mark.slow
+def test_the_bytes_of_every_family_come_back(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    for kind in ("F32", "Q8_0"):
+        folder = tmp_path / kind
+        try:
+            _make(folder, name, changes, kind)
+        except UnsupportedArchitectureError as error:
+            # Which families are not read is tested where they are; only its MXFP4 keeps the rows of GPT-OSS's experts.
+            assert any(error.message == each for each in UNREAD.values()) or (name, kind) == ("GptOss", "Q8_0")
+            continue
+        restore_gguf(open_bundle(folder / "bundle"), folder / "again.gguf")
+        assert (folder / "again.gguf").read_bytes() == (folder / "model.gguf").read_bytes(), kind
 
 
 def test_what_cannot_come_back_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
