@@ -68,6 +68,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
 
     monkeypatch.setattr(edgeinfer, "plan", plan, raising=False)
     monkeypatch.setattr(hub, "resolve", lambda model, **_: Path(model))
+    monkeypatch.setattr(hub, "gguf_file", lambda _: None)
     return calls
 
 
