@@ -74,7 +74,7 @@ def pull(
 
     Args:
         name: of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, or a checkpoint's directory.
-        bits: bits per weight of the conversion: 2, 3, 4, 8 or 32; None is 4, or what fits into this machine's memory.
+        bits: bits per weight of the conversion: 2 to 6, 8 or 32; None is 4, or what fits into this machine's memory.
         revision: branch, tag or commit; None is the main branch.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: called several times a second; stops where it returns True.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import blocks_per_row
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import rtn
+from edgeinfer.quant import block_types, rtn
 from edgeinfer.quant.blocks import Codes, Grid, Solver, padded, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics, output_error
@@ -119,7 +119,8 @@ def scale_search(weights: Sequence[Floats], statistics: InputStatistics, scheme:
         scale = size ** np.float32(power)
         scale /= np.exp(np.log(scale).mean())
         entering = InputStatistics(statistics.count, statistics.mean_square / scale**2, statistics.mean / scale)
-        error = output_error(sample, restored(rtn.solver(grid, k, entering), sample * scale, grid) / scale, statistics)
+        rounding = (block_types if grid.kind else rtn).solver(grid, k, entering)
+        error = output_error(sample, restored(rounding, sample * scale, grid) / scale, statistics)
         if error < best:
             best, chosen = error, np.asarray(scale, np.float32)
     return chosen

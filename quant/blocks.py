@@ -3,16 +3,18 @@ nothing of how codes and scales are chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.kinds import read_blocks
 from edgeinfer.bundle.packing import (
     VALUE_BITS,
     QuantizedMatrix,
     QuantizedShape,
+    blocks_of_file,
     blocks_per_row,
     dense_rows,
     midpoint,
@@ -34,10 +36,11 @@ class Grid:
     size: int
     symmetric: bool
     vectors: bool = False  # codes of 2 bits are fields of codes of vectors
+    kind: str = ""  # a type of GGUF, which says all else; codes are bytes of its blocks then
 
     @classmethod
     def of(cls, scheme: QuantScheme) -> Grid:
-        return cls(scheme.bits, scheme.block_size, scheme.symmetric, scheme.vectors)
+        return cls(scheme.bits, scheme.block_size, scheme.symmetric, scheme.vectors, scheme.kind)
 
     @property
     def top(self) -> int:
@@ -67,18 +70,19 @@ class Solver:
 
 
 def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)
+    if scheme.kind:
+        return blocks_of_file(np.concatenate([codes.values for codes in _solved(solver, weight)]))
     n, blocks = len(weight), blocks_per_row(weight.shape[1], scheme.block_size)
     data = np.empty((n, blocks, scheme.block_size * scheme.bits // 8), np.uint8)
     scales = np.empty((n, blocks), np.float32)
     zeros = np.empty((n, blocks), np.uint8)
-    for start in range(0, n, solver.rows):
-        rows = weight[start : start + solver.rows]
-        check_finite(rows)
-        stop = start + len(rows)
-        codes = solver.solve(rows)
-        data[start:stop] = pack(codes.values.reshape(len(rows), blocks, -1), scheme.bits)
+    start = 0
+    for codes in _solved(solver, weight):
+        stop = start + len(codes.values)
+        data[start:stop] = pack(codes.values.reshape(stop - start, blocks, -1), scheme.bits)
         scales[start:stop] = codes.scales
         zeros[start:stop] = codes.zeros
+        start = stop
     return QuantizedMatrix(data, scales, None if scheme.symmetric else pack(zeros, scheme.bits))
 
 
@@ -86,19 +90,33 @@ def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) ->
     """The float matrix of the solver's codes, at any width."""
     n, k = weight.shape
     out = np.empty((n, k), np.float32)
-    for start in range(0, n, solver.rows):
-        rows = weight[start : start + solver.rows]
-        check_finite(rows)
-        codes = solver.solve(rows)
-        values, zeros = codes.values.reshape(len(rows), -1, grid.size), codes.zeros[..., None]
+    start = 0
+    for codes in _solved(solver, weight):
+        stop = start + len(codes.values)
+        if grid.kind:
+            out[start:stop] = read_blocks(grid.kind, codes.values, k)
+            start = stop
+            continue
+        values, zeros = codes.values.reshape(stop - start, -1, grid.size), codes.zeros[..., None]
         if grid.vectors:
             values, zeros = read_vectors(values), np.full_like(zeros, midpoint(VALUE_BITS))
         dense = (values.astype(np.float32) - zeros) * codes.scales[..., None]
-        out[start : start + len(rows)] = dense.reshape(len(rows), -1)[:, :k]
+        out[start:stop] = dense.reshape(stop - start, -1)[:, :k]
+        start = stop
     return out
 
 
+def _solved(solver: Solver, weight: Floats) -> Iterator[Codes]:  # (N, K)
+    """Codes of all rows, as many at a time as the solver takes."""
+    for start in range(0, len(weight), solver.rows):
+        rows = weight[start : start + solver.rows]
+        check_finite(rows)
+        yield solver.solve(rows)
+
+
 def dequantized(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:  # (N, K)
+    if scheme.kind:
+        return read_blocks(scheme.kind, matrix.data, k)
     sizes = (len(matrix.data), k, scheme.bits, scheme.block_size, matrix.zero_points is not None)
     return dense_rows(matrix, QuantizedShape(*sizes, e2m1=scheme.e2m1, vectors=scheme.vectors))
 

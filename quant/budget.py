@@ -14,7 +14,7 @@ from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.packing import find_expert, portable_bits
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.options.load import BITS
+from edgeinfer.options.load import BITS, WIDTHS
 from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate_exactly
 from edgeinfer.quant.policy import (
     PROTECTED_BITS,
@@ -68,15 +68,19 @@ def candidate_schemes(
     found = {}
     for name in names:
         least = PROTECTED_BITS if is_protected(name) else 0
-        tried = tuple(b for b in BITS if b >= least and (layout == NATIVE or portable_bits(b) == b))
+        widths = WIDTHS if layout == NATIVE and limits.block_size in (None, 32) else BITS
+        tried = tuple(b for b in widths if b >= least and (layout == NATIVE or portable_bits(b) == b))
         if name in ("embed", "head") and limits.head_bits is not None:
             tried = (limits.head_bits,)
         bits = (given[name],) if name in given else tried
         blocks = [effective_block(columns[_group(name, layout)], size) for size in sizes]
-        ways = itertools.product(bits, blocks, signs)
+        native = layout == NATIVE
+        # 4 bits are tried with minima of GGUF's types and without.
+        ways = itertools.product(bits, blocks, signs, (False, True) if widths == WIDTHS else (False,))
         found[name] = list(
             dict.fromkeys(
-                make_scheme(shapes[name], b, size, symmetric=sign, vectors=layout == NATIVE) for b, size, sign in ways
+                make_scheme(shapes[name], b, size, symmetric=sign, vectors=native, minima=minima)
+                for b, size, sign, minima in ways
             )
         )
     return found

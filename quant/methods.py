@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import awq, gptq, rtn, vectors
+from edgeinfer.quant import awq, block_types, gptq, rtn, vectors
 from edgeinfer.quant.blocks import Grid, Solver, packed, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics
@@ -38,7 +38,10 @@ class Method:
         return packed(self.set_up(Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
 
     def set_up(self, grid: Grid, k: int, statistics: InputStatistics | None) -> Solver:
-        """The solver of a grid; that of vectors feeds errors forward for the methods that do."""
+        """The solver of a grid; that of vectors feeds errors forward for the methods that do. GGUF's types have one for
+        all methods, which weighs errors by inputs."""
+        if grid.kind:
+            return block_types.solver(grid, k, statistics)
         if grid.vectors:
             return vectors.solver(grid, k, statistics, hessian=self.needs == "hessian")
         return self.solver(grid, k, statistics)

@@ -19,7 +19,7 @@ PROTECTED_BITS = 8
 # A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which
 # lose most by quantization: at 4 bits throughout, models of 0.26M and 1.3M weights gain 8% and 18% of perplexity.
 _SMALL_WEIGHTS = 1 << 16
-_WIDER = {2: 8, 3: 8, 4: 8, 8: FLOAT_BITS}
+_WIDER = {2: 8, 3: 8, 4: 8, 5: 8, 6: 8, 8: FLOAT_BITS}
 # Above this size (16 MB at 8 bits) embedding and head would take much of a small device's memory at 8 bits.
 _LARGE_VOCABULARY = 1 << 24
 _LARGE_MODEL = 1 << 26
@@ -41,11 +41,12 @@ _ALWAYS_FLOAT = (
 class QuantScheme:
     """Block-wise integer quantization along the input dimension."""
 
-    bits: int  # 2, 3, 4 or 8 per value
+    bits: int  # 2, 3, 4 or 8 per value; 4, 5 or 6 of a kind
     block_size: int  # values that share a scale: 32, 64 or 128
     symmetric: bool = False  # the zero point is the middle of the range and is not stored
     e2m1: bool = False  # values are codes of E2M1, copied from a checkpoint; no quantizer makes them
     vectors: bool = False  # bytes of 2 bits are codes of vectors (edgeinfer.bundle.packing), without zero points
+    kind: str = ""  # a type of GGUF that all rows are made, which says all else; native layout alone
     segments: tuple[Segment, ...] = ()  # rows in GGUF's types, copied from a file; no quantizer makes them
 
     @classmethod
@@ -55,7 +56,7 @@ class QuantScheme:
         return cls(max(KINDS[each.kind].bits for each in joined), 32, symmetric=True, segments=joined)
 
     def __post_init__(self) -> None:
-        if self.segments:
+        if self.segments or self.kind:
             return
         if self.bits not in BITS:
             raise UsageError(f"Cannot quantize to {self.bits} bits.", f"Choose one of {', '.join(map(str, BITS))}.")
@@ -81,17 +82,39 @@ def is_protected(name: str) -> bool:
 
 
 def make_scheme(
-    shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool, vectors: bool = False
+    shape: tuple[int, ...],
+    bits: int,
+    block_size: int,
+    *,
+    symmetric: bool,
+    vectors: bool = False,
+    minima: bool = False,
 ) -> QuantScheme | None:
     """The scheme of a matrix (N, K) for bits and a largest block; None at 32 bits. Large 8-bit matrices never have zero
-    points; with `vectors` 2 bits are codes of vectors where K is a multiple of the block."""
+    points; with `vectors` 2 bits are codes of vectors where K is a multiple of the block. 5 and 6 bits, and with
+    `minima` 4, are a type of GGUF with blocks of its own; without one for K, 5 and 6 bits become 8."""
     if bits == FLOAT_BITS:
         return None
+    kind = block_type(shape[1], bits, symmetric=symmetric) if minima or bits not in BITS else ""
+    if kind:
+        return QuantScheme(bits, 32, symmetric or kind in ("Q5_0", "Q6_K"), kind=kind)
+    bits = bits if bits in BITS else 8
     block = effective_block(shape[1], block_size)
     if vectors and bits == 2 and shape[1] % block == 0:
         return QuantScheme(bits, block, symmetric=True, vectors=True)
     plain = symmetric or (bits == 8 and math.prod(shape) > _LARGE_WEIGHTS)
     return QuantScheme(bits, block, plain)
+
+
+def block_type(k: int, bits: int, *, symmetric: bool) -> str:
+    """The type of GGUF for rows of K values of 4 bits with minima, or of 5 or 6 bits; "" where there is none. Q4_1 and
+    Q5_1 are left out: half a bit more is worth it where it halves the squared error, and theirs is 0.6 to 0.9 of what
+    the next smaller format leaves."""
+    if bits == 5 and (symmetric or k % 256) and k % 32 == 0:
+        return "Q5_0"
+    if k % 256 or (symmetric and bits == 4):
+        return ""
+    return {4: "Q4_K", 5: "Q5_K", 6: "Q6_K"}.get(bits, "")
 
 
 def effective_block(k: int, requested: int) -> int:
@@ -109,10 +132,10 @@ def default_group_size(weights: int) -> int:
 
 def default_head_bits(bits: int, vocabulary_weights: int) -> int:
     """Default bits of embedding and head. The linear layers' at 8 and 32 bits; below, 8 for vocabularies of up to 16 Mi
-    weights, else 4."""
+    weights, else at least 4."""
     if bits >= 8:
         return bits
-    return 8 if vocabulary_weights <= _LARGE_VOCABULARY else 4
+    return 8 if vocabulary_weights <= _LARGE_VOCABULARY else max(bits, 4)
 
 
 @dataclass(frozen=True)
@@ -123,16 +146,21 @@ class QuantPolicy:
     head_bits: int  # of embedding and LM head
     block_size: int  # largest block
     symmetric: bool = False  # no stored zero points. Large 8-bit matrices never have any.
-    # Linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8. Routed experts
+    # Linear layers of at most 65536 weights get more bits: 8 instead of 2 to 6, float32 instead of 8. Routed experts
     # never do; shared experts have at least 8 bits in any case.
     keep_small: bool = True
     vectors: bool = False  # 2 bits are codes of vectors, which the native layout alone can hold
+    minima: bool = False  # 4 bits have a minimum for each group, which the native layout alone can hold
 
     def scheme(self, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
         if not is_quantizable(name, shape):
             return None
-        signs = {"symmetric": self.symmetric, "vectors": self.vectors}
-        return make_scheme(shape, self._bits(name, shape), self.block_size, **signs)
+        return self.make(shape, self._bits(name, shape))
+
+    def make(self, shape: tuple[int, ...], bits: int) -> QuantScheme | None:
+        """The scheme of a matrix whose bits are given."""
+        signs = {"symmetric": self.symmetric, "vectors": self.vectors, "minima": self.minima}
+        return make_scheme(shape, bits, self.block_size, **signs)
 
     def _bits(self, name: str, shape: tuple[int, ...]) -> int:
         if name in ("embed", "head"):
@@ -188,8 +216,7 @@ class QuantPlan:
         own = {name: scheme for name, scheme in (kept or {}).items() if name not in given}
         schemes |= own
         for name, bits in given.items():
-            signs = {"symmetric": policy.symmetric, "vectors": policy.vectors}
-            schemes[name] = make_scheme(shapes[name], bits, policy.block_size, **signs)
+            schemes[name] = policy.make(shapes[name], bits)
         return cls(schemes, method, kept=frozenset(own))
 
     def scheme(self, name: str) -> QuantScheme | None:
@@ -204,9 +231,10 @@ class QuantPlan:
         cost = self.predicted.get(name)
         if scheme is None:
             return PlannedTensor(name, FLOAT_BITS, predicted_kl=cost)
-        if scheme.segments:
-            rows = sum(each.rows for each in scheme.segments)
-            bits = sum(KINDS[each.kind].row_bytes(8 * 256) * each.rows for each in scheme.segments) / (256 * rows)
-            kinds = "+".join(each.kind for each in scheme.segments)
+        segments = scheme.segments or (Segment(scheme.kind, 1),) * bool(scheme.kind)
+        if segments:
+            rows = sum(each.rows for each in segments)
+            bits = sum(KINDS[each.kind].row_bytes(8 * 256) * each.rows for each in segments) / (256 * rows)
+            kinds = "+".join(each.kind for each in segments)
             return PlannedTensor(name, bits, scheme.block_size, scheme.symmetric, cost, kinds)
         return PlannedTensor(name, scheme.bits, scheme.block_size, scheme.symmetric, cost)

@@ -17,7 +17,7 @@ from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import format_size, parse_size
-from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS
+from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS, WIDTHS
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
@@ -38,14 +38,14 @@ examples:
 # Options that are fields of ExportConfig under the same name.
 _OPTIONS = (
     *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),
-    *("group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name", "gguf_type"),
+    *("group_size", "symmetric", "minima", "head_bits", "keep_small", "layout", "exporter", "name", "gguf_type"),
 )
 # Options that are fields of StaticOptions, named --static-*.
 _STATIC = ("context", "chunk", "widths", "layers")
 # The most layers of a manifest.
 _MOST_LAYERS = 2048
 # GGUF types by bits.
-_BITS_TYPES = {"2": "Q2_K", "3": "Q3_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
+_BITS_TYPES = {"2": "Q2_K", "3": "Q3_K", "4": "Q4_0", "5": "Q5_K", "6": "Q6_K", "8": "Q8_0", "16": "F16", "32": "F32"}
 
 
 def add_export(commands: Subparsers) -> None:
@@ -77,7 +77,9 @@ def add_export(commands: Subparsers) -> None:
     parser.add_argument("--name", metavar="NAME", help="name of the model in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
     parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
-    parser.advanced("--asymmetric", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter")
+    parser.advanced(
+        "--asymmetric", "--minima", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter"
+    )
     parser.advanced("--show-plan", "--drafter")
     parser.advanced("--static-context", "--static-chunk", "--static-widths", "--static-layers")
     add_json_option(parser)
@@ -89,7 +91,7 @@ def _add_quantization(parser: Parser) -> None:
         "bits per weight: fewer make a smaller and faster model, more stay closer to the original; 16 "
         "needs --format gguf, 32 is float32 (default: 4)"
     )
-    size.add_argument("--bits", type=int, choices=(*BITS, 16, FLOAT_BITS), help=text)
+    size.add_argument("--bits", type=int, choices=(*WIDTHS, 16, FLOAT_BITS), help=text)
     text = "with --format gguf, instead of --bits: quantization type, such as Q4_K_M (default: Q4_0, the fastest)"
     size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
     text = (
@@ -124,6 +126,8 @@ def _add_quantization(parser: Parser) -> None:
     sign.add_argument("--symmetric", dest="symmetric", action="store_true", default=None, help=text)
     text = "quantize with scales and zero points, which is a little more precise (default)"
     sign.add_argument("--asymmetric", dest="symmetric", action="store_false", help=text)
+    text = "quantize 4 bits with a minimum for each group of 32, where rows allow it; more precise than --asymmetric"
+    sign.add_argument("--minima", action="store_true", default=None, help=text)
     text = "bits of the output layer (default: chosen by --bits)"
     parser.add_argument("--head-bits", type=int, choices=CONVERTED_BITS, help=text)
     text = "quantize layers of at most 65536 weights like the others, instead of with more bits"

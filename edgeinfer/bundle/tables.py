@@ -102,7 +102,7 @@ def _stacks(outlines: list[Outline], layout: Layout) -> dict[str, list[Outline]]
     for layer, members in layers.items():
         quantized = [o.quantized for _, o in members if o.quantized is not None]
         if quantized and len(quantized) < len(members):
-            hint = "Give all experts of a layer 2, 3, 4 or 8 bits, or 32 to all."
+            hint = "Give all experts of a layer 2 to 8 bits, or 32 to all."
             raise UsageError(f"Some experts of layer {layer} are quantized and others are not.", hint)
         if quantized and layout != PORTABLE:
             continue

@@ -35,8 +35,9 @@ from edgeinfer.options.decoding import LoadDrafting, Speculation, check_drafters
 from edgeinfer.records import dataclass
 
 # Bits of a quantized weight, of a float, and what a checkpoint is converted to.
-BITS, FLOAT_BITS = (2, 3, 4, 8), 32
-CONVERTED_BITS = (*BITS, FLOAT_BITS)
+# Bits of weights in the kernel's own formats, and with those of GGUF's types.
+BITS, WIDTHS, FLOAT_BITS = (2, 3, 4, 8), (2, 3, 4, 5, 6, 8), 32
+CONVERTED_BITS = (*WIDTHS, FLOAT_BITS)
 # How the KV cache stores numbers; edgeinfer/bundle/geometry.py describes them.
 KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
 ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")

@@ -25,7 +25,7 @@ _LARGEST_WIDTH = 256
 FORMATS = ("onnx", "gguf")
 EXPORTERS = ("native", "optimum")
 # llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
-_GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
+_GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)
 # Fewer say little of a model; more cost hours and change nothing.
 _FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
@@ -90,8 +90,9 @@ class ExportConfig:
     # smaller one that does.
     group_size: int | None = None
     symmetric: bool = False  # no stored zero points: a tenth smaller, a little less exact
+    minima: bool = False  # 4 bits have a minimum for each group of 32 where rows are multiples of 256; native only
     head_bits: int | None = None  # of embedding and LM head; None decides by their size
-    # Linear layers of at most 65536 weights get more bits: 8 instead of 2 to 4, float32 instead of 8.
+    # Linear layers of at most 65536 weights get more bits: 8 instead of 2 to 6, float32 instead of 8.
     keep_small: bool = True
     # Of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else "rtn".
     method: str | None = None
@@ -150,6 +151,12 @@ class ExportConfig:
                 "bits_for": bool(self.bits_for),
             }
             _refuse(asked, f"by the {self.exporter} exporter", "Leave it out, or use the native exporter.")
+        if self.exporter != "native" or self.layout != NATIVE:
+            asked = {**self._asked_bits(5, 6), "minima": self.minima}
+            where = f"by the {self.exporter} exporter" if self.exporter != "native" else "in the portable layout"
+            _refuse(asked, where, "Choose --bits 4 or 8, or the native layout, which alone has them.")
+        if self.minima and self.symmetric:
+            raise UsageError("minima and symmetric are both given.", "Leave one of them out.")
         if self.static is not None:
             self._check_static()
         if self.format == "gguf":
@@ -191,6 +198,7 @@ class ExportConfig:
             "group_size": self.group_size is not None,
             "symmetric": self.symmetric,
             "head_bits": self.head_bits is not None,
+            "minima": self.minima,
             "keep_small": not self.keep_small,
             "bits_for": bool(self.bits_for),
         }
@@ -217,9 +225,15 @@ class ExportConfig:
             f"layout={self.layout!r}": self.layout != NATIVE,
             "budget_bits": self.budget_bits is not None,
             "target_size": self.target_size is not None,
-            **{f"{few} bits": few in (self.bits, self.head_bits, *(b for _, b in self.bits_for)) for few in (2, 3)},
+            **self._asked_bits(2, 3, 5, 6),
+            "minima": self.minima,
         }
         _refuse(asked, "for static models", "Leave it out, and choose --bits 4, 8 or 32, or leave --static out.")
+
+    def _asked_bits(self, *widths: int) -> dict[str, bool]:
+        """Which of some widths are asked for, by what messages call them."""
+        given = (self.bits, self.head_bits, *(bits for _, bits in self.bits_for))
+        return {f"{bits} bits": bits in given for bits in widths}
 
     @property
     def is_reworked(self) -> bool:
@@ -260,7 +274,8 @@ class ExportConfig:
         assert self.head_bits is not None and self.group_size is not None, "call with_defaults first"
         # The operators of ONNX Runtime, which the optimum route writes at once, read 2 bits each.
         native = self.layout == NATIVE and self.exporter == "native"
-        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, vectors=native)
+        marks = {"vectors": native, "minima": self.minima}
+        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, **marks)
 
     @property
     def limits(self) -> Limits:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
-from edgeinfer.bundle.kinds import KINDS
+from edgeinfer.bundle.kinds import KINDS, Segment
 from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
 from edgeinfer.bundle.tables import Outline, is_looked_up
@@ -121,9 +121,10 @@ def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
 
 def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedShape:
     n, k = shape
-    if scheme.segments:
-        paired = name.endswith(_PAIRED) and len(scheme.segments) == 1 and not KINDS[scheme.segments[0].kind].floats
-        return QuantizedShape(n, k, scheme.bits, 32, False, paired, segments=scheme.segments)
+    segments = (Segment(scheme.kind, n),) if scheme.kind else scheme.segments
+    if segments:
+        paired = name.endswith(_PAIRED) and len(segments) == 1 and not KINDS[segments[0].kind].floats
+        return QuantizedShape(n, k, scheme.bits, 32, False, paired, segments=segments)
     zeros, paired = not scheme.symmetric, name.endswith(_PAIRED)
     # The directory that the operator of experts reads has a place for scales of their own.
     inline = (scheme.bits, scheme.block_size) in _INLINE and not scheme.e2m1 and find_expert(name) is None

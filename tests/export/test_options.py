@@ -44,7 +44,12 @@ WITHOUT_DRAFTERS = ({"format": "gguf"}, {"layout": "portable"}, {"exporter": "op
         ({"method": "gptq"}, "calibration"),
         ({"budget_bits": 3.5, "target_size": 10**6}, "budget_bits"),
         ({"budget_bits": float("nan")}, "budget_bits"),
-        ({"bits_for": (("head", 5),)}, "5"),
+        ({"bits_for": (("head", 7),)}, "7"),
+        ({"bits": 5, "layout": "portable"}, "5 bits is not supported in the portable layout"),
+        ({"head_bits": 6, "exporter": "optimum"}, "6 bits is not supported by the optimum exporter"),
+        ({"minima": True, "layout": "portable"}, "minima is not supported in the portable layout"),
+        ({"minima": True, "symmetric": True}, "minima and symmetric"),
+        ({"bits": 6, "static": StaticOptions()}, "6 bits is not supported for static models"),
         ({"bits_for": (("", 4),)}, "pattern"),
         ({"exporter": "optimum", "budget_bits": 4.0}, "budget_bits"),
         ({"format": "mlx"}, "format='mlx'"),
@@ -61,8 +66,8 @@ def test_impossible_options_are_usage_errors(options: dict[str, Any], says: str)
 
 
 def test_bits_stand_for_types_of_gguf() -> None:
-    found = {bits: ExportConfig(format="gguf", bits=bits).gguf_kind for bits in (2, 4, 8, 16, 32)}
-    assert found == {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
+    found = {bits: ExportConfig(format="gguf", bits=bits).gguf_kind for bits in (2, 4, 5, 6, 8, 16, 32)}
+    assert found == {2: "Q2_K", 4: "Q4_0", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0", 16: "F16", 32: "F32"}
     assert ExportConfig(format="gguf", gguf_type="q4_k_m").gguf_kind == "Q4_K_M"
 
 

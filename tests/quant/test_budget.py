@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.bundle.kinds import Segment
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
@@ -25,11 +26,21 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
+# Errors of types of GGUF as shares of those of our own with as many bits.
+SHARES = {"": 1, "Q5_0": 0.8}
+
+
 def draw(name: str, scheme: QuantScheme | None) -> Outline:
-    shape = SHAPES[name]
+    return drawn(name, SHAPES[name], scheme)
+
+
+def drawn(name: str, shape: tuple[int, ...], scheme: QuantScheme | None) -> Outline:
     if scheme is None:
         return Outline(name, shape)
     zeros, paired = not scheme.symmetric, name.endswith("gate_up")
+    if scheme.kind:
+        kept = (Segment(scheme.kind, shape[0]),)
+        return Outline(name, shape, QuantizedShape(shape[0], shape[1], scheme.bits, 32, False, paired, segments=kept))
     return Outline(name, shape, QuantizedShape(shape[0], shape[1], scheme.bits, scheme.block_size, zeros, paired))
 
 
@@ -102,7 +113,27 @@ def test_limits_are_kept() -> None:
     assert found["embed"] == [QuantScheme(8, 32, symmetric=True)]
     assert found["layers.0.mlp.experts.0.down"] == [QuantScheme(4, 32, symmetric=True)]
     assert found["layers.0.mlp.experts.2.down"] == [None]
-    assert {s.bits for s in found["layers.0.attn.qkv"] if s} == {2, 3, 4, 8}
+    assert {s.bits for s in found["layers.0.attn.qkv"] if s} == {2, 3, 4, 5, 8}
     assert "layers.0.mlp.router" not in found
     with pytest.raises(UsageError):
         candidate_schemes(SHAPES, Limits(bits_for=(("layers.9.*", 4),)))
+
+
+def test_the_programme_chooses_among_types_of_gguf() -> None:
+    """Rows of 512 values have 4, 5 and 6 bits of their own, those of 96 only 5 bits."""
+    wide = {f"layers.{layer}.attn.qkv": (256, 512) for layer in range(6)}
+    found = candidate_schemes(wide | {"embed": (256, 96)})
+    kinds = {name: {s.kind for s in schemes if s} for name, schemes in found.items()}
+    assert kinds == {name: {"", "Q4_K", "Q5_K", "Q5_0", "Q6_K"} for name in wide} | {"embed": {"", "Q5_0"}}
+    for others in (candidate_schemes(wide, layout=PORTABLE), candidate_schemes(wide, Limits(block_size=128))):
+        assert not any(scheme.kind for schemes in others.values() for scheme in schemes if scheme)
+    priced = {
+        name: [Candidate(s, 4.0 ** (place - s.bits) * SHARES.get(s.kind, 0.5)) for s in found[name] if s]
+        for place, name in enumerate(wide)
+    }
+    whole, chosen = sum(n * k for n, k in wide.values()) / 8, {}
+    for bits in (5.6, 6.6):
+        plan = plan_within(int(bits * whole), priced, wide, lambda name, s: drawn(name, wide[name], s), NATIVE)
+        chosen[bits] = [scheme.kind for scheme in plan.schemes.values() if scheme]
+    assert {"Q5_K", "Q6_K"} < {*chosen[5.6]}
+    assert {"Q4_K", "Q5_K"} < {*chosen[6.6]}

@@ -125,7 +125,7 @@ def test_nothing_predicted_is_not_zero() -> None:
     assert QuantPlan.from_policy(POLICY, SHAPES).record().predicted_kl is None
 
 
-@each_row("damage", [{"bits": 5}, {"block_size": 0}, {"bits": 32}, {"predicted_kl": -1.0}])
+@each_row("damage", [{"bits": 7}, {"block_size": 0}, {"bits": 32}, {"predicted_kl": -1.0}])
 def test_malformed_entries_are_refused(damage: dict[str, Any]) -> None:
     with pytest.raises(BundleError):
         dataclasses.replace(PlannedTensor("embed", 4, 32), **damage)

@@ -209,7 +209,7 @@ def test_export_without_its_libraries(
 @each_row(
     ("options", "says"),
     [
-        ("--bits 5", "--bits"),
+        ("--bits 7", "--bits"),
         ("--group-size 48", "--group-size"),
         ("--format pickle", "--format"),
         ("--symmetric --asymmetric", "not allowed with"),

@@ -46,6 +46,7 @@ EXPORTS = {
     "8-bit-32": ExportConfig(8, 32, keep_small=False),
     "8-bit-64": ExportConfig(8, 64, keep_small=False),
     "2-bit-128": ExportConfig(2, 128, keep_small=False),
+    "5-bit": ExportConfig(5, keep_small=False),  # Q5_0 and Q5_K
     "float32": ExportConfig(32),
 }
 # A random model rambles; among three tokens it repeats itself often enough for tables to draft, and to be wrong.

@@ -1,0 +1,106 @@
+"""Weights of 4, 5 and 6 bits in GGUF's types: errors, statistics, and what is read back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle.kinds import pack_blocks, read_blocks, unpack_blocks
+from edgeinfer.quant.blocks import Grid, dequantized
+from edgeinfer.quant.methods import METHODS, approximate, quantize
+from edgeinfer.quant.policy import QuantScheme, make_scheme
+from edgeinfer.quant.statistics import output_error
+from tests.quant.samples import Floats, correlated_inputs, random_matrix, statistics_of
+
+TYPES = {"Q4_K": 4, "Q5_K": 5, "Q5_0": 5, "Q6_K": 6}
+
+
+def scheme_of(kind: str) -> QuantScheme:
+    return QuantScheme(TYPES[kind], 32, kind in ("Q5_0", "Q6_K"), kind=kind)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Floats:
+    """Rows of 256 or 512 values of any size and skew, some rows zero or constant."""
+    n, k = draw(st.integers(1, 6)), draw(st.sampled_from([256, 512]))
+    weight = random_matrix(n, k, draw(st.integers(0, 2**32 - 1))) + np.float32(draw(st.sampled_from([0, 0, 0.5, -2])))
+    if draw(st.booleans()):
+        weight = weight**3
+    weight *= np.float32(draw(st.sampled_from([1e-3, 0.02, 1, 300])))
+    weight[draw(st.integers(0, n - 1))] *= np.float32(draw(st.sampled_from([0, 1])))
+    if draw(st.booleans()):
+        weight[0] = weight[0, 0]
+    return weight
+
+
+@settings(max_examples=60, deadline=None)
+@given(weight=matrices(), kind=st.sampled_from(sorted(TYPES)), paired=st.booleans())
+def test_blocks_are_read_back_as_they_are(weight: Floats, kind: str, paired: bool) -> None:
+    scheme, k = scheme_of(kind), weight.shape[1]
+    blocks = quantize(weight, scheme).data
+    values = read_blocks(kind, blocks, k)
+    np.testing.assert_array_equal(values, approximate(weight, Grid.of(scheme)))
+    np.testing.assert_array_equal(values, dequantized(quantize(weight, scheme), scheme, k))
+    np.testing.assert_allclose(values, dequantize(blocks, GGMLQuantizationType[kind]), rtol=1e-6, atol=1e-6)
+    whole = np.resize(blocks, (64, blocks.shape[1]))
+    tiles = pack_blocks(kind, whole, k, paired=paired, name="w")
+    np.testing.assert_array_equal(unpack_blocks(kind, tiles, 64, k, paired=paired), whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weight=matrices())
+def test_more_bits_are_never_worse(weight: Floats) -> None:
+    errors = {kind: np.square(quantized(weight, kind) - weight).sum(dtype=np.float64) for kind in TYPES}
+    # What levels of scales leave of rows that other formats have exactly.
+    least = 4e-5 * np.square(weight).sum(dtype=np.float64)
+    assert errors["Q6_K"] <= errors["Q5_K"] + least
+    assert errors["Q5_K"] <= errors["Q4_K"] + least
+    four = np.square(approximate(weight, Grid(4, 32, False)) - weight).sum(dtype=np.float64)
+    assert max(errors["Q5_K"], errors["Q6_K"]) <= four + least
+
+
+def quantized(weight: Floats, kind: str) -> Floats:
+    return approximate(weight, Grid.of(scheme_of(kind)))
+
+
+def test_minima_beat_zero_points_of_as_many_bits() -> None:
+    weight = random_matrix(64, 512)
+    errors = {kind: np.square(quantized(weight, kind) - weight).sum() for kind in TYPES}
+    plain = {bits: np.square(approximate(weight, Grid(bits, 32, False)) - weight).sum() for bits in (4, 8)}
+    assert errors["Q4_K"] < 0.94 * plain[4]
+    assert errors["Q5_K"] < 0.3 * errors["Q4_K"]
+    assert errors["Q5_0"] < 0.35 * errors["Q4_K"]
+    assert plain[8] < errors["Q6_K"] < 0.3 * errors["Q5_K"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_inputs_weigh_errors(kind: str) -> None:
+    weight, statistics = random_matrix(48, 512), statistics_of(correlated_inputs(400, 512))
+    grid = Grid.of(scheme_of(kind))
+    errors = {output_error(weight, approximate(weight, grid, statistics, method), statistics) for method in METHODS}
+    assert len(errors) == 1
+    assert errors.pop() < 0.95 * output_error(weight, approximate(weight, grid), statistics)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    weight = random_matrix(700, 512)
+    for kind in TYPES:
+        whole, alone = (quantize(part, scheme_of(kind)).data for part in (weight, weight[650:651]))
+        np.testing.assert_array_equal(whole[650], alone[0])
+
+
+def test_types_are_chosen_by_the_columns() -> None:
+    def chosen(bits: int, k: int, *, symmetric: bool = False, minima: bool = False) -> tuple[int, str]:
+        scheme = make_scheme((8, k), bits, 128, symmetric=symmetric, minima=minima)
+        assert scheme is not None
+        return scheme.bits, scheme.kind
+
+    assert [chosen(bits, 512) for bits in (4, 5, 6, 8)] == [(4, ""), (5, "Q5_K"), (6, "Q6_K"), (8, "")]
+    assert [chosen(bits, 96) for bits in (5, 6)] == [(5, "Q5_0"), (8, "")]
+    assert [chosen(bits, 100) for bits in (5, 6)] == [(8, ""), (8, "")]
+    assert [chosen(4, k, minima=True) for k in (512, 96)] == [(4, "Q4_K"), (4, "")]
+    assert [chosen(bits, 512, symmetric=True) for bits in (4, 5, 6)] == [(4, ""), (5, "Q5_0"), (6, "Q6_K")]
