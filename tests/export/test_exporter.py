@@ -242,7 +242,8 @@ def test_a_budget_is_kept_and_recorded(checkpoint: Path, tmp_path: Path, layout:
     assert plan is not None and plan.predicted_kl is not None
     assert plan.budget_bytes == 90_000
     bits = {tensor.name: tensor.bits for tensor in bundle.manifest.tensors}
-    assert {tensor.name: tensor.bits for tensor in plan.tensors}.items() <= bits.items()
+    # 5.5 bits of a type of GGUF are codes of 5 with their scales.
+    assert {tensor.name: int(tensor.bits) for tensor in plan.tensors}.items() <= bits.items()
     assert bits["layers.1.mlp.down"] == 8
 
 
