@@ -29,7 +29,11 @@ DRAFTERS = (
     ("copy", "model", "hydra"),
     ("copy", "ngram", "recycle", "model", "exit", "bits"),
 )
-LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",), "5-bit": ("native",)}
+LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    **dict.fromkeys(EXPORTS, ("native", "portable")),
+    "float32": ("portable",),
+    "5-bit": ("native",),
+}
 
 
 @pytest.fixture(
