@@ -24,15 +24,15 @@ def scheme_of(kind: str) -> QuantScheme:
 
 
 @st.composite
-def matrices(draw: st.DrawFn) -> Floats:
-    """Rows of 256 or 512 values of any size and skew, some rows zero or constant."""
+def matrices(draw: st.DrawFn, constant: bool = True) -> Floats:
+    """Rows of 256 or 512 values of any size and skew, some rows zero or, if wanted, constant."""
     n, k = draw(st.integers(1, 6)), draw(st.sampled_from([256, 512]))
     weight = random_matrix(n, k, draw(st.integers(0, 2**32 - 1))) + np.float32(draw(st.sampled_from([0, 0, 0.5, -2])))
     if draw(st.booleans()):
         weight = weight**3
     weight *= np.float32(draw(st.sampled_from([1e-3, 0.02, 1, 300])))
     weight[draw(st.integers(0, n - 1))] *= np.float32(draw(st.sampled_from([0, 1])))
-    if draw(st.booleans()):
+    if constant and draw(st.booleans()):
         weight[0] = weight[0, 0]
     return weight
 
@@ -52,10 +52,10 @@ def test_blocks_are_read_back_as_they_are(weight: Floats, kind: str, paired: boo
 
 
 @settings(max_examples=60, deadline=None)
-@given(weight=matrices())
+@given(weight=matrices(constant=False))
 def test_more_bits_are_never_worse(weight: Floats) -> None:
     errors = {kind: np.square(quantized(weight, kind) - weight).sum(dtype=np.float64) for kind in TYPES}
-    # What levels of scales leave of rows that other formats have exactly.
+    # Values of 1e-3 and less have scales of few bits in float16.
     least = 4e-5 * np.square(weight).sum(dtype=np.float64)
     assert errors["Q6_K"] <= errors["Q5_K"] + least
     assert errors["Q5_K"] <= errors["Q4_K"] + least
