@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle.writing import digest_of, storage_errors
@@ -29,8 +28,7 @@ def fetch_package(package: Package, folder: Path, progress: Progress) -> Path:
         StorageError: the folder cannot be written to.
     """
     name = package.requirement
-    if find_spec("pip") is None:
-        raise HubError(f"{name} is fetched with pip, which is not installed.", "Install it: python -m ensurepip")
+    # pip is not looked for in this process: setuptools replaces distutils where it finds that pip is.
     with _downloading(package, folder) as process:
         while _running(process):
             progress(f"Downloading {name}", min(_size(folder), package.bytes), package.bytes)
@@ -38,6 +36,8 @@ def fetch_package(package: Package, folder: Path, progress: Progress) -> Path:
             said = (process.stderr.read() if process.stderr else "").strip().splitlines()
             reason = said[-1].removeprefix("ERROR: ") if said else f"its exit code is {process.returncode}"
             hint = "Check the connection, and pip's settings: pip config list"
+            if reason.endswith("No module named pip"):
+                hint = "Install it: python -m ensurepip"
             raise HubError(f"pip could not download {name}: {reason.rstrip('.')}.", hint)
     target = folder / Path(package.file).name
     with storage_errors(folder):

@@ -231,7 +231,7 @@ class LoadOptionsButContext(CacheDict, _LoadDrafting, total=False):
     """Memory budget for the whole process, such as 600MB or 1.5GiB; options that are left out are chosen for the
     highest speed within it (default: none)."""
     bits: int | None
-    """Bits per weight when a checkpoint is converted on first use: 2 to 6, 8 or 32 (default: 4, or what fits in
+    """Bits per weight when a checkpoint is converted on first use: 2, 3, 4, 5, 6, 8 or 32 (default: 4, or what fits in
     memory)."""
     threads: int | None
     """Number of CPU threads (default: as found by edgeinfer tune, else one per fast core it may use)."""
