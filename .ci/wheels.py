@@ -28,7 +28,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.
 # The C functions that runtime/native/binding.py calls, and the one that onnxruntime does.
 EXPORTS = {f"edgeinfer_{name}" for name in ("version", "isa_name", "isa_usable", "select", "multiply", "row", "attend")}
 EXPORTS |= {"edgeinfer_activate", "edgeinfer_probe_dots", "edgeinfer_probe_read", "edgeinfer_drop_behind"}
-EXPORTS |= {"RegisterCustomOps"}
+EXPORTS |= {"edgeinfer_pack", "edgeinfer_unpack", "edgeinfer_dequantize", "RegisterCustomOps"}
 # The loader finds variables that each thread has its own of; every glibc has it (PEP 600 names it as well).
 GLIBC = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 # Also marked as exported by zig's linker.

@@ -264,12 +264,12 @@ def test_a_plain_gguf_file_stays_what_it_was_at_first_use(tmp_path: Path) -> Non
 @pytest.mark.gguf
 def test_no_fault_of_a_gguf_file_gives_text(tmp_path: Path) -> None:
     path = random_gguf(tmp_path)
-    with edgeinfer.load(path, threads=1) as model:
+    with edgeinfer.load(path, backend="llamacpp", threads=1) as model:
         assert model.generate(PROMPT, max_tokens=2).model.verified == "first"
     whole, rng, given = path.read_bytes(), random.Random(7), list[str]()
     for index in range(40):
         path.write_bytes(FAULTS[index % len(FAULTS)](whole, rng))
-        with pytest.raises(ModelError), edgeinfer.load(path, threads=1) as model:
+        with pytest.raises(ModelError), edgeinfer.load(path, backend="llamacpp", threads=1) as model:
             given += [chunk.text for chunk in model.stream(PROMPT, max_tokens=2)]
     assert given == []
 

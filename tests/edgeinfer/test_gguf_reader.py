@@ -220,7 +220,10 @@ def test_whatever_is_written_is_read(
 def test_types_are_those_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     sizes = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert {n: (kind.name, kind.block_values, kind.block_bytes) for n, kind in GGML_TYPES.items()} == sizes
+    ours = {n: (kind.name, kind.block_values, kind.block_bytes) for n, kind in GGML_TYPES.items()}
+    newer = {number: ours.pop(number) for number in ours.keys() - sizes.keys()}
+    # llama.cpp's types that the package has not yet.
+    assert ours == sizes and {name for name, *_ in newer.values()} <= {"Q1_0", "Q2_0"}
     assert {n: kind.name.upper() for n, kind in ITEM_TYPES.items()} == {int(v): v.name for v in gguf.GGUFValueType}
     assert ggml_type("Q4_K").bits == 4.5
     assert ggml_type("Q4_K").quantized and not ggml_type("BF16").quantized

@@ -18,6 +18,7 @@ import pytest
 
 from tests.cache import made
 from tests.cli import TIME_LIMIT, command, environment
+from tests.gguf_builder import STRING, small_model
 from tests.hub_server import COMMIT, Hub, hub_environment, serving
 from tests.tables import each_row
 from tests.tools.random_models import Shape, write_random_checkpoint
@@ -28,7 +29,11 @@ pytestmark = pytest.mark.slow
 # Two of the pieces of 10 MB in which the hub's library writes, and a little.
 SHAPE = Shape("small", "llama", 256, 2, 4, 2, 64, 256, 24_000, 500, 256, 1e4, 1e-5)
 STALL_AT = 21_000_000
-GGUFS = {f"toy-{kind}.gguf": b"GGUF" + bytes(size) for kind, size in (("Q2_K", 10), ("Q4_K_M", 20), ("BF16", 90))}
+# Models that lack tensors, so that nothing is prepared.
+GGUFS = {
+    f"toy-{kind}.gguf": small_model(general__name=(STRING, "x" * size)).build()
+    for kind, size in (("Q2_K", 10), ("Q4_K_M", 200), ("BF16", 900))
+}
 BUNDLE = f"org--model/4-bit-{COMMIT[:12]}"
 CONVERT = "import sys; from edgeinfer.tools import conversion; sys.exit(conversion.main(sys.argv[1]))"
 

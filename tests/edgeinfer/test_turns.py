@@ -239,7 +239,7 @@ def test_other_caches(kv: str) -> None:
 @needs_builtin
 def test_gguf_models_take_turns() -> None:
     pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
-    with load_eager(builtin_gguf(), context=256, prefix_cache="32MB") as model:
+    with load_eager(builtin_gguf(), backend="llamacpp", context=256, prefix_cache="32MB") as model:
         alone = [model.generate(prompt, max_tokens=30, ignore_eos=True) for prompt in PROMPTS]
         streams = [started(model, prompt, max_tokens=30) for prompt in PROMPTS]
         assert interleaved(streams, [0, 1, 2] * 9) == [result.text for result in alone]

@@ -306,7 +306,8 @@ def test_the_plan_counts_the_states(bundle: Bundle) -> None:
 CODE = """
 import sys, hashlib
 from pathlib import Path
-from tests.runtime.test_states import CONTEXT, TOKENS, PagedBackend, cut, open_bundle
+from edgeinfer.bundle.opening import open_bundle
+from tests.runtime.test_states import CONTEXT, PagedBackend, cut
 print(hashlib.sha256(cut(PagedBackend(open_bundle(Path(sys.argv[1])), CONTEXT), 50, 53, 100).tobytes()).hexdigest())
 """
 

@@ -37,7 +37,7 @@ def hub(checkpoint: Path) -> Iterator[Hub]:
     """A hub with that checkpoint under a name of the catalog, and a repository of GGUF files."""
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     types = {f"small-{kind}.gguf": bytes(size) for kind, size in (("Q4_K_M", 90_000), ("Q8_0", 150_000))}
-    with serving({"HuggingFaceTB/SmolLM2-135M-Instruct": files, "org/small-GGUF": types}) as server:
+    with serving({"HuggingFaceTB/SmolLM2-360M-Instruct": files, "org/small-GGUF": types}) as server:
         yield server
 
 
@@ -68,13 +68,13 @@ def test_from_the_first_start_to_a_chat_with_a_downloaded_model(
         expect(window.models.locator(".pane-foot")).to_contain_text(
             re.compile(r"free on the disk\. Models may take up to")
         )
-        entry = card(window, "smollm2-135m")
-        expect(entry).to_contain_text("135M parameters · 269 MB to download · Apache-2.0")
-        expect(entry).to_contain_text("needs 366 MB")
-        window.button("Download smollm2-135m").click()
+        entry = card(window, "smollm2-360m")
+        expect(entry).to_contain_text("362M parameters · 724 MB to download · Apache-2.0")
+        expect(entry).to_contain_text("needs 560 MB")
+        window.button("Download smollm2-360m").click()
         expect(entry.get_by_role("status")).to_contain_text(re.compile(r"Downloading, [\d.]+ [KM]?B of [\d.]+ [KM]?B"))
-        window.button("Cancel the download of smollm2-135m", entry).click()
-        expect(window.button("Resume the download of smollm2-135m", entry)).to_be_visible()
+        window.button("Cancel the download of smollm2-360m", entry).click()
+        expect(window.button("Resume the download of smollm2-360m", entry)).to_be_visible()
         find_types(window)
         window.page.context.close()
     sent, hub.stall_at = hub.sent, None
@@ -85,12 +85,12 @@ def test_from_the_first_start_to_a_chat_with_a_downloaded_model(
         window.page.locator("#model-button").click()
         left = window.models.locator(".downloads")
         expect(left).to_contain_text("Not finished.")
-        window.button("Resume the download of smollm2-135m", left).click()
-        toast = window.page.locator(".toast", has_text="SmolLM2 135M is ready.")
+        window.button("Resume the download of smollm2-360m", left).click()
+        toast = window.page.locator(".toast", has_text="SmolLM2 360M is ready.")
         window.button("Use it", toast).click()
         expect(window.models).to_be_hidden()
         window.wait_ready()
-        expect(window.page.locator("#model-button .name")).to_have_text("SmolLM2 135M Instruct")
+        expect(window.page.locator("#model-button .name")).to_have_text("SmolLM2 360M Instruct")
         window.ask("Hello")
         import_checkpoint(window, checkpoint)
         window.page.context.close()
@@ -98,7 +98,7 @@ def test_from_the_first_start_to_a_chat_with_a_downloaded_model(
     with running(data, variables=variables) as app:
         window = open_at(app.address)
         window.wait_ready()
-        expect(window.page.locator("#model-button .name")).to_have_text("SmolLM2 135M Instruct")
+        expect(window.page.locator("#model-button .name")).to_have_text("SmolLM2 360M Instruct")
         window.entries.get_by_role("link").first.click()
         expect(window.questions).to_have_text(["Hello"])
         window.page.context.close()
