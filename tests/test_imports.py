@@ -100,7 +100,7 @@ BUDGETS = {
     "apps/server": 4560,
     "apps/terminal": 440,
     "edgeinfer": 5170,  # GGUF files that are prepared or not
-    "edgeinfer/bundle": 7340,  # GGUF files on our own kernel: the table of pre-tokenizers, both directions
+    "edgeinfer/bundle": 7380,  # GGUF files on our own kernel; what quantizing cost, as measured
     "edgeinfer/hub": 2130,  # GGUF files: of other programs, in packages, prepared for our own kernel, or why not
     "edgeinfer/openai": 3100,
     "edgeinfer/options": 1840,  # which engine runs a GGUF file

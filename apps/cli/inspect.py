@@ -22,7 +22,7 @@ from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.gguf.metadata import GgufArray, Value
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
-from edgeinfer.bundle.manifest import Manifest, PlannedTensor, TensorEntry
+from edgeinfer.bundle.manifest import Manifest, PlannedTensor, QualityRecord, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.bundle.store import Bundle
@@ -99,6 +99,15 @@ def add_inspect(commands: Subparsers) -> None:
     add_json_option(parser)
 
 
+def quality_rows(quality: QualityRecord | None) -> list[tuple[str, str]]:
+    """What was measured after converting a model."""
+    if quality is None:
+        return []
+    caches = [(f"{cache.kv_type} cache adds", f"{cache.divergence:.3g} nats/token") for cache in quality.caches]
+    divergence = f"{quality.divergence:.3g} nats/token from the float model, over {quality.tokens} tokens"
+    return [("divergence", divergence), ("same token", f"{quality.top1:.1%}"), *caches]
+
+
 def execute(args: argparse.Namespace) -> int:
     # A GGUF file itself, which is not prepared for that.
     bundle = open_bundle(hub.gguf_file(args.path) or hub.resolve(prepared(args.path, {})[0]))
@@ -114,7 +123,8 @@ def execute(args: argparse.Namespace) -> int:
     print_table(_summary(bundle, engine), title=str(_path(bundle)))
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
     _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
-    _section("quality", [(name, f"{value:.6g}") for name, value in bundle.manifest.quality.items()])
+    _section("figures", [(name, f"{value:.6g}") for name, value in bundle.manifest.figures.items()])
+    _section("quality", quality_rows(bundle.manifest.quality))
     _section("bits", plan_rows(bundle.manifest), header=PLAN_HEADER)
     if bundle.header is not None:
         gguf = bundle.header

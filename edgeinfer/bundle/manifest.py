@@ -46,7 +46,7 @@ from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.strict_json import DAMAGED, read, require, wrong
 from edgeinfer.errors import BundleError
-from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS
+from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS, KvType
 from edgeinfer.records import dataclass
 
 
@@ -101,8 +101,32 @@ class PlanRecord:
         return sum(costs) if costs else None
 
 
+@dataclass(frozen=True)
+class CacheQuality:
+    """What a type of the KV cache adds to the divergence of a bundle's model."""
+
+    kv_type: KvType
+    divergence: float  # nats per token
+
+
+@dataclass(frozen=True)
+class QualityRecord:
+    """How far a bundle's model is from the float model that it was made of, on held-out text."""
+
+    tokens: int  # that were compared
+    divergence: float  # of Kullback and Leibler, nats per token
+    top1: float  # the share of tokens after which both find the same token the likeliest
+    caches: tuple[CacheQuality, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.tokens > 0, f"quality is of {self.tokens} tokens")
+        require(self.divergence >= 0 and 0 <= self.top1 <= 1, "quality has impossible figures")
+        types = [cache.kv_type for cache in self.caches]
+        require(len(set(types)) == len(types), "quality has a cache twice")
+
+
 FORMAT = "edgeinfer-bundle"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 # The arrays of a quantized matrix in each layout; their names are fields of TensorEntry.
 PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
@@ -325,7 +349,8 @@ class Manifest:
     drafters: tuple[str, ...] = ()  # folders of nested bundles
     # Options the bundle was made with, for people to read.
     export: dict[str, str | int | float | bool | None] = field(default_factory=dict)
-    quality: dict[str, float] = field(default_factory=dict)  # figures measured at export by name
+    figures: dict[str, float] = field(default_factory=dict)  # measured after training, by name
+    quality: QualityRecord | None = None  # what quantizing cost, as measured after it; None where it was not
     plan: PlanRecord | None = None  # how the bits of the weights were chosen; None where that is not known
     static: StaticGraphs | None = None  # the graphs of an "onnx-static" bundle; None in all others
     # Layers before which a pass also gives the hidden states, for the draft module inside; L is after the last.

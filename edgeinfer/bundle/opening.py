@@ -192,10 +192,10 @@ def exit_figure(depth: int) -> str:
 def trained_depths(manifest: Manifest) -> tuple[int, ...]:
     """Depths with such a figure, ascending, fewer than all layers."""
     layers = manifest.geometry.num_layers
-    return tuple(depth for depth in range(1, layers) if exit_figure(depth) in manifest.quality)
+    return tuple(depth for depth in range(1, layers) if exit_figure(depth) in manifest.figures)
 
 
 def add_figures(bundle: Bundle, figures: Mapping[str, float]) -> None:
-    """Adds figures to the manifest's quality."""
-    manifest = replace(bundle.manifest, quality=bundle.manifest.quality | dict(figures))
+    """Adds figures to the manifest."""
+    manifest = replace(bundle.manifest, figures=bundle.manifest.figures | dict(figures))
     write_file(bundle.path / MANIFEST, manifest.to_json().encode())

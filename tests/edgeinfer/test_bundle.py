@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout
-from edgeinfer.bundle.manifest import Blob, Capabilities, Manifest, TensorEntry
+from edgeinfer.bundle.manifest import Blob, CacheQuality, Capabilities, Manifest, QualityRecord, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
@@ -55,7 +55,8 @@ def make_manifest(layout: Layout = PORTABLE) -> Manifest:
         layout=layout,
         exits=(1, 2),
         export={"bits": 4},
-        quality={"perplexity": 5.5},
+        figures={"perplexity": 5.5},
+        quality=QualityRecord(512, 0.01, 0.95, (CacheQuality("int8", 0.001),)),
     )
 
 
@@ -180,6 +181,10 @@ def test_any_text_is_refused_with_a_bundle_error(text: str) -> None:
         (lambda d: d["tensors"][1].update(transposed=True), "quantized and transposed"),
         (lambda d: d["tensors"][1].update(shape=[9, 8], paired=True), "halves of different sizes"),
         (lambda d: d["files"][WEIGHTS].update(bytes=5), "896 bytes"),
+        (lambda d: d["quality"].pop("top1"), "lacks 'top1'"),
+        (lambda d: d["quality"].update(divergence=-1.0), "impossible figures"),
+        (lambda d: d["quality"].update(caches=2 * d["quality"]["caches"]), "a cache twice"),
+        (lambda d: d["quality"]["caches"][0].update(kv_type="int9"), "must be one of float32"),
     ],
 )
 def test_what_is_wrong_is_named(bundle: Path, change: Any, says: str) -> None:

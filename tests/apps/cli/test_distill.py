@@ -103,7 +103,7 @@ def test_a_drafter_of_a_checkpoint_is_drawn_from_in_torch(
     assert "engine" not in facts and "after_1_layers" in facts["acceptance"]
     manifest = open_bundle(tmp_path / "out").manifest
     assert trained_depths(manifest) == (1,)
-    assert manifest.quality[exit_figure(1)] == facts["acceptance"]["after_1_layers"]["agreement"]
+    assert manifest.figures[exit_figure(1)] == facts["acceptance"]["after_1_layers"]["agreement"]
 
 
 def test_exits_are_written_as_a_checkpoint(
@@ -250,7 +250,7 @@ def test_the_built_in_model_brings_a_small_drafter() -> None:
 def test_figures_are_added_to_a_manifest(both: Bundle) -> None:
     add_figures(both, {exit_figure(1): 0.5})
     again = open_bundle(both.path)
-    assert again.manifest.quality == {exit_figure(1): 0.5} and trained_depths(again.manifest) == (1,)
+    assert again.manifest.figures == {exit_figure(1): 0.5} and trained_depths(again.manifest) == (1,)
     assert again.manifest.files == both.manifest.files
 
 

@@ -15,7 +15,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import manifest_of
-from edgeinfer.bundle.manifest import Capabilities, Manifest, PlannedTensor, PlanRecord
+from edgeinfer.bundle.manifest import CacheQuality, Capabilities, Manifest, PlannedTensor, PlanRecord, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import seal
 from tests.gguf_builder import FLOAT32, STRING, UINT32, small_model
@@ -38,7 +38,8 @@ def bundle(tmp_path: Path) -> Path:
         capabilities=Capabilities(layer_skip=True, hidden=True, tree=False),
         exits=(1, 2),
         export={"bits": 4, "symmetric": False, "head_bits": None},
-        quality={"perplexity": 3.25},
+        figures={"perplexity": 3.25},
+        quality=QualityRecord(512, 0.0123, 0.95, (CacheQuality("int8", 0.002),)),
     )
     seal(root, manifest)
     return root
