@@ -1,28 +1,44 @@
-"""Quantization to GGUF's types of 4, 5 and 6 bits: searched scales and minima of small groups, in a file's blocks.
+"""Quantization to GGUF's types: searched scales and minima of small groups, and the bytes of a file's blocks.
 
-Q4_K and Q5_K have a scale and a minimum of 6 bits for each group of 32, Q6_K a scale of 8 bits for each of 16:
-multiples of a float16 for 256 values. Q5_0 has a scale of float16 for each group of 32, for rows that are not whole
-blocks of 256. Each group's range is cut by several factors, each followed by a least-squares fit of scale and minimum
-to the rounded values; then what groups share is fitted once more. Where statistics of the inputs are known, the square
-of each column's error counts by the mean square of its input.
+Types ending in K, and IQ4_XS, have scales, some also minima, of a few bits for each group: multiples of float16s for
+256 values. Others have float16s for each group of 32, for rows that are not whole blocks of 256. Each group's range is
+cut by several factors, each followed by a least-squares fit of scale and minimum to the rounded values; then what
+groups share is fitted once more. Where statistics of the inputs are known, the square of each column's error counts by
+the mean square of its input.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.kinds import KINDS
 from edgeinfer.quant.blocks import Codes, Grid, Solver
+from edgeinfer.quant.forms import BlockForm, State, half, inverse
 from edgeinfer.quant.rtn import column_weights
 from edgeinfer.quant.statistics import InputStatistics
 
 _Floats = NDArray[np.float32]
 _Bytes = NDArray[np.uint8]
+_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FORMS: Mapping[str, BlockForm] = {
+    "Q2_K": BlockForm(2, 16, "minimum", levels=(0, 15), shared=16, halves=True),
+    "Q3_K": BlockForm(3, 16, "middle", 4, (-32, 31), 16, halves=True),
+    "IQ4_NL": BlockForm(4, 32, "middle", halves=True, book=_BOOK),
+    "IQ4_XS": BlockForm(4, 32, "middle", 0, (-32, 31), 8, halves=True, book=_BOOK),
+    "Q4_K": BlockForm(4, 32, "minimum", levels=(0, 63), shared=8, halves=True),
+    "Q5_0": BlockForm(5, 32, "middle", 16, halves=True),
+    "Q5_1": BlockForm(5, 32, "minimum", halves=True),
+    "Q5_K": BlockForm(5, 32, "minimum", levels=(0, 63), shared=8, halves=True),
+    "Q6_K": BlockForm(6, 16, "middle", 32, (-128, 127), 16, halves=True),
+}
 # Cuts of a group's range by bits: finer grids lower the squared error by less than 1%.
 _FACTORS = {
+    2: tuple(1.0 - 0.1 * i for i in range(6)),
+    3: tuple(1.05 - 0.05 * i for i in range(9)),
     4: tuple(1.05 - 0.05 * i for i in range(8)),
     5: tuple(1.05 - 0.05 * i for i in range(5)),
     6: tuple(1.05 - 0.05 * i for i in range(4)),
@@ -30,8 +46,6 @@ _FACTORS = {
 # Values per working array: a handful of float32 arrays of this size stay in a core's second-level cache.
 _CHUNK_VALUES = 1 << 17
 _TINY = np.float32(1e-30)
-_SYMMETRIC = ("Q5_0", "Q6_K")
-_TOP_SCALE, _TOP_SIGNED = 63, 127  # of scales and minima of 6 bits, of scales of 8
 # Below this a float16 has steps of a hundredth and more: it is rounded up, so that levels reach the largest scale, and
 # not fitted again.
 _FINE = np.float32(2.0**-17)
@@ -47,7 +61,7 @@ class _Group(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Weighted sums over a group's codes q and values x, (C,) each."""
+    """Weighted sums over a group's points q and values x, (C,) each."""
 
     q: _Floats
     qq: _Floats
@@ -56,16 +70,37 @@ class _Sums(NamedTuple):
 
 def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
     """The quantizer of matrices of K columns, whose codes are bytes of a file's blocks."""
-    block, size = KINDS[grid.kind].values, 16 if grid.kind == "Q6_K" else 32
-    counts = None if statistics is None else column_weights(statistics.mean_square, block).reshape(-1, size)
+    start = starter(grid.kind, k, statistics)
+    return Solver(max(1, _CHUNK_VALUES // k), lambda weight: codes(grid.kind, start(weight)))
 
-    def solve(weight: _Floats) -> Codes:  # (n, K)
-        n = len(weight)
-        values = np.ascontiguousarray(weight.reshape(-1, size).T, np.float32)
-        blocks = _solve(grid.kind, grid.bits, _group(values, None if counts is None else np.tile(counts.T, n)))
-        return Codes(blocks.reshape(n, -1), np.empty((n, 0), np.float32), np.empty((n, 0), np.uint8))
 
-    return Solver(max(1, _CHUNK_VALUES // k), solve)
+def starter(kind: str, k: int, statistics: InputStatistics | None) -> Callable[[_Floats], State]:
+    """What rounds rows (n, K) to a type, each by itself."""
+    form = FORMS[kind]
+    counts = None if statistics is None else column_weights(statistics.mean_square, form.size * form.shared)
+
+    def start(weight: _Floats) -> State:  # (n, K)
+        values = np.ascontiguousarray(weight.reshape(-1, form.size).T, np.float32)
+        tiled = None if counts is None else np.tile(counts.reshape(-1, form.size).T, len(weight))
+        return _solve(form, _group(values, tiled), len(weight))
+
+    return start
+
+
+def codes(kind: str, state: State) -> Codes:
+    """The rows' bytes."""
+    form, n = FORMS[kind], state.points.shape[1]
+    whole = form.size * form.shared
+    points = form.codes(np.ascontiguousarray(state.points.T)).reshape(-1, whole)  # (B, values of a block)
+    scales, minima = ((sign * each).T.reshape(-1, form.shared) for sign, each in ((1, state.scales), (-1, state.bases)))
+    if form.levels is None:
+        heads = [_half_bytes(scales[:, 0])] + [_half_bytes(-minima[:, 0])] * (form.zero == "minimum")
+        rows = _pack_small(form.bits, points, heads)
+    else:
+        units = [unit.T.reshape(-1) for unit in state.units]  # (B,) each
+        levels = [np.rint(each * inverse(unit)[:, None]) for each, unit in zip((scales, minima), units, strict=False)]
+        rows = _PACKERS[kind](points, [level.astype(np.int8).view(np.uint8) for level in levels], units)
+    return Codes(rows.reshape(n, -1), np.empty((n, 0), np.float32), np.empty((n, 0), np.uint8))
 
 
 def _group(values: _Floats, counts: _Floats | None) -> _Group:
@@ -74,33 +109,42 @@ def _group(values: _Floats, counts: _Floats | None) -> _Group:
     return _Group(values, counts, counts.sum(axis=0), np.einsum("kc,kc->c", values, counts))
 
 
-def _solve(kind: str, bits: int, group: _Group) -> _Bytes:  # (blocks, bytes of a block)
-    scale, minimum = _search(group, bits, symmetric=kind in _SYMMETRIC)
-    if kind == "Q6_K":
-        return _pack_q6_k(group, scale)
-    if kind in ("Q4_K", "Q5_K"):
-        return _pack_two_level(group, bits, scale, minimum)
-    scale = _half(scale)
-    codes = _round(group.values, scale, scale * 16, 31).astype(np.uint8).T  # (C, 32)
-    low, high = codes & np.uint8(15), np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
-    return np.concatenate([_half_bytes(scale), high, low[:, :16] | low[:, 16:] << np.uint8(4)], axis=1)
+def _solve(form: BlockForm, group: _Group, n: int) -> State:
+    scale, minimum = _search(form, group)
+    units: list[_Floats] = []  # (B,) each
+    if form.levels is None:
+        scale, minimum = half(scale), half(minimum)
+    else:
+        scale, minimum, units = _shared(form, group, scale, minimum)
+    if form.zero == "middle":
+        minimum = np.float32(form.middle) * scale
+    points = _round(form, group.values, scale, minimum)
+
+    def columns(values: _Floats) -> _Floats:  # (n * m,) -> (m, n)
+        return np.ascontiguousarray(values.reshape(n, -1).T)
+
+    wide = points.reshape(form.size, n, -1).transpose(2, 0, 1).reshape(-1, n)
+    count = len(scale) // n // form.shared
+    unit = np.array([columns(each) for each in units], np.float32).reshape(len(units), count, n)
+    return State(np.ascontiguousarray(wide), columns(scale), -columns(minimum), unit)
 
 
-def _search(group: _Group, bits: int, *, symmetric: bool) -> tuple[_Floats, _Floats]:  # (C,), (C,)
-    """Scale and minimum of each group, of 0 or more; values are about scale times code less minimum."""
-    top, middle = float((1 << bits) - 1), float(1 << (bits - 1))
+def _search(form: BlockForm, group: _Group) -> tuple[_Floats, _Floats]:  # (C,), (C,)
+    """Scale and minimum of each group, of 0 or more; values are about scale times point less minimum."""
+    symmetric, top = form.zero == "middle", float(form.top)
+    middle = float(form.middle if form.book is None else -form.book[0])
     low, high = np.minimum(group.values.min(axis=0), 0), np.maximum(group.values.max(axis=0), 0)
-    # The range of symmetric groups reaches one step further below zero than above; a negative scale turns it round.
+    # The range of symmetric groups reaches further below zero than above; a negative scale turns it round.
     plain = np.where(high > -low, -high, -low) / middle if symmetric else (high - low) / top
     best = [np.zeros_like(plain), np.zeros_like(plain), np.zeros_like(plain)]  # gain, scale, minimum
-    for factor in _FACTORS[bits]:
+    for factor in _FACTORS[form.bits]:
         step = plain * np.float32(factor)
         # The range is cut alike at both ends.
-        offset = step * middle if symmetric else -low + (step - plain) * (top / 2)
-        codes = _round(group.values, step, offset, top)
+        offset = step * np.float32(form.middle) if symmetric else -low + (step - plain) * (top / 2)
+        points = _round(form, group.values, step, offset)
         if symmetric:
-            codes -= middle
-        sums = _sums(group, codes)
+            points -= np.float32(form.middle)
+        sums = _sums(group, points)
         scale = sums.xq / np.maximum(sums.qq, _TINY)
         minimum = np.zeros_like(scale)
         if not symmetric:
@@ -120,66 +164,59 @@ def _search(group: _Group, bits: int, *, symmetric: bool) -> tuple[_Floats, _Flo
     return best[1], best[2]
 
 
-def _round(values: _Floats, scale: _Floats, offset: _Floats, top: float) -> _Floats:  # (size, C), (C,), (C,)
-    """The nearest codes of values plus offset; zeros where a scale is zero."""
-    codes = values + offset
-    codes *= np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-    np.rint(codes, out=codes)
-    np.maximum(codes, 0, out=codes)
-    np.minimum(codes, np.float32(top), out=codes)
-    return codes
+def _round(form: BlockForm, values: _Floats, scale: _Floats, offset: _Floats) -> _Floats:  # (size, C), (C,), (C,)
+    """The nearest points of values plus offset; those of zero where a scale is zero."""
+    points = values + offset
+    points *= inverse(scale)
+    form.round(points)
+    return points
 
 
-def _sums(group: _Group, codes: _Floats) -> _Sums:
-    counted = codes if group.counts is None else codes * group.counts
-    dots = (np.einsum("kc,kc->c", counted, other) for other in (codes, group.values))
+def _sums(group: _Group, points: _Floats) -> _Sums:
+    counted = points if group.counts is None else points * group.counts
+    dots = (np.einsum("kc,kc->c", counted, other) for other in (points, group.values))
     return _Sums(counted.sum(axis=0), *dots)
 
 
-def _half(values: _Floats) -> _Floats:
-    """Values as float16 has them."""
-    return values.astype(np.float16).astype(np.float32)
+def _shared(
+    form: BlockForm, group: _Group, scale: _Floats, minimum: _Floats
+) -> tuple[_Floats, _Floats, list[_Floats]]:  # (C,), (C,)
+    """Scales and minima as multiples of units, (B,) each, that suit the points."""
+    assert form.levels is not None, "only then units are shared"
+    least, most = form.levels
+    wanted = [each.reshape(-1, form.shared) for each in (scale, minimum)[: 2 if form.zero == "minimum" else 1]]
+    units = [_unit(each, form.levels) for each in wanted]
+    levels = [
+        np.clip(np.rint(each * inverse(unit)[:, None]), least, most) for each, unit in zip(wanted, units, strict=True)
+    ]
+
+    def spread() -> tuple[_Floats, _Floats]:
+        made = [(level * unit[:, None]).reshape(-1) for level, unit in zip(levels, units, strict=True)]
+        return made[0], made[1] if len(made) > 1 else np.float32(form.middle) * made[0]
+
+    points = _round(form, group.values, *spread())
+    if len(levels) == 2:
+        units = _fitted_pair(group, points, levels, units)
+    else:
+        sums = _sums(group, points - np.float32(form.middle))
+        fitted = (levels[0] * sums.xq.reshape(levels[0].shape)).sum(axis=1)
+        fitted /= np.maximum((levels[0] ** 2 * sums.qq.reshape(levels[0].shape)).sum(axis=1), _TINY)
+        units = [np.where(fitted > _FINE, half(fitted), units[0])]
+    return *spread(), units
 
 
-def _unit(largest: _Floats, top: int) -> _Floats:
-    """The smallest number of float16 whose multiples by up to `top` reach the largest."""
-    wanted = largest / np.float32(top)
-    unit = wanted.astype(np.float16)
-    return np.where(unit < wanted, np.nextafter(unit, np.float16(np.inf)), unit).astype(np.float32)
+def _unit(wanted: _Floats, levels: tuple[int, int]) -> _Floats:  # (B, groups) -> (B,)
+    """The smallest number of float16 whose multiples reach all of them; of signed ones the largest by magnitude."""
+    least, most = levels
+    largest = (np.abs(wanted).max(axis=1) if least < 0 else wanted.max(axis=1)) / np.float32(most)
+    unit = largest.astype(np.float16)
+    return np.asarray(np.where(unit < largest, np.nextafter(unit, np.float16(np.inf)), unit), np.float32)
 
 
-def _half_bytes(values: _Floats) -> _Bytes:  # (C,) -> (C, 2)
-    return values.astype("<f2")[:, None].view(np.uint8)
-
-
-def _levels(values: _Floats, unit: _Floats, least: int, top: int) -> _Floats:  # (B, groups), (B,)
-    steps = np.divide(values, unit[:, None], out=np.zeros_like(values), where=unit[:, None] != 0)
-    return np.clip(np.rint(steps), least, top)
-
-
-def _pack_two_level(group: _Group, bits: int, scale: _Floats, minimum: _Floats) -> _Bytes:
-    scales, minima = scale.reshape(-1, 8), minimum.reshape(-1, 8)  # (B, 8)
-    units = [_unit(each.max(axis=1), _TOP_SCALE) for each in (scales, minima)]  # (B,) each
-    ls, lm = (_levels(each, unit, 0, _TOP_SCALE) for each, unit in zip((scales, minima), units, strict=True))
-
-    def rounded() -> _Floats:
-        step, offset = ((level * unit[:, None]).reshape(-1) for level, unit in zip((ls, lm), units, strict=True))
-        return _round(group.values, step, offset, (1 << bits) - 1)
-
-    units = _fitted(group, rounded(), ls, lm, units)
-    codes = rounded().astype(np.uint8).T.reshape(-1, 8, 32)
-    s, m = ls.astype(np.uint8), lm.astype(np.uint8)
-    # Levels of the first four groups have their upper bits free for those of the last four.
-    levels = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4]
-    high = [np.bitwise_or.reduce(codes >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1)] if bits == 5 else []
-    low = codes & np.uint8(15)
-    nibbles = (low[:, 0::2] | low[:, 1::2] << 4).reshape(len(codes), -1)
-    return np.concatenate([*map(_half_bytes, units), *levels, *high, nibbles], axis=1)
-
-
-def _fitted(group: _Group, codes: _Floats, ls: _Floats, lm: _Floats, units: list[_Floats]) -> list[_Floats]:
-    """The units of scales and minima that suit codes and levels best, where both are determined and fine."""
-    sums = _Sums(*(each.reshape(ls.shape) for each in _sums(group, codes)))
+def _fitted_pair(group: _Group, points: _Floats, levels: list[_Floats], units: list[_Floats]) -> list[_Floats]:
+    """The units of scales and minima that suit points and levels best, where both are determined and fine."""
+    ls, lm = levels
+    sums = _Sums(*(each.reshape(ls.shape) for each in _sums(group, points)))
     weight, total = group.weight.reshape(ls.shape), group.total.reshape(ls.shape)
     aa, ab, bb = ((f * g * s).sum(axis=1) for f, g, s in ((ls, ls, sums.qq), (ls, lm, sums.q), (lm, lm, weight)))
     xa, xb = (ls * sums.xq).sum(axis=1), (lm * total).sum(axis=1)
@@ -188,24 +225,72 @@ def _fitted(group: _Group, codes: _Floats, ls: _Floats, lm: _Floats, units: list
     spread = np.where(sound, spread, 1)
     first, second = (bb * xa - ab * xb) / spread, (ab * xa - aa * xb) / spread
     sound &= (first > _FINE) & (second > _FINE)
-    return [_half(np.where(sound, new, old)) for new, old in zip((first, second), units, strict=True)]
+    return [half(np.where(sound, new, old)) for new, old in zip((first, second), units, strict=True)]
 
 
-def _pack_q6_k(group: _Group, scale: _Floats) -> _Bytes:
-    scales = scale.reshape(-1, 16)  # (B, 16)
-    unit = _unit(np.abs(scales).max(axis=1), _TOP_SIGNED)
-    levels = _levels(scales, unit, -_TOP_SIGNED, _TOP_SIGNED)
+def _half_bytes(values: _Floats) -> _Bytes:  # (B,) -> (B, 2)
+    return values.astype("<f2")[:, None].view(np.uint8)
 
-    def rounded() -> _Floats:
-        steps = (levels * unit[:, None]).reshape(-1)
-        return _round(group.values, steps, 32 * steps, 63)
 
-    sums = _sums(group, rounded() - 32)
-    fitted = (levels * sums.xq.reshape(levels.shape)).sum(axis=1)
-    fitted /= np.maximum((levels**2 * sums.qq.reshape(levels.shape)).sum(axis=1), _TINY)
-    unit = np.where(fitted > _FINE, _half(fitted), unit)
-    codes = rounded().astype(np.uint8).T.reshape(-1, 2, 4, 32)
-    low, high = codes & np.uint8(15), codes >> np.uint8(4)
-    nibbles = (low[:, :, :2] | low[:, :, 2:] << 4).reshape(len(codes), -1)
-    pairs = np.bitwise_or.reduce(high << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2).reshape(len(codes), -1)
-    return np.concatenate([nibbles, pairs, levels.astype(np.int8).view(np.uint8), _half_bytes(unit)], axis=1)
+def _fields(codes: _Bytes, bits: int) -> _Bytes:  # (..., fields, m) -> (..., m)
+    """Small codes in fields of bytes, the first in the lowest."""
+    shifts = np.arange(0, codes.shape[-2] * bits, bits, dtype=np.uint8)[:, None]
+    packed: _Bytes = np.bitwise_or.reduce(codes << shifts, axis=-2)
+    return packed
+
+
+def _pack_small(bits: int, codes: _Bytes, heads: list[_Bytes]) -> _Bytes:  # (B, 32)
+    high = [np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")] if bits == 5 else []
+    return np.concatenate([*heads, *high, _fields((codes & np.uint8(15)).reshape(-1, 2, 16), 4)], axis=1)
+
+
+# Bytes of blocks: from codes (B, 256), levels (B, groups) of scales, and minima, and units (B,).
+_Packer = Callable[[_Bytes, list[_Bytes], list[_Floats]], _Bytes]
+
+
+def _pack_two_level(bits: int, codes: _Bytes, levels: list[_Bytes], units: list[_Floats]) -> _Bytes:
+    codes, (s, m) = codes.reshape(-1, 8, 32), levels
+    # Levels of the first four groups have their upper bits free for those of the last four.
+    packed = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4]
+    high = [_fields(codes >> np.uint8(4), 1)] if bits == 5 else []
+    nibbles = _fields((codes & np.uint8(15)).reshape(-1, 4, 2, 32), 4).reshape(len(codes), -1)
+    return np.concatenate([*map(_half_bytes, units), *packed, *high, nibbles], axis=1)
+
+
+def _pack_q2_k(codes: _Bytes, levels: list[_Bytes], units: list[_Floats]) -> _Bytes:
+    s, m = levels
+    pairs = _fields(codes.reshape(-1, 2, 4, 32), 2).reshape(len(codes), -1)
+    return np.concatenate([s | m << 4, pairs, *map(_half_bytes, units)], axis=1)
+
+
+def _pack_q3_k(codes: _Bytes, levels: list[_Bytes], units: list[_Floats]) -> _Bytes:
+    s = levels[0] + np.uint8(32)
+    high = _fields((codes >> np.uint8(2)).reshape(-1, 8, 32), 1)
+    pairs = _fields((codes & np.uint8(3)).reshape(-1, 2, 4, 32), 2).reshape(len(codes), -1)
+    packed = [_fields((s & np.uint8(15)).reshape(-1, 2, 8), 4), _fields((s >> np.uint8(4)).reshape(-1, 4, 4), 2)]
+    return np.concatenate([high, pairs, *packed, _half_bytes(units[0])], axis=1)
+
+
+def _pack_iq4_xs(codes: _Bytes, levels: list[_Bytes], units: list[_Floats]) -> _Bytes:
+    s = levels[0] + np.uint8(32)
+    high = _fields((s >> np.uint8(4)).reshape(-1, 2, 4).swapaxes(1, 2), 2)
+    low = _fields((s & np.uint8(15)).reshape(-1, 4, 2).swapaxes(1, 2), 4)
+    nibbles = _fields(codes.reshape(-1, 8, 2, 16), 4).reshape(len(codes), -1)
+    return np.concatenate([_half_bytes(units[0]), high, low, nibbles], axis=1)
+
+
+def _pack_q6_k(codes: _Bytes, levels: list[_Bytes], units: list[_Floats]) -> _Bytes:
+    codes = codes.reshape(-1, 2, 4, 32)
+    nibbles = _fields((codes & np.uint8(15)).reshape(-1, 2, 2, 64), 4).reshape(len(codes), -1)
+    pairs = _fields(codes >> np.uint8(4), 2).reshape(len(codes), -1)
+    return np.concatenate([nibbles, pairs, levels[0], _half_bytes(units[0])], axis=1)
+
+
+_PACKERS: Mapping[str, _Packer] = {
+    "Q2_K": _pack_q2_k,
+    "Q3_K": _pack_q3_k,
+    "IQ4_XS": _pack_iq4_xs,
+    "Q4_K": partial(_pack_two_level, 4),
+    "Q5_K": partial(_pack_two_level, 5),
+    "Q6_K": _pack_q6_k,
+}

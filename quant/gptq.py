@@ -3,26 +3,31 @@ Hessian.
 
 With H the mean of x x^T, the squared output error of a row is e H e^T. H is factored as V V^T with V upper triangular,
 columns in order of falling input energy; each column is then rounded after adding what the errors before it ask for
-through V, which is GPTQ without its inverse. Scales are fixed beforehand by the weighted search of `rtn`, so that the
-order of columns is free. `refine` then descends on the same error over scales, zero points and codes.
+through V, which is GPTQ without its inverse. Scales and bases are fixed beforehand by the weighted search of `rtn` or
+`block_types`, so that the order of columns is free. `refine` then descends on the same error over scales, bases and
+codes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import rtn
-from edgeinfer.quant.blocks import Codes, Grid, Solver, padded
-from edgeinfer.quant.refine import LAZY, Refiner, State, row_errors
+from edgeinfer.quant import block_types, rtn
+from edgeinfer.quant.blocks import Codes, Grid, Solver
+from edgeinfer.quant.forms import BlockForm, State, inverse
+from edgeinfer.quant.refine import LAZY, Refiner
 from edgeinfer.quant.statistics import InputStatistics
 
 Floats = NDArray[np.float32]
 # Rows at once: what one block of them needs stays in a core's second-level cache, twice or half as many are slower.
 _ROWS = 512
+# Columns of a product with the factor, which is half zeros.
+_PANEL = 256
 # This share of the mean is added to each diagonal element besides, so that the errors of inputs of huge energy are not
 # made good by shifts of small inputs that are larger than all weights.
 _LEAST_SHARE = np.float32(1e-3)
@@ -55,12 +60,17 @@ class _Gptq:
     """Everything that is computed once from a Hessian, for all rows."""
 
     def __init__(self, grid: Grid, k: int, statistics: InputStatistics, hessian: Floats, options: GptqOptions) -> None:
-        self._grid, self._k = grid, k
-        self._start = rtn.solver(grid, k, statistics)
+        self._k, self._kind, self._padding = k, grid.kind, -k % grid.size
+        self._form = block_types.FORMS[grid.kind] if grid.kind else BlockForm.of(grid)
+        if grid.kind:
+            self._start = block_types.starter(grid.kind, k, statistics)
+        else:
+            nearest = rtn.solver(grid, k, statistics)
+            self._start = lambda rows: self._form.state(nearest.solve(rows))
         self._hessian = damped(hessian, options.damping, grid.size)
         self._order = np.argsort(-np.diagonal(self._hessian), kind="stable")
         self._upper = upper_factor(self._hessian, self._order)
-        self._refiner = Refiner(self._hessian, grid, options.sweeps, options.tolerance)
+        self._refiner = Refiner(self._hessian, self._form, options.sweeps, options.tolerance)
         # The target of a row w is w + w (C - H) H^-1: what gives, on the quantized model's inputs, the output that
         # the float model's inputs give.
         self._shift = None if statistics.cross is None else padded_square(statistics.cross - hessian, grid.size)
@@ -71,50 +81,46 @@ class _Gptq:
         return Solver(_ROWS, self._solve)
 
     def _solve(self, weight: Floats) -> Codes:  # (n, K)
-        grid = self._grid
-        rows = np.ascontiguousarray(padded(weight, grid.size), np.float32)
+        rows = np.pad(np.asarray(weight, np.float32), [(0, 0), (0, self._padding)])
         if self._shift is not None:
             rows = rows + divide_by(self._upper, self._order, rows @ self._shift)
-        plain = self._start.solve(rows[:, : self._k])
+        state = self._start(rows[:, : self._k])
+        plain = dataclasses.replace(state, scales=state.scales.copy(), bases=state.bases.copy())
         target = np.ascontiguousarray(rows.T)  # (K', n)
-        state = State.of(plain, grid)
-        limit = self._errors(target, state)
-        self._round(target, state)
-        self._refiner.refine(target, state)
-        worse = self._errors(target, state) > limit
-        codes = state.codes()
-        codes.values[worse], codes.scales[worse], codes.zeros[worse] = (
-            plain.values[worse],
-            plain.scales[worse],
-            plain.zeros[worse],
-        )
-        return codes
+        limit = self._errors(target - plain.values())
+        state.points = self._round(target, state)
+        state.replace(self._refiner.refine(target, state) > limit, plain)
+        return block_types.codes(self._kind, state) if self._kind else self._form.own_codes(state)
 
-    def _errors(self, target: Floats, state: State) -> NDArray[np.float64]:  # (n,)
-        errors = state.errors(target)
-        return row_errors(errors, self._hessian @ errors)
+    def _errors(self, errors: Floats) -> NDArray[np.float64]:  # (K', n) -> (n,)
+        """Squared output errors of rows, as squares of their products with the factor: half the work of H's."""
+        ordered, total = errors[self._order], np.zeros(errors.shape[1])
+        for start in range(0, len(ordered), _PANEL):
+            stop = min(start + _PANEL, len(ordered))
+            fed = self._upper[:stop, start:stop].T @ ordered[:stop]
+            total += np.einsum("kn,kn->n", fed, fed, dtype=np.float64)
+        return total
 
-    def _round(self, target: Floats, state: State) -> None:  # (K', n)
-        """Replaces the state's codes by GPTQ's, with its present scales and zero points."""
-        order, upper, size = self._order, self._upper, self._grid.size
-        errors = np.empty_like(target)
-        top = np.float32(self._grid.top)
+    def _round(self, target: Floats, state: State) -> Floats:  # (K', n) -> (K', n)
+        """GPTQ's points for the state's scales and bases."""
+        order, upper, form = self._order, self._upper, self._form
+        points, errors, shares = np.empty_like(target), np.empty_like(target), inverse(state.scales)
         for start in range(0, len(order), LAZY):
             stop = min(start + LAZY, len(order))
             pivots = np.diagonal(upper)[start:stop]
             inside = np.ascontiguousarray(upper[start:stop, start:stop].T) / pivots[:, None]
             fed = (upper[:start, start:stop] / pivots).T @ errors[:start]
             for i, column in enumerate(order[start:stop]):
-                block = column // size
-                scale, zero = state.scales[block], state.zeros[block]
-                wanted = fed[i] + target[column]
-                wanted += inside[i, :i] @ errors[start : start + i]
-                wanted /= scale
-                np.rint(wanted, out=wanted)
-                np.maximum(wanted, -zero, out=wanted)
-                np.minimum(wanted, top - zero, out=wanted)
-                state.steps[column] = wanted
-                np.subtract(target[column], wanted * scale, out=errors[start + i])
+                block = column // form.size
+                plain = target[column] - state.bases[block]
+                wanted = np.asarray(inside[i, :i] @ errors[start : start + i], np.float32)
+                wanted += fed[i]
+                wanted += plain
+                wanted *= shares[block]
+                form.round(wanted)
+                points[column] = wanted
+                np.subtract(plain, wanted * state.scales[block], out=errors[start + i])
+        return points
 
 
 def divide_by(upper: Floats, order: NDArray[np.intp], rows: Floats) -> Floats:  # (K', K'), (K',), (n, K') -> (n, K')

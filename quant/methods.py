@@ -38,9 +38,8 @@ class Method:
         return packed(self.set_up(Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
 
     def set_up(self, grid: Grid, k: int, statistics: InputStatistics | None) -> Solver:
-        """The solver of a grid; that of vectors feeds errors forward for the methods that do. GGUF's types have one for
-        all methods, which weighs errors by inputs."""
-        if grid.kind:
+        """The solver of a grid; that of vectors feeds errors forward for the methods that do."""
+        if grid.kind and self.needs != "hessian":
             return block_types.solver(grid, k, statistics)
         if grid.vectors:
             return vectors.solver(grid, k, statistics, hessian=self.needs == "hessian")

@@ -1,11 +1,10 @@
-"""Descent on a matrix's squared output error over codes, scales and zero points, block by block.
+"""Descent on a matrix's squared output error over codes, scales and bases, block by block.
 
 With the other blocks of a row fixed, the error is quadratic in one block, with the block's part of the Hessian and a
-minimum of its own. A sweep visits every block: its scale is fitted to its codes; scales and zero points around that
-are tried, each with codes that are rounded one by one with feedback of their errors; then single codes are moved while
-that helps. The first sweeps see a Hessian with a larger diagonal: what they find is a better place to descend from.
-
-Everything is transposed: columns of the matrix are rows here, so that arithmetic runs along many matrix rows at once.
+minimum of its own. A sweep visits every block: its scale and base are fitted to its codes; scales and bases around
+those are tried, each with codes that are rounded one by one with feedback of their errors; then single codes are moved
+while that helps. The first sweeps see a Hessian with a larger diagonal: what they find is a better place to descend
+from. What scales and bases may be, the form says (`quant.forms`), whose arrays are transposed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import bfloat16
-from edgeinfer.quant.blocks import Codes, Grid
+from edgeinfer.quant.forms import BlockForm, State, inverse
 
 Floats = NDArray[np.float32]
 # Columns whose changes wait for one matrix product.
@@ -32,36 +30,6 @@ _STEP = {2: 0.02, 3: 0.015}
 _FINE_STEP = 0.01
 # Steps to either side in the first sweeps, and in those after.
 _REACH, _SHORT_REACH, _LONG_SWEEPS = 4, 1, 2
-
-
-@dataclass
-class State:
-    """Codes of n rows while they change."""
-
-    steps: Floats  # (K', n), codes less zero points
-    scales: Floats  # (blocks, n)
-    zeros: Floats  # (blocks, n)
-
-    @classmethod
-    def of(cls, codes: Codes, grid: Grid) -> State:
-        zeros = codes.zeros.T.astype(np.float32)
-        steps = codes.values.T.astype(np.float32)
-        steps.reshape(-1, grid.size, steps.shape[1])[...] -= zeros[:, None]
-        return cls(np.ascontiguousarray(steps), np.ascontiguousarray(codes.scales.T), zeros)
-
-    def codes(self) -> Codes:
-        blocks, n = self.scales.shape
-        values = self.steps.reshape(blocks, -1, n) + self.zeros[:, None]
-        return Codes(
-            np.ascontiguousarray(values.reshape(-1, n).T.astype(np.uint8)),
-            np.ascontiguousarray(self.scales.T),
-            np.ascontiguousarray(self.zeros.T.astype(np.uint8)),
-        )
-
-    def errors(self, target: Floats) -> Floats:  # (K', n)
-        blocks, n = self.scales.shape
-        values = self.steps.reshape(blocks, -1, n) * self.scales[:, None]
-        return target - values.reshape(-1, n)
 
 
 def row_errors(errors: Floats, gradient: Floats) -> NDArray[np.float64]:  # (K', n), (K', n) -> (n,)
@@ -97,17 +65,15 @@ class Refiner:
     """Refines codes of any rows under one Hessian (K', K'), positive definite, zero outside the diagonal in padding. It
     sweeps until the relative gain is below `tolerance`, once no block is smoothed."""
 
-    def __init__(self, hessian: Floats, grid: Grid, sweeps: int, tolerance: float) -> None:
-        self._hessian, self._grid, self._tolerance = hessian, grid, tolerance
+    def __init__(self, hessian: Floats, form: BlockForm, sweeps: int, tolerance: float) -> None:
+        self._hessian, self._form, self._tolerance = hessian, form, tolerance
         smoothed = _SMOOTHING[: max(sweeps - 1, 0)]
         self._smoothing = smoothed + (0.0,) * (sweeps - len(smoothed))
-        self._curvatures = {s: _Curvature.of(hessian, grid.size, s) for s in dict.fromkeys(self._smoothing)}
+        self._curvatures = {s: _Curvature.of(hessian, form.size, s) for s in dict.fromkeys(self._smoothing)}
 
-    def refine(self, target: Floats, state: State) -> None:  # (K', n)
-        """Moves the state, in place, towards the least error."""
-        if not self._smoothing:
-            return
-        errors = state.errors(target)
+    def refine(self, target: Floats, state: State) -> NDArray[np.float64]:  # (K', n) -> (n,)
+        """Moves the state, in place, towards the least error; returns what each row's is then."""
+        errors = target - state.values()
         gradient = self._hessian @ errors
         before = np.inf
         for i, smoothing in enumerate(self._smoothing):
@@ -119,10 +85,11 @@ class Refiner:
                 if after >= before * (1 - self._tolerance):
                     break
                 before = after
+        return row_errors(errors, gradient)
 
     def _sweep(self, errors: Floats, gradient: Floats, state: State, curvature: _Curvature, reach: int) -> None:
         """Visits every block once; errors and gradient (K', n) follow."""
-        size, k = self._grid.size, len(errors)
+        size, k = self._form.size, len(errors)
         for start in range(0, k, LAZY):
             stop = min(start + LAZY, k)
             old = errors[start:stop].copy()
@@ -142,90 +109,115 @@ class Refiner:
         """Improves one block, given its errors and gradient (size, n), and updates the errors."""
         size, n = error.shape
         rows = slice(block * size, (block + 1) * size)
-        steps, zero = state.steps[rows], state.zeros[block]
-        target = error + steps * state.scales[block]
+        points = state.points[rows]
+        target = error + (points * state.scales[block] + state.bases[block])
         # Where the block's error would be least if its values were free.
         wanted = target - error + curvature.inverse[block] @ gradient
-        scale = _fitted(steps, state.scales[block], gradient, curvature.blocks[block])
-        missing = wanted - steps * scale
+        scale, base = self._fitted(block, state, gradient, curvature.blocks[block])
+        missing = wanted - (points * scale + base)
         pivots, feedback = curvature.pivots[block], curvature.feedback[block]
         kept = np.square(pivots[:, None] * (feedback @ missing)).sum(axis=0)
 
-        scales, zeros = self._candidates(scale, zero, reach)  # (C, n)
-        cost, tried = self._rounded(wanted, scales.reshape(-1), zeros.reshape(-1), feedback, pivots)
-        cost = cost.reshape(scales.shape)
+        scales, bases = self._candidates(block, state, scale, base, reach)  # (C, n)
+        cost, tried = self._rounded(wanted, scales, bases, feedback, pivots)
         best, columns = cost.argmin(axis=0), np.arange(n)
         better = cost[best, columns] < kept
         scale = np.where(better, scales[best, columns], scale)
-        zero = np.where(better, zeros[best, columns], zero)
-        steps = np.where(better, tried[:, best * n + columns], steps)
-        self._descend(wanted, steps, scale, zero, curvature.blocks[block])
-        state.steps[rows], state.scales[block], state.zeros[block] = steps, scale, zero
-        np.subtract(target, steps * scale, out=error)
+        base = np.where(better, bases[best, columns], base)
+        points = np.where(better, tried[:, best * n + columns], points)
+        self._descend(wanted, points, scale, base, curvature.blocks[block])
+        state.points[rows], state.scales[block], state.bases[block] = points, scale, base
+        np.subtract(target, points * scale + base, out=error)
 
-    def _candidates(self, scale: Floats, zero: Floats, reach: int) -> tuple[Floats, Floats]:  # (n,) -> (C, n)
-        step = _STEP.get(self._grid.bits, _FINE_STEP)
-        factors = 1 + step * np.arange(-reach, reach + 1, dtype=np.float32)
-        scales = bfloat16.round_nearest(factors[:, None] * scale)
-        zeros = np.broadcast_to(zero, scales.shape)
-        if self._grid.symmetric:
-            return scales, zeros
-        moved = np.clip(zero + np.array([[-1], [1]], np.float32), 0, np.float32(self._grid.top))
-        return np.concatenate([scales, scale[None], scale[None]]), np.concatenate([zeros, moved])
+    def _candidates(
+        self, block: int, state: State, scale: Floats, base: Floats, reach: int
+    ) -> tuple[Floats, Floats]:  # (n,) -> (C, n)
+        form = self._form
+        step = np.maximum(_STEP.get(form.bits, _FINE_STEP) * np.abs(scale), form.scale_step(state, block))
+        places = np.arange(-reach, reach + 1, dtype=np.float32)[:, None]
+        scales = form.scales_near(scale + places * step, state, block)
+        if form.zero == "minimum":
+            # The middle of the block stays where it is.
+            middle = state.points[block * form.size : (block + 1) * form.size].mean(axis=0)
+            bases = base + (scale - scales) * middle
+        else:
+            bases = base * (scales * inverse(scale))
+        bases = form.bases_near(bases, scales, state, block)
+        if form.zero == "middle":
+            return scales, bases
+        moved = base + np.array([[-1], [1]], np.float32) * form.base_step(scale, state, block)
+        moved = form.bases_near(moved, scale, state, block)
+        return np.concatenate([scales, scale[None], scale[None]]), np.concatenate([bases, moved])
 
     def _rounded(
         self,
         wanted: Floats,  # (size, n)
-        scale: Floats,  # (C * n,)
-        zero: Floats,  # (C * n,)
+        scales: Floats,  # (C, n)
+        bases: Floats,  # (C, n)
         feedback: Floats,  # (size, size)
         pivots: Floats,  # (size,)
-    ) -> tuple[Floats, Floats]:  # (C * n,), (size, C * n)
-        """Codes less zero points, rounded one by one with feedback, and their errors."""
-        copies = len(scale) // wanted.shape[1]
-        steps = np.empty((len(wanted), len(scale)), np.float32)
-        errors = np.empty_like(steps)
+    ) -> tuple[Floats, Floats]:  # (C, n), (size, C * n)
+        """Points that are rounded one by one with feedback, and their errors."""
+        scale = scales.reshape(-1)
+        points = np.empty((len(wanted), len(scale)), np.float32)
+        errors = np.empty_like(points)
         cost = np.zeros(len(scale), np.float32)
-        low, high, inverse = -zero, np.float32(self._grid.top) - zero, np.float32(1) / scale
+        share = inverse(scale)
         for i, row in enumerate(wanted):
-            plain = np.tile(row, copies)
+            plain = (row - bases).reshape(-1)
             fed = feedback[i, :i] @ errors[:i]
             fed += plain
-            chosen = steps[i]
-            np.multiply(fed, inverse, out=chosen)
-            np.rint(chosen, out=chosen)
-            np.maximum(chosen, low, out=chosen)
-            np.minimum(chosen, high, out=chosen)
+            chosen = points[i]
+            np.multiply(fed, share, out=chosen)
+            self._form.round(chosen)
             value = chosen * scale
             np.subtract(plain, value, out=errors[i])
             fed -= value
             fed *= pivots[i]
             fed *= fed
             cost += fed
-        return cost, steps
+        return cost.reshape(scales.shape), points
 
-    def _descend(self, wanted: Floats, steps: Floats, scale: Floats, zero: Floats, hessian: Floats) -> None:
-        """Sets each code in turn, in place, to the best one given all others."""
-        errors = wanted - steps * scale
+    def _descend(self, wanted: Floats, points: Floats, scale: Floats, base: Floats, hessian: Floats) -> None:
+        """Sets each point in turn, in place, to the best one given all others."""
+        wanted = wanted - base
+        errors = wanted - points * scale
         weights = hessian / np.diagonal(hessian)[:, None]
-        low, high, inverse = -zero, np.float32(self._grid.top) - zero, np.float32(1) / scale
+        share = inverse(scale)
         for i, row in enumerate(wanted):
             best = weights[i] @ errors
             best -= errors[i]
             best += row
-            best *= inverse
-            np.rint(best, out=best)
-            np.maximum(best, low, out=best)
-            np.minimum(best, high, out=best)
-            steps[i] = best
+            best *= share
+            self._form.round(best)
+            points[i] = best
             np.subtract(row, best * scale, out=errors[i])
 
-
-def _fitted(steps: Floats, scale: Floats, gradient: Floats, hessian: Floats) -> Floats:  # (size, n), (n,) -> (n,)
-    """The scale that suits the codes best, or the present one where rounding to bfloat16 loses the gain."""
-    norm = np.einsum("kn,kn->n", steps, hessian @ steps)
-    exact = np.einsum("kn,kn->n", steps, gradient) / np.maximum(norm, _TINY)
-    fitted = bfloat16.round_nearest(scale + exact)
-    change = fitted - scale
-    better = (change * (2 * exact - change) > 0) & (np.abs(fitted) > _TINY)
-    return np.where(better, fitted, scale)
+    def _fitted(
+        self, block: int, state: State, gradient: Floats, hessian: Floats
+    ) -> tuple[Floats, Floats]:  # (size, n) -> (n,), (n,)
+        """The scale and base that suit the points best, or the present ones where what a form can have loses the
+        gain."""
+        form, scale, base = self._form, state.scales[block], state.bases[block]
+        points = state.points[block * form.size : (block + 1) * form.size]
+        if form.zero != "minimum":
+            points = points + base * inverse(scale)
+        xx = np.einsum("kn,kn->n", points, hessian @ points)
+        gx = np.einsum("kn,kn->n", points, gradient)
+        if form.zero != "minimum":
+            exact = gx / np.maximum(xx, _TINY)
+            fitted = form.scales_near(scale + exact, state, block)
+            change = fitted - scale
+            better = (change * (2 * exact - change) > 0) & (np.abs(fitted) > _TINY)
+            fitted = np.where(better, fitted, scale)
+            return fitted, form.bases_near(base * (fitted * inverse(scale)), fitted, state, block)
+        sums, gb = hessian.sum(axis=0), gradient.sum(axis=0)
+        xb, bb = sums @ points, sums.sum()
+        spread = np.maximum(xx - xb * xb / bb, np.float32(1e-4) * xx + _TINY)
+        fitted = form.scales_near(scale + (gx - xb * gb / bb) / spread, state, block)
+        change = fitted - scale
+        shifted = form.bases_near(base + (gb - xb * change) / bb, fitted, state, block)
+        moved = shifted - base
+        gain = change * (2 * gx - change * xx) + moved * (2 * (gb - change * xb) - moved * bb)
+        better = gain > 0
+        return np.where(better, fitted, scale), np.where(better, shifted, base)
