@@ -208,6 +208,8 @@ def test_the_built_library_is_no_part_of_the_repository() -> None:
 
 def test_data_is_in_the_wheel(wheel: Path) -> None:
     present = names(wheel)
+    texts = {f"edgeinfer/export/source/calibration/{name}" for name in ("calibrate.txt", "held_out.txt", "NOTICE.md")}
+    assert texts <= present
     assert {"edgeinfer/py.typed", "edgeinfer/apps/bench/stories.json", "edgeinfer/apps/bench/report.css"} <= present
     for path in BUILTIN.rglob("*"):
         if path.is_file():

@@ -1,9 +1,13 @@
-"""Texts to calibrate with: tokens of a text file, from places spread over it."""
+"""Texts to calibrate with, and to compare with what calibrating made: tokens of a file, or of the text that ships."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.resources
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,14 @@ LENGTH = 512
 # A longer file is looked at in so many pieces, of this size together.
 _MOST_BYTES = 4 << 20
 _PIECES = 256
+# What a calibration is called that reads the text of this package.
+DEFAULT_TEXT = "default"
+# Its pieces, whose kinds take turns, so that any few in a row are of all kinds.
+_BETWEEN = "\n\f\n"
+# A shorter rest of a piece says little, as its first tokens have seen nothing.
+_LEAST = 64
+
+Part = Literal["calibrate", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +40,48 @@ class CalibrationText:
         return sum(map(len, self.texts))
 
 
-def read_calibration_text(path: Path, tokenizer: bytes, tokens: int, context: int) -> CalibrationText:
-    ids, begin = _tokenize(_sample(path), tokenizer)
+def builtin_text(part: Part = "calibrate") -> tuple[str, ...]:
+    """Prose, dialogues, code and several languages in pieces of about 500 tokens; the parts have nothing in common."""
+    return tuple(_shipped(part).decode("utf-8").removesuffix("\n").split(_BETWEEN))
+
+
+def _shipped(part: Part) -> bytes:
+    return importlib.resources.files("edgeinfer.export.source").joinpath("calibration", f"{part}.txt").read_bytes()
+
+
+def read_builtin_text(part: Part, tokenizer: bytes, tokens: int, context: int) -> CalibrationText:
+    """So many tokens of the text that ships, or all that it has, and its digest."""
+    encode, begin = _encoder(tokenizer)
+    body = min(LENGTH, context, tokens) - len(begin)
+    pieces = [encode(piece) for piece in builtin_text(part)] if body > 0 else []
+    texts: list[NDArray[np.int64]] = []
+    for ids in _chunks(pieces, body):
+        left = tokens - sum(map(len, texts))
+        texts.append(np.concatenate([begin, ids])[:left])
+        if left <= len(texts[-1]):
+            break
+    if not texts:
+        message = "The checkpoint's tokenizer knows next to nothing of the text that this program calibrates with."
+        raise UsageError(message, "Give another with --calibration FILE, or add --no-calibration.")
+    return CalibrationText(tuple(texts), hashlib.sha256(_shipped(part)).hexdigest())
+
+
+def _chunks(pieces: list[NDArray[np.int64]], body: int) -> Iterator[NDArray[np.int64]]:
+    """The beginning of every piece, then what follows it in each."""
+    longest = max(map(len, pieces), default=0)
+    for start in range(0, longest, max(body, 1)):
+        for ids in pieces:
+            if len(ids) >= start + min(_LEAST, body):
+                yield ids[start : start + body]
+
+
+def read_calibration_text(source: Path | str, tokenizer: bytes, tokens: int, context: int) -> CalibrationText:
+    """So many tokens of a file, or with "default" of the text that ships."""
+    if source == DEFAULT_TEXT:
+        return read_builtin_text("calibrate", tokenizer, tokens, context)
+    path = Path(source)
+    encode, begin = _encoder(tokenizer)
+    ids = encode(_sample(path))
     length = min(LENGTH, context, tokens)
     body, count = length - len(begin), -(-tokens // length)
     needed = tokens - count * len(begin)
@@ -63,15 +115,15 @@ def _sample(path: Path) -> str:
         raise UsageError(f"Cannot read {path}: {error.strerror}.", "Check the name and its permissions.") from error
 
 
-def _tokenize(text: str, tokenizer: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Token ids of a text, and those that begin one."""
+def _encoder(tokenizer: bytes) -> tuple[Callable[[str], NDArray[np.int64]], NDArray[np.int64]]:
+    """What gives the token ids of a text, and those that begin one."""
     from tokenizers import Tokenizer
 
     try:
         encoder = Tokenizer.from_buffer(tokenizer)
         encoder.encode_special_tokens = True  # as the text that they are, where a file spells some
-        begin, ids = encoder.encode("").ids, encoder.encode(text, add_special_tokens=False).ids
+        begin = np.asarray(encoder.encode("").ids, np.int64)
     except Exception as error:  # the library raises plain Exception
         message = f"The checkpoint's tokenizer cannot be used: {error}."
         raise CheckpointError(message, "Download the checkpoint again.") from error
-    return np.asarray(ids, np.int64), np.asarray(begin, np.int64)
+    return lambda text: np.asarray(encoder.encode(text, add_special_tokens=False).ids, np.int64), begin

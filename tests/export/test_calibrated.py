@@ -26,7 +26,7 @@ from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.export.source.calibration_text import read_calibration_text
+from edgeinfer.export.source.calibration_text import builtin_text, read_builtin_text, read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.weights.calibrated import fold_head, fold_layer
@@ -231,6 +231,30 @@ def test_a_long_file_is_looked_at_in_pieces(tmp_path: Path, tokenizer: bytes, mo
     monkeypatch.setattr("edgeinfer.export.source.calibration_text._MOST_BYTES", 1 << 16)
     found = read_calibration_text(path, tokenizer, 1024, 512)
     assert found.tokens == 1024
+
+
+def test_the_parts_of_the_text_that_ships_have_no_line_in_common() -> None:
+    lines = [
+        {line for piece in builtin_text(part) for line in piece.splitlines() if len(line) > 60}
+        for part in ("calibrate", "held_out")
+    ]
+    assert min(map(len, lines)) > 200 and not lines[0] & lines[1]
+
+
+@each_row("kind", ["def ", "struct", "User: ", "Question: ", "century", "die ", "的"])
+def test_the_first_pieces_are_of_all_kinds(kind: str) -> None:
+    for part in ("calibrate", "held_out"):
+        assert any(kind in piece for piece in builtin_text(part)[:36])
+
+
+def test_tokens_of_the_text_that_ships_are_of_the_beginning_of_every_piece(tokenizer: bytes) -> None:
+    few, many = (read_calibration_text("default", tokenizer, tokens, 128) for tokens in (300, 4000))
+    assert few.tokens == 300 and many.tokens == 4000 and few.sha256 == many.sha256
+    assert [len(text) for text in few.texts] == [128, 128, 44]
+    for mine, theirs in zip(few.texts, many.texts, strict=False):
+        np.testing.assert_array_equal(mine, theirs[: len(mine)])
+    everything = read_builtin_text("held_out", tokenizer, 1 << 22, 1 << 20)
+    assert 10_000 < everything.tokens < 1 << 22 and max(map(len, everything.texts)) == 512
 
 
 def test_a_broken_tokenizer(text: Path) -> None:
