@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export import exporter
 from edgeinfer.export.options import ExportConfig
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ def export_checkpoint(source: Path, out: Path, config: ExportConfig | None = Non
 
 
 def _export(folder: Path, source: _Checkpoint, config: ExportConfig, name: str) -> None:
-    export_anew(source.path, folder / name, config)
+    exporter.export_checkpoint(source.path, folder / name, config)
 
 
 class _Checkpoint:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import edgeinfer
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
@@ -42,7 +42,7 @@ def export_with_module(
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
     make_checkpoint(folder / "target", family, seed=1, **sizes | settings)
     module = make(folder / "drafter", folder / "target")
-    export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=module, keep_small=False))
+    export_checkpoint(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=module, keep_small=False))
 
 
 def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:
@@ -133,6 +133,6 @@ def require_refused(target: Path, module: Path, damages: Mapping[str, Damage], s
         damaged = Path(shutil.copytree(module, scratch / name))
         change(damaged)
         with pytest.raises(CheckpointError, match=message) as refused:
-            export_anew(target, scratch / "bundle", ExportConfig(drafter=damaged))
+            export_checkpoint(target, scratch / "bundle", ExportConfig(drafter=damaged))
         assert "\n" not in refused.value.message and refused.value.hint
         assert not (scratch / "bundle").exists()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import edgeinfer
-from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.methods import product_methods
 from edgeinfer.results import Result, SpeculationUse
@@ -124,4 +124,4 @@ def random_bundle(folder: Path, seed: int = 0, **settings: Any) -> Path:
 
 def _make_random(folder: Path, seed: int, settings: list[tuple[str, Any]]) -> None:
     make_checkpoint(folder / "checkpoint", "llama", seed=seed, **dict(settings))
-    export_anew(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))

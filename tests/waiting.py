@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+from edgeinfer.errors import EdgeInferError
 
 # Seconds after which what is waited for has failed to come: far more than it takes on however busy a machine.
 TIME_LIMIT = 60.0
@@ -19,3 +22,19 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not come within {TIME_LIMIT:.0f} seconds")
         pause.wait(_BETWEEN_LOOKS)
+
+
+def in_thread(work: Callable[[], Any]) -> list[Any]:
+    """Runs work in another thread; returns what it returned or raised."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except EdgeInferError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=TIME_LIMIT)
+    return outcome

@@ -88,8 +88,10 @@ def _at(path: Path, bits: int | None, llamacpp: bool) -> Found:
     if is_gguf(path):
         if llamacpp or not is_usable():
             return Found(path)
-        converted, refusal = find_converted(source), refusal_of(source)
-        return Found(converted.path if converted else path if refusal else None, path)
+        converted = find_converted(source)
+        if converted is not None:
+            return Found(converted.path, path)
+        return Found(None if refusal_of(source) is None else path, path)
     if path.is_file() or is_bundle(path) or not is_checkpoint(path):
         return Found(path)
     converted = find_converted(source, bits)

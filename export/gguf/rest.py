@@ -12,7 +12,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,14 +73,7 @@ def _kept(gguf: GgufFile, planned: Planned) -> dict[str, list[_Rows]]:
 
 def _same_floats(source: Source, tensor: GgufTensor) -> bool:
     """Whether values are the file's, which float32 holds exactly."""
-    plain = Source(
-        source.name,
-        source.shape,
-        packing=source.packing,
-        pieces=source.pieces,
-        paired=source.paired,
-        runs=source.runs,
-    )
+    plain = replace(source, scale=1.0, offset=0.0, softplus=False, logged=False, padding=None)
     return source == plain and tensor.type.name in _FLOATS
 
 

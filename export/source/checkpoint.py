@@ -55,13 +55,32 @@ class TensorFile(Protocol):
         """Reads rows of a packed tensor as bytes."""
 
 
-class Checkpoint:
+class OpenFiles:
+    """Files that are opened when they are first read, without buffers, and closed when the block ends."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            self._files[path] = path.open("rb", buffering=0)
+        return self._files[path]
+
+
+class Checkpoint(OpenFiles):
     """The tensors of a checkpoint directory, in one file or in shards, by name; opening reads the headers only."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self._tensors: dict[str, _Tensor] = {}
-        self._files: dict[Path, BinaryIO] = {}
         single, index = folder / _SINGLE, folder / _INDEX
         if single.is_file():
             self._tensors = _read_header(single)
@@ -73,14 +92,6 @@ class Checkpoint:
         # Scales, and the scales of inputs, which are not read.
         self._companions = {fp8_scale_name(name) for name in eights}
         self._companions |= {f"{name.removesuffix('weight')}activation_scale" for name in eights}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -204,15 +215,6 @@ class Checkpoint:
             else:
                 # bfloat16 is the upper half of a float32.
                 np.left_shift(raw.view(np.uint16), 16, out=piece.view(np.uint32), dtype=np.uint32)
-
-    def _open(self, path: Path) -> BinaryIO:
-        if path not in self._files:
-            try:
-                # Unbuffered: reads are large, and a buffer would be copied through.
-                self._files[path] = path.open("rb", buffering=0)
-            except OSError as error:
-                raise _unreadable(path, error) from error
-        return self._files[path]
 
     def _read_shards(self, index: Path) -> None:
         data = parse_object(read_bytes(index), str(index))

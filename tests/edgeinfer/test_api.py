@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,9 +24,10 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
-from tests.cli import TIME_LIMIT, python
+from tests.cli import python
 from tests.speculation import load_eager, random_bundle
 from tests.tables import each_row
+from tests.waiting import in_thread
 
 PROMPT = "Once upon a time there was a little dog."
 
@@ -275,22 +275,6 @@ def test_the_builtin_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
 
 BEGINNING = "Once upon a time"
 DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 40, "ignore_eos": True}
-
-
-def in_thread(work: Any) -> list[Any]:
-    """Runs work in another thread; returns what it returned or raised."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except EdgeInferError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(timeout=TIME_LIMIT)
-    return outcome
 
 
 def broken(*_: Any, **__: Any) -> None:

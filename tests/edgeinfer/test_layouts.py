@@ -43,7 +43,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
 from edgeinfer.bundle.writing import MANIFEST, seal
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export import exporter
 from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint, made
 from tests.cli import contents, edgeinfer, refuses
@@ -395,7 +395,7 @@ def test_rows_that_cannot_take_turns_are_refused() -> None:
 def make_mixed(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "qwen3-moe")
     config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED)
-    export_anew(folder / "checkpoint", folder / "native", config)
+    exporter.export_checkpoint(folder / "checkpoint", folder / "native", config)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from edgeinfer.errors import StorageError, UsageError
 from tests.cli import TIME_LIMIT, python
 from tests.speculation import BUILTIN, known_costs, needs_builtin
 from tests.timers import Timers
-from tests.waiting import wait_until
+from tests.waiting import in_thread, wait_until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 PROMPT = "Tell me about the little dog and the cat that is not here"
@@ -272,18 +272,8 @@ def test_nothing_is_unloaded_under_a_running_reply(left: edgeinfer.Model, timers
     for timer in timers:
         timer.elapse()
     assert is_loaded(left)
-    refused: list[BaseException] = []
-
-    def attempt() -> None:
-        try:
-            left.unload()
-        except UsageError as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join(timeout=TIME_LIMIT)
-    assert refused
+    (refused,) = in_thread(left.unload)
+    assert isinstance(refused, UsageError)
     ids += [token for chunk in stream for token in chunk.token_ids]
     (timer,) = timers.waiting
     assert (timer.interval, timer.daemon) == (30, True)

@@ -26,7 +26,7 @@ from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import EdgeInferError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.gguf.reading import GgufTensors, convert_gguf, convert_model, read_model, refusal
+from edgeinfer.export.gguf.reading import GgufTensors, convert_gguf, convert_model, look, read_model
 from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
@@ -269,8 +269,8 @@ def test_damaged_headers_are_refused_in_one_line(headers: list[GgufFile], data: 
                 )
             case "lose":
                 del tensors[index]
-    said = refusal(GgufFile(Metadata(gguf.path, metadata), tuple(tensors), gguf.splits))
-    assert said is None or (said and "\n" not in said and len(said) < 400)
+    said = look(GgufFile(Metadata(gguf.path, metadata), tuple(tensors), gguf.splits))
+    assert not isinstance(said, str) or (said and "\n" not in said and len(said) < 400)
 
 
 def test_malformed_files_are_refused_and_leave_nothing(tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_malformed_files_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     for name, case in CASES.items():
         made = case()
         file.write_bytes(made if isinstance(made, bytes) else made.build())
-        said = refusal(file)
-        if said is None or not said.isprintable() or len(said) > 400 + len(str(file)):
+        said = look(file)
+        if not isinstance(said, str) or not said.isprintable() or len(said) > 400 + len(str(file)):
             read.append(name)
         with pytest.raises(EdgeInferError):
             convert_gguf(file, tmp_path / "bundle")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UsageError
-from edgeinfer.export.exporter import export_checkpoint as export_anew
+from edgeinfer.export import exporter
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.dflash import DflashOptions
 from edgeinfer.export.training.distill import KindOptions, distill
@@ -135,7 +135,9 @@ def test_training_makes_it_better_and_an_interrupted_one_ends_alike(
     changed, message = made.changed
     with pytest.raises(UsageError, match=f"another configuration: {message}"):
         distill(target, text, replace(made.options, **changed), tmp_path / "work")
-    bundle = export_anew(folder / "target", tmp_path / "out", ExportConfig(bits=32, drafter=tmp_path / "theirs"))
+    bundle = exporter.export_checkpoint(
+        folder / "target", tmp_path / "out", ExportConfig(bits=32, drafter=tmp_path / "theirs")
+    )
     _compare(bundle, kind, made.logits(tmp_path / "theirs", folder / "target"))
 
 

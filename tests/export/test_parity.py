@@ -23,9 +23,9 @@ from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.export import exporter
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import read_spec, require_graphs, require_plain
-from edgeinfer.export.exporter import export_checkpoint as export_anew
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
@@ -46,7 +46,7 @@ def export_random(
     folder: Path, arch: str, config: ExportConfig, layouts: tuple[Layout, ...] = (PORTABLE,), **settings: Any
 ) -> tuple[Any, list[Runner]]:
     model = make_checkpoint(folder / "checkpoint", arch, **settings)
-    bundle = export_anew(folder / "checkpoint", folder / "bundle", config)
+    bundle = exporter.export_checkpoint(folder / "checkpoint", folder / "bundle", config)
     return model, [Runner(bundle, rotary_tables(model, len(TOKENS)), layout) for layout in layouts]
 
 
@@ -64,7 +64,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def difference(folder: Path, name: str, **settings: Any) -> float:
     """The largest difference of the reference's logits from transformers'."""
     model = make_checkpoint(folder / "checkpoint", name, **settings)
-    bundle = open_bundle(export_anew(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32)))
+    bundle = open_bundle(exporter.export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32)))
     rows = np.arange(len(TOKENS))
     found = ReferenceBackend(bundle, 32).forward(ForwardInput(TOKENS, rows, rows)).logits
     return float(np.abs(found - expected_logits(model, TOKENS)).max())
