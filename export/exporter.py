@@ -40,7 +40,7 @@ def export_checkpoint(
     if source.suffix.lower() == ".gguf":
         message = f"{source} is a GGUF file, whose weights a bundle keeps as they are."
         raise UsageError(message, f"Make the bundle with edgeinfer convert {source} OUT, or run the file itself.")
-    if (config.calibration is not None or config.has_budget) and find_spec("scipy") is None:
+    if config.is_calibrated and find_spec("scipy") is None:
         message = "Calibrated rounding, and bits within a budget, need the scipy package."
         raise UsageError(message, "pip install 'edgeinfer[export]'")
     if config.format == "gguf":
@@ -74,7 +74,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         taps = () if module is None else module.described.taps
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans
-        config = with_defaults(config, plans)
+        config = with_defaults(config, described)
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
         tensors, layout = _table(described, weights.quant, config.layout, native=module is not None)

@@ -275,7 +275,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
         graphs = config.static.graphs(spec)
         described = _keep_layers(stored, graphs)
         spec, plans = described.spec, described.plans
-        config = with_defaults(config, plans)
+        config = with_defaults(config, described)
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, described.parameters, progress)
         weights = dataclasses.replace(weights, quant=_storable(described, weights.quant))

@@ -15,7 +15,7 @@ from edgeinfer.bundle.packing import find_expert, portable_bits
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.options.load import BITS, WIDTHS
-from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate_exactly
+from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate, allocate_exactly
 from edgeinfer.quant.policy import (
     PROTECTED_BITS,
     QuantPlan,
@@ -31,6 +31,8 @@ from edgeinfer.quant.policy import (
 Draw = Callable[[str, QuantScheme | None], Outline]
 
 _BLOCK_SIZES = (32, 64, 128)
+# Costs are whole numbers of so many nats where bytes are to be few.
+_NAT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,30 @@ def candidate_schemes(
     return found
 
 
+def plan_below(
+    divergence: float,
+    candidates: Mapping[str, Sequence[Candidate]],
+    names: Iterable[str],
+    outline: Draw,
+    layout: Layout,
+    method: str = "rtn",
+    most: int | None = None,
+) -> QuantPlan:
+    """The plan of fewest bytes whose predicted cost is at most `divergence`, or the least that can be had; of least
+    cost within `most` bytes where it takes more."""
+    names = list(names)
+    options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
+    plain = [_choice(members, partial(_plain_bytes, layout=layout), outline) for members in options]
+    # The same programme with costs and bytes in each other's places.
+    turned = [Choice(tuple(PricedOption(round(o.cost / _NAT), o.nbytes) for o in c.options)) for c in plain]
+    allowed = max(round(divergence / _NAT), sum(choice.least for choice in turned))
+    by_name = _chosen(options, allocate(turned, allowed).chosen)
+    size = file_bytes(lay_out([outline(name, by_name[name].scheme) for name in names], layout))
+    if most is not None and size > most:
+        return plan_within(most, candidates, names, outline, layout, method)
+    return _plan(by_name, candidates, names, outline, method, None)
+
+
 def plan_within(
     budget: int,
     candidates: Mapping[str, Sequence[Candidate]],
@@ -99,26 +125,30 @@ def plan_within(
     names = list(names)
     options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
 
-    def schemes(chosen: Sequence[int]) -> dict[str, QuantScheme | None]:
-        return {
-            name: found[index].scheme
-            for members, index in zip(options, chosen, strict=True)
-            for name, found in members.items()
-        }
-
     def measure(chosen: Sequence[int]) -> int:
-        by_name = schemes(chosen)
-        return file_bytes(lay_out([outline(name, by_name[name]) for name in names], layout))
+        by_name = _chosen(options, chosen)
+        return file_bytes(lay_out([outline(name, by_name[name].scheme) for name in names], layout))
 
     allocation = _best(options, budget, measure, outline, layout)
-    by_name = schemes(allocation.chosen)
-    predicted = {
-        name: found[index].cost
-        for members, index in zip(options, allocation.chosen, strict=True)
-        for name, found in members.items()
-        if name in candidates
+    return _plan(_chosen(options, allocation.chosen), candidates, names, outline, method, budget)
+
+
+def _chosen(options: Sequence[Mapping[str, Sequence[Candidate]]], chosen: Sequence[int]) -> dict[str, Candidate]:
+    return {
+        name: found[index] for members, index in zip(options, chosen, strict=True) for name, found in members.items()
     }
-    matrices = {name: by_name[name] for name in names if len(outline(name, None).shape) == 2}
+
+
+def _plan(
+    chosen: Mapping[str, Candidate],
+    candidates: Mapping[str, Sequence[Candidate]],
+    names: Iterable[str],
+    outline: Draw,
+    method: str,
+    budget: int | None,
+) -> QuantPlan:
+    predicted = {name: candidate.cost for name, candidate in chosen.items() if name in candidates}
+    matrices = {name: chosen[name].scheme for name in names if len(outline(name, None).shape) == 2}
     return QuantPlan(matrices, method, predicted, budget)
 
 

@@ -43,6 +43,12 @@ Tensors = Callable[[str], Floats]
 Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 
 
+def uncomputed(spec: DecoderSpec) -> list[str]:
+    """Parts of a decoder that cannot be computed here."""
+    found = ["experts next to an MLP"] if spec.moe is not None and spec.moe.with_mlp else []
+    return [*found, *(name for name in _UNCOMPUTED if getattr(spec, name))]
+
+
 class LayerWalk:
     """Runs the layers of a decoder, one after the other, over texts, which do not see each other.
 
@@ -62,8 +68,7 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
-        unsupported = ["experts next to an MLP"] if spec.moe is not None and spec.moe.with_mlp else []
-        for name in (*unsupported, *(name for name in _UNCOMPUTED if getattr(spec, name))):
+        for name in uncomputed(spec):
             what = f"Calibration of a decoder with {name}"
             raise UnsupportedArchitectureError(f"{what} is not supported yet.", "Export it without a calibration text.")
         self.spec = spec

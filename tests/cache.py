@@ -49,7 +49,7 @@ def made(make: Callable[..., None], *arguments: Any, copy_to: Path | None = None
 
 def export_checkpoint(source: Path, out: Path, config: ExportConfig | None = None) -> Path:
     """As edgeinfer.export.export_checkpoint, for tests that are not about exporting but about what comes after it."""
-    folder = made(_export, _Checkpoint(source), config or ExportConfig(), out.name)
+    folder = made(_export, _Checkpoint(source), config or ExportConfig(bits=4, calibration="none"), out.name)
     return Path(shutil.copytree(folder / out.name, out))
 
 

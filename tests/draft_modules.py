@@ -42,7 +42,7 @@ def export_with_module(
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
     make_checkpoint(folder / "target", family, seed=1, **sizes | settings)
     module = make(folder / "drafter", folder / "target")
-    export_checkpoint(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=module, keep_small=False))
+    export_checkpoint(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=module, keep_small=False, calibration="none"))
 
 
 def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:
@@ -133,6 +133,6 @@ def require_refused(target: Path, module: Path, damages: Mapping[str, Damage], s
         damaged = Path(shutil.copytree(module, scratch / name))
         change(damaged)
         with pytest.raises(CheckpointError, match=message) as refused:
-            export_checkpoint(target, scratch / "bundle", ExportConfig(drafter=damaged))
+            export_checkpoint(target, scratch / "bundle", ExportConfig(4, calibration="none", drafter=damaged))
         assert "\n" not in refused.value.message and refused.value.hint
         assert not (scratch / "bundle").exists()

@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[32, 8, 4, 2])
 def bundle(request: pytest.FixtureRequest, checkpoint: Path) -> Path:
     folder = checkpoint.parent / f"bits-{request.param}"
-    return export_checkpoint(checkpoint, folder, ExportConfig(bits=request.param, keep_small=False))
+    return export_checkpoint(checkpoint, folder, ExportConfig(bits=request.param, keep_small=False, calibration="none"))
 
 
 def logits(bundle: Path, **options: Any) -> np.ndarray:  # (S, V)

@@ -206,9 +206,9 @@ def _load(variant: Variant, folder: Path) -> edgeinfer.Model:
 
         path = folder / variant.scheme
         if not path.exists():
-            config = ExportConfig(budget_bits=variant.bits, calibration=folder / _CALIBRATION)
+            config = ExportConfig(bits=variant.bits, calibration=folder / _CALIBRATION)
             if isinstance(variant.bits, int):
-                config = ExportConfig(bits=variant.bits, keep_small=not variant.small)
+                config = ExportConfig(variant.bits, calibration="none", keep_small=not variant.small)
             export_checkpoint(Path(str(variant.source)), path, config)
     options: dict[str, Any] = {} if variant.kv is None else {"kv": variant.kv}
     return edgeinfer.load(path, speculation="off", remember=False, **options)

@@ -392,7 +392,7 @@ def _export_drafter(
     # At 8 bits the small layers would stay float32, and all layers of a drafter are small.
     keep = args.keep_small and args.bits == 4
     head = args.head_bits or args.bits
-    config = ExportConfig(bits=args.bits, head_bits=head, keep_small=keep, name=args.out.name)
+    config = ExportConfig(bits=args.bits, head_bits=head, keep_small=keep, calibration="none", name=args.out.name)
     export_checkpoint(trained.checkpoint, args.out, config, bar)
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     if trained.depths:
@@ -437,7 +437,9 @@ def _distill_module(args: argparse.Namespace) -> int:
             if hub.is_bundle(source):
                 attach_drafter(open_bundle(source), checkpoint, args.out, ExportConfig(bits=args.bits), bar)
             else:
-                export_checkpoint(source, args.out, ExportConfig(bits=args.bits, drafter=checkpoint), bar)
+                export_checkpoint(
+                    source, args.out, ExportConfig(args.bits, calibration="none", drafter=checkpoint), bar
+                )
             prompts = [prompt.tolist() for prompt in trained.prompts[:_MEASURED_PROMPTS]]
             figures = measure_drafter(args.out, None, prompts, who=args.kind, progress=bar)
     size = sum(file.stat().st_size for file in (args.out / NESTED).iterdir())

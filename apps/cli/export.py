@@ -17,7 +17,7 @@ from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import format_size, parse_size
-from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS, WIDTHS
+from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
@@ -37,7 +37,7 @@ examples:
 """
 # Options that are fields of ExportConfig under the same name.
 _OPTIONS = (
-    *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),
+    *("bits", "max_divergence", "target_size", "calibration", "calibration_tokens", "method"),
     *("group_size", "symmetric", "minima", "head_bits", "keep_small", "layout", "exporter", "name", "gguf_type"),
 )
 # Options that are fields of StaticOptions, named --static-*.
@@ -76,7 +76,7 @@ def add_export(commands: Subparsers) -> None:
     parser.add_argument("--drafter", metavar="HEAD", help=text)
     parser.add_argument("--name", metavar="NAME", help="name of the model in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
-    parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
+    parser.advanced("--max-divergence", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
     parser.advanced(
         "--asymmetric", "--minima", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter"
     )
@@ -88,17 +88,12 @@ def add_export(commands: Subparsers) -> None:
 def _add_quantization(parser: Parser) -> None:
     size = parser.add_mutually_exclusive_group()
     text = (
-        "bits per weight: fewer make a smaller and faster model, more stay closer to the original; 16 "
-        "needs --format gguf, 32 is float32 (default: 4)"
+        "average bits per weight below 8, spread over the matrices so that the model loses least, or 8 or 32 (float32) "
+        "for all; auto is the fewest that stay below --max-divergence; 16 needs --format gguf (default: auto)"
     )
-    size.add_argument("--bits", type=int, choices=(*WIDTHS, 16, FLOAT_BITS), help=text)
+    size.add_argument("--bits", type=_bits, metavar="auto|N", help=text)
     text = "with --format gguf, instead of --bits: quantization type, such as Q4_K_M (default: Q4_0, the fastest)"
     size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
-    text = (
-        "instead of --bits: average bits per parameter, scales, zero points and float32 parts included; "
-        "spread over the matrices so that the model loses least"
-    )
-    size.add_argument("--budget-bits", type=float, metavar="BITS", help=text)
     text = "instead of --bits: size of the whole weights.bin or model.gguf, such as 350MB"
     size.add_argument("--target-size", type=parse_size, metavar="SIZE", help=text)
     text = (
@@ -111,7 +106,12 @@ def _add_quantization(parser: Parser) -> None:
         "calibration text in UTF-8, similar to what the model will read; weights that matter for it are "
         "kept most precisely"
     )
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--calibration", type=Path, metavar="FILE", help=text)
+    text = "convert without a text: in seconds, with bits chosen by rules"
+    source.add_argument("--no-calibration", dest="calibration", action="store_const", const="none", help=text)
+    text = "with --bits auto: divergence from the float model that is allowed, in nats a token (default: 0.03)"
+    parser.add_argument("--max-divergence", type=float, metavar="NATS", help=text)
     text = "number of calibration tokens (default: 16384, or 8192 for large models)"
     parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
     text = (
@@ -148,6 +148,19 @@ def _add_static(parser: Parser) -> None:
     parser.add_argument("--static-widths", type=_numbers, metavar="N,N,...", help=text)
     text = "with --static: layers to keep, such as 0-5,8; fewer layers make a drafter (default: all)"
     parser.add_argument("--static-layers", type=_ranges, metavar="LAYERS", help=text)
+
+
+def _bits(text: str) -> float | None:
+    """Parse bits a weight; None is auto."""
+    if text == "auto":
+        return None
+    try:
+        bits = float(text)
+    except ValueError:
+        bits = 0.0
+    if not 1 < bits <= FLOAT_BITS:
+        raise UsageError(f"--bits {text} is not supported.", "Write auto, or a number from 2 to 32.")
+    return int(bits) if bits.is_integer() else bits
 
 
 def _numbers(text: str, what: str = "numbers", hint: str = "Write them like 1,2,4,8.") -> tuple[int, ...]:

@@ -268,7 +268,7 @@ def _export(run: _Run, source: ModelSource, folder: Path, place: Path, bits: int
         progress("", 0, 1)  # a bar at once, as reading the checkpoint takes a while
         bundle = inside / "bundle"
         name = source.shown.rpartition("/")[2]
-        export_checkpoint(folder, bundle, ExportConfig(bits=bits, name=name or "model"), progress)
+        export_checkpoint(folder, bundle, ExportConfig(bits=bits, calibration="none", name=name or "model"), progress)
         with storage_errors(place):
             sync_tree(bundle)
             bundle.rename(place)

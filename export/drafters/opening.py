@@ -32,12 +32,13 @@ from edgeinfer.export.drafters.hydra import describe_hydra, is_hydra
 from edgeinfer.export.drafters.mtp import describe_mtp
 from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.graph.draft_module import BlockGraph, HeadsGraph, ModuleGraph, StepGraph, module_graph
-from edgeinfer.export.options import ExportConfig
+from edgeinfer.export.options import NO_TEXT, ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.planning import outline
+from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import QuantPlan
 from edgeinfer.results import Progress
@@ -199,7 +200,8 @@ def write_module(
 
 def _quantized(shapes: Mapping[str, tuple[int, ...]], config: ExportConfig) -> QuantPlan:
     """The plan by bits alone: budgets and patterns are meant for the target."""
-    plain = dataclasses.replace(config, budget_bits=None, target_size=None)
+    bits = config.bits if config.bits in CONVERTED_BITS else None
+    plain = dataclasses.replace(config, bits=bits, target_size=None, calibration=NO_TEXT, method="rtn")
     complete = plain.with_defaults(
         sum(math.prod(shape) for shape in shapes.values()), math.prod(shapes.get("head", (1,)))
     )

@@ -94,7 +94,7 @@ def check_request(checkpoint: Checkpoint, described: GgufSource, config: ExportC
     if layers:
         check_layers(described.arch.name, described.spec.num_layers, layers)
     model = _Model.of(checkpoint, described).without(config.prune_layers)
-    if described.arch.rewrite is not None and (config.calibration or config.budget_bytes(model.parameters) is not None):
+    if described.arch.rewrite is not None and (config.is_calibrated or config.has_budget):
         message = f"Calibrating GGUF files of {described.arch.name} is not supported."
         raise UsageError(message, "Choose a type of llama.cpp's, such as --type Q4_K_M, or export it to ONNX.")
     given = match_patterns(config.types_for, model.matrices)
@@ -120,7 +120,8 @@ def shrink(
     pruned = config.prune_layers
     if config.prune_count:
         tokens = prune_tokens(described.spec, described.parameters, config.prune_count)
-        chosen = choose_texts(texts, tokens, described.spec.vocab_size)
+        assert texts is not None, "layers are chosen by a text"
+        chosen = choose_texts(texts, tokens)
         pruned = choose_layers(model.spec, model.reader, chosen, config.prune_count, progress)
     check_prunable(written, pruned)
     model = model.without(pruned)
@@ -203,7 +204,7 @@ def _moved(tensor: PlannedGgufTensor, pruned: tuple[int, ...]) -> PlannedGgufTen
 
 
 def _read_text(config: ExportConfig, described: GgufSource, tokenizer: bytes) -> CalibrationText | None:
-    if config.calibration is None:
+    if not config.is_calibrated:
         return None
     tokens = config.calibration_tokens or default_tokens(described.parameters)
     return read_calibration_text(config.calibration, tokenizer, tokens, described.spec.max_positions)
@@ -223,7 +224,8 @@ def _plan(
     if budget is not None:
         # A size is of the whole file, bits are of its tensors.
         budget -= header if config.target_size is not None else 0
-        chosen = choose_texts(texts, probe_tokens(model.spec, model.parameters), model.spec.vocab_size)
+        assert texts is not None, "types are chosen by a text"
+        chosen = choose_texts(texts, probe_tokens(model.spec, model.parameters))
         return choose_types(model.spec, model.reader, chosen, model.tensors, budget, importance, given, progress)
     kind = find_file_type(config.gguf_kind)
     if not kind.is_float:

@@ -27,10 +27,16 @@ EXPORTERS = ("native", "optimum")
 # llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
 _GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)
+# Names in place of a file to calibrate with.
+DEFAULT_TEXT, NO_TEXT = "default", "none"
+# Bits that all linear layers have, with a text or without.
+_SAME = (8, FLOAT_BITS)
+# Bits of linear layers where nothing else decides.
+_USUAL_BITS = 4
 # Fewer say little of a model; more cost hours and change nothing.
 _FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
 _UNRECORDED = (
-    *("name", "layout", "force", "calibration", "calibration_tokens"),
+    *("name", "layout", "force", "calibration", "calibration_tokens", "max_size"),
     *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static", "drafter"),
 )
 
@@ -84,8 +90,10 @@ def _listed(numbers: tuple[int, ...]) -> str:
 class ExportConfig:
     """How a checkpoint becomes a bundle."""
 
-    # Of the linear layers; 32 keeps float32, and a GGUF file may have 16. Not used where there is a budget.
-    bits: int = 4
+    # Of a weight. None is the least whose predicted divergence stays below `max_divergence`. 8 is of the linear layers,
+    # 32 keeps float32, and a GGUF file may have 16; other numbers are averages of weights.bin that are spent where the
+    # model gains most. Without a calibration text all are of the linear layers, and None follows rules.
+    bits: float | None = None
     # Values that share a scale; None decides by the model's size. A layer whose width it does not divide takes the next
     # smaller one that does.
     group_size: int | None = None
@@ -96,10 +104,12 @@ class ExportConfig:
     keep_small: bool = True
     # Of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else "rtn".
     method: str | None = None
-    calibration: Path | None = None  # UTF-8 text to run the model on; None quantizes without
+    # UTF-8 text to run the model on; "default" is the one that ships, read where it decides, "none" none.
+    calibration: Path | str = DEFAULT_TEXT
     calibration_tokens: int | None = None  # of the text; None decides by the model's size
-    budget_bits: float | None = None  # stored bits per parameter in weights.bin, spent where the model gains most
-    target_size: int | None = None  # the same budget in bytes
+    max_divergence: float = 0.03  # from the float model in nats a token, where bits are None
+    max_size: int | None = None  # of weights.bin in bytes, where bits are None; goes before `max_divergence`
+    target_size: int | None = None  # of weights.bin in bytes, spent where the model gains most, instead of bits
     # `bits_for`, `types_for`: bits or GGUF types of tensors by glob patterns, of which the last match wins, in any
     # case.
     bits_for: tuple[tuple[str, int], ...] = ()
@@ -119,7 +129,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         _choice("format", self.format, FORMATS)
-        _choice("bits", self.bits, CONVERTED_BITS if self.format == "onnx" else tuple(_GGUF_TYPES))
+        self._check_bits()
         _choice("group_size", self.group_size, (None, *_GROUP_SIZES))
         _choice("head_bits", self.head_bits, (None, *CONVERTED_BITS))
         _choice("layout", self.layout, LAYOUTS)
@@ -145,8 +155,7 @@ class ExportConfig:
             # The optimum exporter names no tensors and runs no layers.
             asked = {
                 "method": self.method not in (None, "rtn"),
-                "calibration": self.calibration is not None,
-                "budget_bits": self.budget_bits is not None,
+                "calibration": isinstance(self.calibration, Path),
                 "target_size": self.target_size is not None,
                 "bits_for": bool(self.bits_for),
             }
@@ -170,24 +179,33 @@ class ExportConfig:
 
     def _check_method(self) -> None:
         _choice("method", self.method, (None, *METHODS))
-        if self.method is not None and METHODS[self.method].needs != "nothing" and self.calibration is None:
-            hint = "Add --calibration FILE, or choose a method that needs none, such as rtn."
+        if isinstance(self.calibration, str):
+            _choice("calibration", self.calibration, (DEFAULT_TEXT, NO_TEXT))
+        if self._needs_text and self.calibration == NO_TEXT:
+            hint = "Leave --no-calibration out, or choose a method that needs no text, such as rtn."
             raise UsageError(f"The method {self.method} needs a calibration text.", hint)
         tokens = self.calibration_tokens
         if tokens is not None and not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
             hint = f"Choose {_FEWEST_TOKENS} to {_MOST_TOKENS}."
             raise UsageError(Setting("calibration_tokens", tokens) + " is out of range.", hint)
 
+    def _check_bits(self) -> None:
+        whole = (None, *(CONVERTED_BITS if self.format == "onnx" else _GGUF_TYPES))
+        averages = not self.is_uniform and self.calibration != NO_TEXT
+        asked = self.bits if averages and self.bits not in (None, 8, 16) else None
+        if not (asked and 1 < asked < FLOAT_BITS and (self.format == "onnx" or asked % 1)):
+            _choice("bits", self.bits, whole)
+        if not 0 < self.max_divergence < math.inf:
+            message = Setting("max_divergence", self.max_divergence) + " is out of range."
+            raise UsageError(message, "Use a positive number of nats, such as 0.03.")
+
     def _check_budget(self) -> None:
-        if self.budget_bits is not None and self.target_size is not None:
-            both = Setting("budget_bits") + " and " + Setting("target_size")
+        if self.bits is not None and self.target_size is not None:
+            both = Setting("bits") + " and " + Setting("target_size")
             raise UsageError(both + " are both given.", "Leave one of them out.")
-        if self.budget_bits is not None and not 1 <= self.budget_bits <= FLOAT_BITS:
-            message = Setting("budget_bits", self.budget_bits) + " is out of range."
-            raise UsageError(message, f"Choose 1 to {FLOAT_BITS}.")
-        if self.target_size is not None and self.target_size <= 0:
-            message = Setting("target_size", self.target_size) + " is out of range."
-            raise UsageError(message, "Use a positive number of bytes.")
+        for name, size in (("target_size", self.target_size), ("max_size", self.max_size)):
+            if size is not None and size <= 0:
+                raise UsageError(Setting(name, size) + " is out of range.", "Use a positive number of bytes.")
 
     def _check_gguf(self) -> None:
         """Refuses options that llama.cpp's types decide."""
@@ -203,9 +221,11 @@ class ExportConfig:
             "bits_for": bool(self.bits_for),
         }
         _refuse(asked, "for GGUF models", "Leave it out, and choose a type, such as --type Q4_K_M.")
-        if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
+        if find_file_type(self.gguf_kind).needs_importance and self.calibration == NO_TEXT and not self.has_budget:
             message = f"{self.gguf_kind} needs a calibration text."
-            raise UsageError(message, "Add --calibration FILE, or choose a larger type.")
+            raise UsageError(message, "Leave --no-calibration out, or choose a larger type.")
+        if self.calibration == NO_TEXT and (self.has_budget or self.prune_count):
+            raise UsageError("Types by size, and layers to leave out, need a text.", "Leave --no-calibration out.")
         if self.has_budget and self.gguf_type is not None:
             raise UsageError("A type and a size are both given.", "Leave one of them out.")
         if self.prune_layers and self.prune_count:
@@ -223,7 +243,6 @@ class ExportConfig:
             f"format={self.format!r}": self.format != "onnx",
             f"exporter={self.exporter!r}": self.exporter != "native",
             f"layout={self.layout!r}": self.layout != NATIVE,
-            "budget_bits": self.budget_bits is not None,
             "target_size": self.target_size is not None,
             **self._asked_bits(2, 3, 5, 6),
             "minima": self.minima,
@@ -232,7 +251,7 @@ class ExportConfig:
 
     def _asked_bits(self, *widths: int) -> dict[str, bool]:
         """Which of some widths are asked for, by what messages call them."""
-        given = (self.bits, self.head_bits, *(bits for _, bits in self.bits_for))
+        given = (None if self.has_budget else self.bits, self.head_bits, *(bits for _, bits in self.bits_for))
         return {f"{bits} bits": bits in given for bits in widths}
 
     @property
@@ -242,27 +261,54 @@ class ExportConfig:
 
     @property
     def gguf_kind(self) -> str:
-        return _GGUF_TYPES[self.bits] if self.gguf_type is None else find_file_type(self.gguf_type).name
+        if self.gguf_type is not None:
+            return find_file_type(self.gguf_type).name
+        return _GGUF_TYPES[_USUAL_BITS if self.bits is None or self.bits % 1 else int(self.bits)]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the route knows no bits but the same for all matrices."""
+        return self.static is not None or self.exporter != "native"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a text is read."""
+        if self.calibration != DEFAULT_TEXT:
+            return self.calibration != NO_TEXT
+        if self.format == "gguf":
+            return self.has_budget or self.prune_count > 0 or find_file_type(self.gguf_kind).needs_importance
+        return self.has_budget or self._needs_text
+
+    @property
+    def _needs_text(self) -> bool:
+        return self.method is not None and METHODS[self.method].needs != "nothing"
 
     @property
     def has_budget(self) -> bool:
-        return self.budget_bits is not None or self.target_size is not None
+        """Whether bits of every tensor are chosen by what they are predicted to cost."""
+        if self.target_size is not None:
+            return True
+        if self.format == "gguf":
+            return self.bits is not None and self.bits % 1 > 0
+        return not self.is_uniform and self.calibration != NO_TEXT and self.bits not in _SAME
 
     def budget_bytes(self, parameters: int) -> int | None:
-        """Size limit of weights.bin for this number of parameters; None where bits are given."""
-        if self.budget_bits is not None:
-            return math.floor(self.budget_bits * parameters / 8)
+        """Size limit of weights.bin for this number of parameters; None where there is none."""
+        if self.has_budget and self.bits is not None:
+            return math.floor(self.bits * parameters / 8)
         return self.target_size
 
     def with_defaults(self, weights: int, vocabulary_weights: int) -> ExportConfig:
         """Fills in the options that depend on the model's size, and not on a budget."""
-        method = self.method or ("rtn" if self.calibration is None else "gptq")
+        method = self.method or ("gptq" if self.is_calibrated else "rtn")
         tokens = self.calibration_tokens or default_tokens(weights)
         if self.has_budget:
             return dataclasses.replace(self, method=method, calibration_tokens=tokens)
+        bits = int(self.bits or _USUAL_BITS)
         return dataclasses.replace(
             self,
-            head_bits=self.head_bits or default_head_bits(self.bits, vocabulary_weights),
+            bits=bits,
+            head_bits=self.head_bits or default_head_bits(bits, vocabulary_weights),
             group_size=self.group_size or default_group_size(weights),
             method=method,
             calibration_tokens=tokens,
@@ -271,11 +317,11 @@ class ExportConfig:
     @property
     def policy(self) -> QuantPolicy:
         """The bits of each tensor; after `with_defaults`, without a budget."""
-        assert self.head_bits is not None and self.group_size is not None, "call with_defaults first"
+        assert self.bits and self.head_bits and self.group_size, "call with_defaults first"
         # The operators of ONNX Runtime, which the optimum route writes at once, read 2 bits each.
         native = self.layout == NATIVE and self.exporter == "native"
         marks = {"vectors": native, "minima": self.minima}
-        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, **marks)
+        return QuantPolicy(int(self.bits), self.head_bits, self.group_size, self.symmetric, self.keep_small, **marks)
 
     @property
     def limits(self) -> Limits:
@@ -287,11 +333,12 @@ class ExportConfig:
         """The options that the manifest records: all except paths and what it says elsewhere."""
         if self.format == "gguf":
             types = " ".join(f"{pattern}={kind}" for pattern, kind in self.types_for) or None
-            asked = {"budget_bits": self.budget_bits, "target_size": self.target_size, "types_for": types}
+            bits = self.bits if self.has_budget else None
+            asked = {"bits": bits, "target_size": self.target_size, "types_for": types}
             return {"format": self.format, "type": self.gguf_kind} | asked
         given = {k: v for k, v in dataclasses.asdict(self).items() if k not in _UNRECORDED}
-        if self.has_budget:
-            del given["bits"]
+        if not self.has_budget or self.bits is not None or self.target_size is not None:
+            del given["max_divergence"]
         return given | {"bits_for": " ".join(f"{pattern}={bits}" for pattern, bits in self.bits_for) or None}
 
 

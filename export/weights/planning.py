@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -19,16 +20,17 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.architectures.tensors import TensorPlan
-from edgeinfer.export.options import ExportConfig
+from edgeinfer.export.options import DEFAULT_TEXT, NO_TEXT, ExportConfig
 from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.source.sidecar import Sidecar
-from edgeinfer.options.load import FLOAT_BITS
+from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.quant.blocks import Grid, packed
-from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_within
+from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_below, plan_within
+from edgeinfer.quant.calibration_layers import uncomputed
 from edgeinfer.quant.methods import method_for
 from edgeinfer.quant.policy import QuantPlan, QuantScheme
 from edgeinfer.quant.probing import probe_tokens
-from edgeinfer.quant.sensitivity import choose_texts, measure_costs
+from edgeinfer.quant.sensitivity import choose_texts, expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
@@ -45,9 +47,13 @@ class WeightPlan:
         return self.quant.record(*(() if self.text is None else (self.text.sha256, self.text.tokens)))
 
 
-def with_defaults(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportConfig:
-    """Fills in the options that depend on the model's size."""
-    sizes = {plan.name: math.prod(plan.shape) for plan in plans}
+def with_defaults(config: ExportConfig, described: Described) -> ExportConfig:
+    """Fills in the options that depend on the model; without a text where the one that ships cannot be used."""
+    packed = any(plan.kept(int(config.bits or 4)) for plan in described.plans)
+    if config.calibration == DEFAULT_TEXT and (packed or uncomputed(described.spec)):
+        bits = None if config.bits not in CONVERTED_BITS else config.bits
+        config = dataclasses.replace(config, calibration=NO_TEXT, bits=bits)
+    sizes = {plan.name: math.prod(plan.shape) for plan in described.plans}
     return config.with_defaults(sum(sizes.values()), sizes["embed"])
 
 
@@ -61,7 +67,7 @@ def plan_weights(
 ) -> WeightPlan:
     """Plans the weights of a complete configuration; with a budget, the model is probed for the smallest loss."""
     text = None
-    if config.calibration is not None:
+    if config.is_calibrated:
         assert config.calibration_tokens is not None, "call with_defaults first"
         tokenizer, context = sidecar.files["tokenizer.json"], described.spec.max_positions
         text = read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, context)
@@ -79,7 +85,7 @@ def _plan(
     spec, plans = described.spec, described.plans
     shapes, method = {plan.name: plan.shape for plan in plans}, config.method or "rtn"
     budget = config.budget_bytes(parameters)
-    if budget is None:
+    if not config.has_budget:
         bits = config.policy.bits
         kept = {} if bits == FLOAT_BITS else {plan.name: scheme for plan in plans if (scheme := plan.kept(bits))}
         if kept and text is not None:
@@ -92,12 +98,19 @@ def _plan(
         return outline(by_name[name], scheme)
 
     candidates = candidate_schemes(shapes, config.limits, config.layout)
-    # An impossible budget is refused before the model is probed, which takes a while.
-    unknown = {name: [Candidate(scheme, 0.0) for scheme in schemes] for name, schemes in candidates.items()}
-    plan_within(budget, unknown, shapes, draw, config.layout)
-    chosen = choose_texts(None if text is None else text.texts, probe_tokens(spec, parameters), spec.vocab_size)
-    costs = measure_costs(spec, tensors.tensor, chosen, candidates, progress)
-    return plan_within(budget, costs, shapes, draw, config.layout, method)
+    most = budget or config.max_size
+    if most is not None:
+        # An impossible budget is refused before the model is probed, which takes a while.
+        unknown = {name: [Candidate(scheme, 0.0) for scheme in schemes] for name, schemes in candidates.items()}
+        plan_within(most, unknown, shapes, draw, config.layout)
+    if text is None:
+        costs = expected_costs(tensors, {name: shape[0] for name, shape in shapes.items()}, candidates)
+    else:
+        chosen = choose_texts(text.texts, probe_tokens(spec, parameters))
+        costs = measure_costs(spec, tensors.tensor, chosen, candidates, progress)
+    if budget is not None:
+        return plan_within(budget, costs, shapes, draw, config.layout, method)
+    return plan_below(config.max_divergence, costs, shapes, draw, config.layout, method, config.max_size)
 
 
 # Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.

@@ -34,7 +34,11 @@ def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_small(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "llama", chat_template=TEMPLATE, max_position_embeddings=512)
-    export_checkpoint(folder / "checkpoint", folder / "small", ExportConfig(bits=4, keep_small=False, name="small"))
+    export_checkpoint(
+        folder / "checkpoint",
+        folder / "small",
+        ExportConfig(bits=4, keep_small=False, name="small", calibration="none"),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -273,7 +273,9 @@ def test_tokens_of_replies_side_by_side_get_what_the_budget_leaves() -> None:
 
 @pytest.mark.slow
 def test_replies_side_by_side_stay_within_what_was_planned_for_them(tmp_path: Path) -> None:
-    bundle = export_checkpoint(made(make_wide) / "wide", tmp_path / "wide", ExportConfig(bits=4, group_size=32))
+    bundle = export_checkpoint(
+        made(make_wide) / "wide", tmp_path / "wide", ExportConfig(bits=4, group_size=32, calibration="none")
+    )
     most, planned, sequences, rows = json.loads(python(_EIGHT, bundle))
     assert sequences > 7 * 4 * 150_000 and rows > 0
     # A plan without them would be exceeded.

@@ -272,7 +272,12 @@ def test_plans_reckon_with_the_drafters_that_are_asked(tmp_path: Path) -> None:
         plain: {"copy", "ngram", "recycle"},
         nest_drafter(headed, drafter, tmp_path / "rich").path: {"copy", "ngram", "recycle", "model"},
         bundle_of("llama-tied", ExportConfig(bits=8, keep_small=False)).path: {"copy", "ngram", "recycle", "bits"},
-        bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False)).path: {"copy", "ngram", "recycle", "experts"},
+        bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False, calibration="none")).path: {
+            "copy",
+            "ngram",
+            "recycle",
+            "experts",
+        },
     }
     for path, expected in bundles.items():
         config = LoadConfig()

@@ -105,7 +105,9 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
         add_module(folder / "target")
     else:
         add_next_layer(folder / "target", folder / "layer")
-    export_checkpoint(folder / "target", folder / "bundle", ExportConfig(bits=bits, keep_small=False))
+    export_checkpoint(
+        folder / "target", folder / "bundle", ExportConfig(bits=bits, keep_small=False, calibration="none")
+    )
 
 
 def bundle_of(kind: str, bits: int = 4) -> Path:
@@ -364,7 +366,9 @@ def test_a_model_runs_without_an_incomplete_module(kind: str, tmp_path: Path, ca
         del tensors[lacking]
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         with caplog.at_level(logging.WARNING, "edgeinfer"):
-            bundle = export_checkpoint(folder, tmp_path / "out" / lacking, ExportConfig(bits=4, keep_small=False))
+            bundle = export_checkpoint(
+                folder, tmp_path / "out" / lacking, ExportConfig(bits=4, keep_small=False, calibration="none")
+            )
         assert caplog.messages[-1].startswith("The model is exported without its module") and lacking in caplog.text
         assert not open_bundle(bundle).manifest.drafters
         assert (bundle / "weights.bin").read_bytes() == (source / "bundle" / "weights.bin").read_bytes()
@@ -395,7 +399,10 @@ def test_assistants_that_read_the_models_cache_are_refused_by_name(tmp_path: Pat
     source = made(make_bundle, "eagle3", 4)
     assistant = Path(shutil.copytree(source / "drafter", tmp_path / "assistant"))
     change_config(model_type="gemma4_assistant", architectures=["Gemma4AssistantForCausalLM"])(assistant)
-    for checkpoint, config in ((source / "target", ExportConfig(drafter=assistant)), (assistant, ExportConfig())):
+    for checkpoint, config in (
+        (source / "target", ExportConfig(drafter=assistant, bits=4, calibration="none")),
+        (assistant, ExportConfig(bits=4, calibration="none")),
+    ):
         with pytest.raises(UnsupportedArchitectureError, match="Gemma 4's assistant model is not supported") as refused:
             export_checkpoint(checkpoint, tmp_path / "bundle", config)
         assert "\n" not in refused.value.message and refused.value.hint
@@ -405,7 +412,7 @@ def test_assistants_that_read_the_models_cache_are_refused_by_name(tmp_path: Pat
 def test_methods_that_scale_columns_go_with_no_head_that_reads_the_models_own(tmp_path: Path) -> None:
     source, text = made(make_bundle, "eagle1", 4), tmp_path / "text"
     text.write_text("Once upon a time there was a dog. " * 40)
-    config = ExportConfig(drafter=source / "drafter", method="awq", calibration=text)
+    config = ExportConfig(drafter=source / "drafter", method="awq", bits=8, calibration=text)
     with pytest.raises(UsageError, match="whose columns the method awq scales"):
         export_checkpoint(source / "target", tmp_path / "bundle", config)
     assert not (tmp_path / "bundle").exists()

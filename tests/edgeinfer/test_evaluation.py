@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A 4-bit bundle and the float32 one of the same checkpoint."""
     folder = tmp_path_factory.mktemp("pair")
     make_checkpoint(folder / "checkpoint", "llama")
-    small = ExportConfig(bits=4, keep_small=False)
+    small = ExportConfig(bits=4, keep_small=False, calibration="none")
     return (
         export_checkpoint(folder / "checkpoint", folder / "small", small),
         export_checkpoint(folder / "checkpoint", folder / "float", ExportConfig(bits=32)),
@@ -64,7 +64,9 @@ def test_windows_begin_as_the_tokenizer_begins_a_text(pair: tuple[Path, Path], t
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         tokenizer.save(str(file))
-        bundle = export_checkpoint(file.parent, tmp_path / "bundle", ExportConfig(bits=4, keep_small=False))
+        bundle = export_checkpoint(
+            file.parent, tmp_path / "bundle", ExportConfig(bits=4, keep_small=False, calibration="none")
+        )
     with edgeinfer.load(bundle, speculation="off", threads=1) as model:
         assert model.begin_ids == begin and model.prefix_ids == begin * adds
         ids = model.tokenize(TEXTS[0])[adds:]
@@ -198,7 +200,7 @@ def test_figures_over_all_tokens() -> None:
 
 def make_random(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "llama", seed=11)
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, keep_small=False))
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, keep_small=False, calibration="none"))
 
 
 def make_bigrams(folder: Path) -> None:

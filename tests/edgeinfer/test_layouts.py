@@ -394,7 +394,7 @@ def test_rows_that_cannot_take_turns_are_refused() -> None:
 
 def make_mixed(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "qwen3-moe")
-    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED)
+    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED, calibration="none")
     exporter.export_checkpoint(folder / "checkpoint", folder / "native", config)
 
 

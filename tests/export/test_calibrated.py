@@ -53,8 +53,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def export(checkpoint: Path, text: Path | None, **options: Any) -> Bundle:
     """A bundle in a folder of its own."""
     out = Path(tempfile.mkdtemp(dir=checkpoint.parent)) / "bundle"
-    usual = {"bits": 4, "keep_small": False, "calibration_tokens": 2048}
-    return open_bundle(export_checkpoint(checkpoint, out, ExportConfig(**usual | {"calibration": text} | options)))
+    usual: dict[str, Any] = {"bits": 8, "bits_for": (("*", 4),), "keep_small": False, "calibration_tokens": 2048}
+    return open_bundle(
+        export_checkpoint(checkpoint, out, ExportConfig(**usual | {"calibration": text or "none"} | options))
+    )
 
 
 def logits_error(model: Any, bundle: Bundle, tokens: NDArray[np.int64]) -> float:
@@ -94,11 +96,11 @@ def test_progress_moves_within_a_large_tensor(tmp_path: Path, monkeypatch: pytes
     assert np.diff([done for _, done, _ in seen]).min() >= 0 and seen[-1][1] == seen[-1][2]
 
 
-def refused(checkpoint: Path, text: Path, error: type[Exception], says: str, **options: Any) -> None:
+def refused(checkpoint: Path, text: Path, error: type[Exception], says: str, bits: int = 4, **options: Any) -> None:
     """Exports, and checks that the right error came and nothing was written."""
     before = sorted(checkpoint.parent.iterdir())
     with pytest.raises(error, match=says):
-        export_checkpoint(checkpoint, checkpoint.parent / "out", ExportConfig(calibration=text, **options))
+        export_checkpoint(checkpoint, checkpoint.parent / "out", ExportConfig(bits=bits, calibration=text, **options))
     assert sorted(checkpoint.parent.iterdir()) == before
 
 
@@ -186,7 +188,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, text: Path, ctrl_c: None, stage: 
         if stage == "running the text" or done > total / 2:
             signal.raise_signal(signal.SIGINT)
 
-    config = ExportConfig(calibration=text, calibration_tokens=64)
+    config = ExportConfig(bits=8, bits_for=(("*", 4),), calibration=text, calibration_tokens=64)
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(tmp_path / "in", tmp_path / "out", config, progress)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -284,7 +284,9 @@ def test_conversations_with_tools_take_the_template_for_tools(checkpoint: Path, 
         out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(format="gguf", gguf_type="F16"))
         template = chat_template(open_gguf(out / "model.gguf"))
     else:
-        out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False))
+        out = export_checkpoint(
+            checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False, calibration="none")
+        )
         template = chat_template(open_bundle(out))
     check(template)
 
@@ -298,7 +300,7 @@ def check(template: ChatTemplate | None) -> None:
 
 
 def test_requests_with_tools_take_the_template_for_tools(checkpoint: Path, tmp_path: Path) -> None:
-    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False))
+    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False, calibration="none"))
     with edgeinfer.load(out, threads=1, speculation="off") as model:
         assert (model.chat_template_text, model.tool_template_text) == (DEFAULT, TOOL_USE)
         with_tools = model.render_chat(**ASKED)

@@ -61,7 +61,7 @@ def edit_tensors(checkpoint: Path, change: Any) -> None:
 
 def test_a_bundle_says_what_it_holds(checkpoint: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    config = ExportConfig(bits=4, keep_small=False)
+    config = ExportConfig(bits=4, keep_small=False, calibration="none")
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", config, lambda *step: seen.append(step)))
     manifest = bundle.manifest
     bundle.verify()
@@ -112,7 +112,9 @@ def test_what_is_not_quantized_has_one_weights_file_for_both_graphs(checkpoint: 
 
 @each_row("stored", [NATIVE, PORTABLE])
 def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp_path: Path, stored: Layout) -> None:
-    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False, layout=stored))
+    out = export_checkpoint(
+        checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False, layout=stored, calibration="none")
+    )
     bundle, other = open_bundle(out), PORTABLE if stored == NATIVE else NATIVE
     assert (bundle.manifest.layout, bundle.layouts) == (stored, (stored, other))
     assert bundle.model_file(stored).name == MODEL and bundle.model_file(other).name == f"model.{other}.onnx"
@@ -132,7 +134,11 @@ def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp
 def test_both_layouts_hold_the_same_numbers(checkpoint: Path, tmp_path: Path) -> None:
     for bits in (2, 3, 4, 8):
         bundles = [
-            open_bundle(export_checkpoint(checkpoint, tmp_path / f"{layout}-{bits}", ExportConfig(bits, layout=layout)))
+            open_bundle(
+                export_checkpoint(
+                    checkpoint, tmp_path / f"{layout}-{bits}", ExportConfig(bits, layout=layout, calibration="none")
+                )
+            )
             for layout in (NATIVE, PORTABLE)
         ]
         native, portable = bundles
@@ -148,7 +154,7 @@ def test_row_multiple_follows_the_blocks_and_the_layout(
     checkpoint: Path, tmp_path: Path, group_size: int, multiple: int
 ) -> None:
     for layout in (NATIVE, PORTABLE):
-        config = ExportConfig(bits=4, group_size=group_size, layout=layout)
+        config = ExportConfig(bits=4, group_size=group_size, layout=layout, calibration="none")
         manifest = open_bundle(export_checkpoint(checkpoint, tmp_path / layout, config)).manifest
         assert manifest.capabilities == manifest.capabilities_in(layout)
         assert manifest.capabilities_in(PORTABLE).row_multiple == multiple
@@ -167,7 +173,7 @@ def test_row_multiple_follows_the_blocks_and_the_layout(
 def test_layers_of_eight_bits_are_elastic(
     checkpoint: Path, tmp_path: Path, options: dict[str, Any], planes: bool
 ) -> None:
-    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(**options)))
+    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(**options, calibration="none")))
     assert bundle.manifest.capabilities.high_planes is planes
     assert bundle.manifest.capabilities_in(PORTABLE).high_planes is False
     inputs = {
@@ -235,7 +241,7 @@ def test_an_existing_bundle_is_replaced_only_when_told(checkpoint: Path, tmp_pat
 
 @pytest.mark.parametrize("layout", [NATIVE, pytest.param(PORTABLE, marks=pytest.mark.slow)])
 def test_a_budget_is_kept_and_recorded(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
-    config = ExportConfig(target_size=90_000, bits_for=(("layers.1.mlp.down", 8),), layout=layout)
+    config = ExportConfig(target_size=90_000, bits_for=(("layers.1.mlp.down", 8),), layout=layout, calibration="none")
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", config))
     assert (bundle.path / WEIGHTS).stat().st_size <= 90_000
     plan = bundle.manifest.plan
@@ -249,7 +255,7 @@ def test_a_budget_is_kept_and_recorded(checkpoint: Path, tmp_path: Path, layout:
 
 def test_an_impossible_budget_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as caught:
-        export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(budget_bits=1))
+        export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=1.5))
     assert caught.value.minimum_bytes > 0
     assert not (tmp_path / "out").exists()
 
@@ -265,13 +271,16 @@ def test_without_onnx_the_import_says_what_to_install() -> None:
 WORDS = ["cat", "dog", "sun", "moon", "tree", "house", "runs", "sleeps", "sees", "the", "a", "red", "big"]
 # Checkpoints with what only they have, and options that take them through every quantizer, layout and kind of plan.
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama-tied", {}),
+    "plain": ("llama-tied", {"bits": 4}),
     "portable": ("qwen2", {"bits": 4, "keep_small": False, "layout": "portable", "group_size": 32}),
     "symmetric": ("qwen3-moe-tied-odd", {"bits": 2, "keep_small": False, "symmetric": True}),
     "patterns": ("phi3-window", {"bits": 8, "keep_small": False, "bits_for": (("layers.1.*", 4), ("embed", 32))}),
-    "awq": ("qwen3-tied-biases", {"bits": 4, "keep_small": False, "calibration": True, "method": "awq"}),
-    "gptq": ("qwen2-moe", {"bits": 2, "keep_small": False, "calibration": True}),
-    "budget": ("llama-tied", {"budget_bits": 5.1, "calibration": True, "method": "rtn"}),
+    "awq": (
+        "qwen3-tied-biases",
+        {"bits": 8, "bits_for": (("layers.*", 4),), "keep_small": False, "calibration": True, "method": "awq"},
+    ),
+    "gptq": ("qwen2-moe", {"bits": 8, "bits_for": (("layers.*", 2),), "keep_small": False, "calibration": True}),
+    "budget": ("llama-tied", {"bits": 5.1, "calibration": True, "method": "rtn"}),
     "size": ("granite-moe", {"target_size": 150_000}),
     "static": ("llama", {"static": StaticOptions(48, 16, (1, 4))}),
 }
@@ -324,6 +333,8 @@ def test_exports_hold_what_they_held(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / name / "tiny", arch)
         if options.get("calibration"):
             options = options | {"calibration": text_of(tmp_path), "calibration_tokens": 256}
+        else:
+            options = options | {"calibration": "none"}
         bundle = open_bundle(
             export_checkpoint(tmp_path / name / "tiny", tmp_path / name / "out", ExportConfig(**options))
         )

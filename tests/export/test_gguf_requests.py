@@ -122,7 +122,7 @@ def test_another_type_is_not_written_directly(tmp_path: Path) -> None:
 
 def test_what_lies_otherwise_than_ours_is_not_calibrated(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "Youtu", **LATENT)
-    config = ExportConfig(format="gguf", budget_bits=4.5)
+    config = ExportConfig(format="gguf", bits=4.5)
     with pytest.raises(UsageError, match="Calibrating GGUF files of deepseek2"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
     assert not (tmp_path / "bundle").exists()

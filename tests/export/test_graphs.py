@@ -95,7 +95,7 @@ def distance(bundle: Bundle, **options: Any) -> float:
 )
 def test_every_form_computes_what_its_weights_say(arch: str, options: dict[str, Any]) -> None:
     # Wide enough that at 8 bits gate_up is quantized and the other layers stay float32.
-    bundle = export(arch, ExportConfig(**options), intermediate_size=544)
+    bundle = export(arch, ExportConfig(**options, calibration="none"), intermediate_size=544)
     assert bundle.manifest.layout == NATIVE
     assert distance(bundle) < 0.05
 
@@ -103,7 +103,7 @@ def test_every_form_computes_what_its_weights_say(arch: str, options: dict[str, 
 def test_chosen_experts_compute_what_their_weights_say() -> None:
     # Every width and format among the experts of one layer.
     widths = (("layers.*.mlp.experts.1.*", 2), ("*.experts.[24].*", 8), ("*.experts.3.down", 8))
-    bundle = export("qwen2-moe", ExportConfig(bits=4, keep_small=False, bits_for=widths))
+    bundle = export("qwen2-moe", ExportConfig(bits=4, keep_small=False, bits_for=widths, calibration="none"))
     assert {t.bits for t in bundle.manifest.tensors if ".experts." in t.name} == {2, 4, 8}
     allowed = np.zeros((3, 6), np.float32)
     allowed[:, [0, 3]] = -1e9
@@ -114,8 +114,8 @@ def test_chosen_experts_compute_what_their_weights_say() -> None:
 
 def test_everything_around_a_product_is_fused() -> None:
     layers = 3
-    assert kinds(export("qwen3", ExportConfig(bits=4, keep_small=False)))["RMSNormalization"] == 0
-    assert kinds(export("llama-biases", ExportConfig(bits=4, keep_small=False))) == {
+    assert kinds(export("qwen3", ExportConfig(bits=4, keep_small=False, calibration="none")))["RMSNormalization"] == 0
+    assert kinds(export("llama-biases", ExportConfig(bits=4, keep_small=False, calibration="none"))) == {
         "LinearLowBit": 4 * layers + 1,
         "EmbeddingLowBit": 1,
         "Attention": layers,
@@ -217,7 +217,7 @@ def test_choosing_experts_is_the_references(mixture: tuple[Any, Bundle]) -> None
 def test_quantized_mixtures_compute_what_their_weights_say(
     arch: str, bits: int, layout: Layout, tmp_path: Path
 ) -> None:
-    config = ExportConfig(bits=bits, head_bits=8, keep_small=False)
+    config = ExportConfig(bits=bits, head_bits=8, keep_small=False, calibration="none")
     bundle = export_copy(tmp_path, arch, config)
     logits, _ = Graph(bundle, layout).run()
     # Activations are rounded to int8 before every product, which is all that may differ. It counts for more where
@@ -229,7 +229,9 @@ def test_quantized_mixtures_compute_what_their_weights_say(
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
 def test_ungated_experts_that_are_quantized(layout: Layout, joined: bool, tmp_path: Path) -> None:
     bundle = export_copy(
-        tmp_path, "block-ffn-joined" if joined else "block-ffn", ExportConfig(bits=4, keep_small=False)
+        tmp_path,
+        "block-ffn-joined" if joined else "block-ffn",
+        ExportConfig(bits=4, keep_small=False, calibration="none"),
     )
     runner = Graph(bundle, layout)
     for choice in (None, ExpertChoice(3)):
@@ -244,7 +246,7 @@ MIXED = (("layers.*.mlp.experts.1.*", 2), ("*.experts.[24].*", 8), ("*.experts.3
 
 
 def test_experts_of_mixed_widths(tmp_path: Path) -> None:
-    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED)
+    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED, calibration="none")
     bundle = export_copy(tmp_path, "qwen3-moe", config, hidden_size=128, moe_intermediate_size=96)
     assert {t.bits for t in bundle.manifest.tensors if ".experts." in t.name} == {2, 4, 8}
     assert bundle.manifest.capabilities_in(NATIVE).expert_counts == (1, 2, 3)
@@ -256,7 +258,7 @@ def test_experts_of_mixed_widths(tmp_path: Path) -> None:
 
 
 def test_a_layer_partly_of_float_experts_is_refused(tmp_path: Path) -> None:
-    config = ExportConfig(bits=4, keep_small=False, bits_for=(("*.experts.3.down", 32),))
+    config = ExportConfig(bits=4, keep_small=False, bits_for=(("*.experts.3.down", 32),), calibration="none")
     with pytest.raises(UsageError, match="Some experts of layer 0 are quantized and others are not"):
         make(tmp_path, "qwen3-moe", config, {})
 
@@ -267,13 +269,13 @@ def test_other_models_of_blockffns_class_are_refused(field: dict[str, str], tmp_
     described = json.loads((tmp_path / "config.json").read_text()) | field
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(UnsupportedArchitectureError, match="MiniCPM with"):
-        export_checkpoint(tmp_path, tmp_path / "bundle", ExportConfig())
+        export_checkpoint(tmp_path, tmp_path / "bundle", ExportConfig(bits=4, calibration="none"))
 
 
 def test_cut_values_of_olmoe_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "olmoe", clip_qkv=8.0)
     with pytest.raises(UnsupportedArchitectureError, match="clip_qkv"):
-        export_checkpoint(tmp_path, tmp_path / "bundle", ExportConfig())
+        export_checkpoint(tmp_path, tmp_path / "bundle", ExportConfig(bits=4, calibration="none"))
 
 
 def test_stacked_checkpoints_are_the_same_model(tmp_path: Path) -> None:

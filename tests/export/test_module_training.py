@@ -193,7 +193,9 @@ def test_the_command_makes_a_bundle_with_a_module(
 def test_what_cannot_have_a_module_is_refused_at_once(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    portable = export_checkpoint(folder / "target", tmp_path / "portable", ExportConfig(layout="portable"))
+    portable = export_checkpoint(
+        folder / "target", tmp_path / "portable", ExportConfig(layout="portable", bits=4, calibration="none")
+    )
     for kind, made in KINDS.items():
 
         def refused(source: Path, out: Path, code: int, *more: str, kind: str = kind) -> str:

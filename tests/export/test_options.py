@@ -41,17 +41,20 @@ WITHOUT_DRAFTERS = ({"format": "gguf"}, {"layout": "portable"}, {"exporter": "op
         ({"name": " "}, "name"),
         ({"bits": True}, "bits"),
         ({"method": "magic"}, "method"),
-        ({"method": "gptq"}, "calibration"),
-        ({"budget_bits": 3.5, "target_size": 10**6}, "budget_bits"),
-        ({"budget_bits": float("nan")}, "budget_bits"),
+        ({"method": "gptq", "calibration": "none"}, "no-calibration"),
+        ({"calibration": "text"}, "calibration"),
+        ({"bits": 3.5, "target_size": 10**6}, "target_size"),
+        ({"bits": float("nan")}, "bits"),
+        ({"bits": 3.5, "calibration": "none"}, "bits"),
+        ({"max_divergence": 0.0}, "max_divergence"),
         ({"bits_for": (("head", 7),)}, "7"),
-        ({"bits": 5, "layout": "portable"}, "5 bits is not supported in the portable layout"),
+        ({"bits": 5, "calibration": "none", "layout": "portable"}, "5 bits is not supported in the portable layout"),
         ({"head_bits": 6, "exporter": "optimum"}, "6 bits is not supported by the optimum exporter"),
         ({"minima": True, "layout": "portable"}, "minima is not supported in the portable layout"),
         ({"minima": True, "symmetric": True}, "minima and symmetric"),
         ({"bits": 6, "static": StaticOptions()}, "6 bits is not supported for static models"),
         ({"bits_for": (("", 4),)}, "pattern"),
-        ({"exporter": "optimum", "budget_bits": 4.0}, "budget_bits"),
+        ({"exporter": "optimum", "bits": 4.5}, "bits"),
         ({"format": "mlx"}, "format='mlx'"),
         ({"format": "onnx", "gguf_type": "Q8_0"}, "GGUF type"),
         ({"format": "onnx", "bits": 16}, "bits=16"),
@@ -125,7 +128,11 @@ def test_descriptions_one_step_away_are_refused_as_they_were() -> None:
 
 def test_options_one_step_away_are_refused_as_they_were() -> None:
     sound = (
-        *(ExportConfig(), ExportConfig(method="gptq", calibration=Path("text")), ExportConfig(target_size=9_000_000)),
+        *(
+            ExportConfig(bits=4, calibration="none"),
+            ExportConfig(method="gptq", calibration=Path("text")),
+            ExportConfig(target_size=9_000_000, calibration="none"),
+        ),
         *(
             ExportConfig(format="gguf"),
             ExportConfig(static=StaticOptions(48, 16, (1, 4))),

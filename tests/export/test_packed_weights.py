@@ -41,7 +41,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
 def test_mxfp4_is_kept_as_it_is(layout: Layout, tmp_path: Path) -> None:
     require_kernel()
     model = make_mxfp4(tmp_path / "checkpoint")
-    config = ExportConfig(bits=4, layout=layout)
+    config = ExportConfig(bits=4, layout=layout, calibration="none")
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
     experts = model.model.layers[1].mlp.experts
     gate, up = experts.gate_up_proj[3].T[::2], experts.gate_up_proj[3].T[1::2]
@@ -113,7 +113,7 @@ def test_fp8_of_other_blocks_is_refused(tmp_path: Path) -> None:
     config["quantization_config"]["weight_block_size"] = [64, 64]
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedArchitectureError, match=r"blocks of \[64, 64\]"):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4, calibration="none"))
 
 
 def make_bitnet(folder: Path, kind: str) -> Any:
@@ -157,7 +157,9 @@ def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path
     floats = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "floats", ExportConfig(bits=32)))
     given = ForwardInput(TOKENS, ROWS, ROWS)
     assert np.abs(ReferenceBackend(floats, 16).forward(given).logits - expected).max() <= 1e-4
-    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4)))
+    bundle = open_bundle(
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4, calibration="none"))
+    )
     attention, mlp = model.model.layers[2].self_attn, model.model.layers[2].mlp
     for name, modules in {
         "attn.qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
@@ -182,7 +184,9 @@ def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path
 def test_weights_that_are_kept_are_not_rounded_for_a_text(tmp_path: Path) -> None:
     make_bitnet(tmp_path / "checkpoint", "offline")
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
-    config = ExportConfig(bits=4, method="awq", calibration=tmp_path / "text.txt", calibration_tokens=96)
+    config = ExportConfig(
+        bits=8, bits_for=(("*", 4),), method="awq", calibration=tmp_path / "text.txt", calibration_tokens=96
+    )
     with pytest.raises(UsageError, match="packed weights"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
 
@@ -226,6 +230,6 @@ def test_damage_is_refused(kind: str, name: str, spoilt: torch.Tensor | None, sa
     tensors.pop(name)
     save_file(tensors if spoilt is None else tensors | {name: spoilt}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=says) as caught:
-        export_checkpoint(folder, tmp_path / "bundle", ExportConfig(bits=4))
+        export_checkpoint(folder, tmp_path / "bundle", ExportConfig(bits=4, calibration="none"))
     assert "\n" not in caught.value.message
     assert not (tmp_path / "bundle").exists()

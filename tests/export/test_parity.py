@@ -148,7 +148,7 @@ def exported(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pyt
     @cache
     def export(name: str, bits: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{name}-{bits}")
-        config = ExportConfig(bits=bits, layout=request.param)
+        config = ExportConfig(bits=bits, layout=request.param, calibration="none")
         return export_checkpoint(shared / "models" / name, folder / "bundle", config)
 
     return export

@@ -36,7 +36,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     def make(variant: str, **options: Any) -> tuple[Bundle, Bundle]:
         folder = tmp_path_factory.mktemp(variant)
         make_checkpoint(folder / "checkpoint", variant)
-        asked: dict[str, Any] = {"keep_small": False} | options
+        asked: dict[str, Any] = {"keep_small": False, "bits": 4, "calibration": "none"} | options
         static = ExportConfig(static=SHAPES, **asked)
         made = export_checkpoint(folder / "checkpoint", folder / "static", static)
         ordinary = export_checkpoint(folder / "checkpoint", folder / "ordinary", ExportConfig(**asked))
@@ -133,7 +133,7 @@ UNDONE: list[tuple[dict[str, Any], str]] = [
     ({"bits": 2}, "2 bits"),
     ({"head_bits": 2}, "2 bits"),
     ({"bits_for": (("head", 2),)}, "2 bits"),
-    ({"budget_bits": 4.0}, "budget_bits"),
+    ({"bits": 4.5}, "bits"),
     ({"target_size": 10**6}, "target_size"),
     ({"layout": "portable"}, "layout"),
     ({"exporter": "optimum"}, "exporter"),

@@ -27,7 +27,7 @@ from tests.runtime.models import bundle_of, checkpoint_of
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 TOKENS = np.array([3, 17, 250, 9, 9, 120, 77, 31, 5, 200, 41, 8])
-FLOATS, LOW = ExportConfig(32), ExportConfig(4, 32, keep_small=False)
+FLOATS, LOW = ExportConfig(32), ExportConfig(4, 32, keep_small=False, calibration="none")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}
 WIDE: dict[str, Any] = {"r": 19, "lora_alpha": 8, "use_rslora": True, "target_modules": ALL}

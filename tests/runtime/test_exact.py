@@ -33,11 +33,15 @@ SIDE = np.array([9, 17, 300, 5, 42])
 # Widths of 128 and 256 take blocks of 32, 64 and 128.
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 EXPORTS = {
-    **{f"{bits}-bit-{group}": ExportConfig(bits, group, keep_small=False) for bits in (4, 8) for group in (32, 128)},
+    **{
+        f"{bits}-bit-{group}": ExportConfig(bits, group, keep_small=False, calibration="none")
+        for bits in (4, 8)
+        for group in (32, 128)
+    },
     "8-bit-64": ExportConfig(8, 64, keep_small=False),
-    "2-bit-128": ExportConfig(2, 128, keep_small=False),
+    "2-bit-128": ExportConfig(2, 128, keep_small=False, calibration="none"),
     # Small layers stay wider: 8 bits here, float32 in the one below.
-    "4-bit-wider": ExportConfig(4, 128),
+    "4-bit-wider": ExportConfig(4, 128, calibration="none"),
     "8-bit-wider": ExportConfig(8, 128),
     "float32": ExportConfig(32),
 }
@@ -122,10 +126,10 @@ PROMPTS = (3, 60, 250, 511)
 CAPACITY = 640
 LATENT = {"kv_lora_rank": 48, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
 MODELS: dict[str, tuple[str, ExportConfig, dict[str, Any]]] = {
-    "qwen2, 4 bits": ("qwen2", ExportConfig(4, 128, keep_small=False), {}),
+    "qwen2, 4 bits": ("qwen2", ExportConfig(4, 128, keep_small=False, calibration="none"), {}),
     "windows of 6, 8 bits": ("Mistral", ExportConfig(8, 32, keep_small=False), {}),
     "norms of heads, float32": ("qwen3", ExportConfig(32), {}),
-    "latent attention, 4 bits": ("Youtu", ExportConfig(4, 32, keep_small=False), LATENT),
+    "latent attention, 4 bits": ("Youtu", ExportConfig(4, 32, keep_small=False, calibration="none"), LATENT),
 }
 STEPS = 8
 

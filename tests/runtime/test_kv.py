@@ -253,7 +253,9 @@ TEXT = np.random.default_rng(1).integers(0, 320, 300)
 
 @pytest.fixture
 def bundle() -> Bundle:
-    return bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=PORTABLE), hidden_size=128)
+    return bundle_of(
+        "qwen2", ExportConfig(4, 32, keep_small=False, layout=PORTABLE, calibration="none"), hidden_size=128
+    )
 
 
 def test_a_grown_cache_keeps_its_rows(bundle: Bundle) -> None:

@@ -37,7 +37,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the cache lies elsew
 @pytest.fixture(scope="module")
 def bundles() -> dict[Layout, Bundle]:
     """One model, quantized, in each layout."""
-    config = ExportConfig(bits=4, keep_small=False, group_size=32, name="small")
+    config = ExportConfig(bits=4, keep_small=False, group_size=32, name="small", calibration="none")
     layouts: tuple[Layout, ...] = (NATIVE, PORTABLE)
     return {layout: bundle_of("qwen2", replace(config, layout=layout)) for layout in layouts}
 

@@ -66,7 +66,7 @@ class Made:
     """A model, a static and an ordinary bundle of it."""
 
     def __init__(self, family: Family, options: dict[str, Any]) -> None:
-        asked: dict[str, Any] = {"keep_small": False} | options
+        asked: dict[str, Any] = {"keep_small": False, "bits": 4, "calibration": "none"} | options
         self.static = bundle_of(family.name, ExportConfig(static=SHAPES, **asked))
         self.ordinary = bundle_of(family.name, ExportConfig(**asked))
         self.expected = family.expected

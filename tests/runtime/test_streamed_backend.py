@@ -177,7 +177,7 @@ def test_what_it_refuses(pair: Pair) -> None:
 @pytest.mark.slow
 def test_only_a_window_is_resident() -> None:
     require_kernel()
-    bundle = bundle_of("llama", ExportConfig(4, 32, keep_small=False, layout=NATIVE), **LARGE)
+    bundle = bundle_of("llama", ExportConfig(4, 32, keep_small=False, layout=NATIVE, calibration="none"), **LARGE)
     tensors = tensors_in(bundle.manifest, NATIVE)
     inner = make_graph_backend(bundle, CAPACITY)
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
@@ -213,7 +213,7 @@ def test_only_a_window_is_resident() -> None:
 def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None:
     require_kernel()
     shape = {"hidden_size": 256, "vocab_size": 65_536, "tie_word_embeddings": True, "num_hidden_layers": LAYERS}
-    bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=NATIVE), **shape)
+    bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=NATIVE, calibration="none"), **shape)
     tensors = tensors_in(bundle.manifest, NATIVE)
     head = next(t.nbytes for t in tensors if t.name == "head")
     inner = make_graph_backend(bundle, CAPACITY, threads=threads)

@@ -185,7 +185,7 @@ def test_budgets_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kv-quality")
     make_checkpoint(folder / "model", "llama")
-    return export_checkpoint(folder / "model", folder / "bundle", ExportConfig(bits=4))
+    return export_checkpoint(folder / "model", folder / "bundle", ExportConfig(bits=4, calibration="none"))
 
 
 def test_caches_are_compared_with_float32(bundle: Path) -> None:

@@ -67,7 +67,7 @@ def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
 def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Path) -> None:
     result = measured(checkpoint, STORIES[:1], bits=("4small",))[1]
     logits = []
-    for config in (ExportConfig(bits=32), ExportConfig(bits=4, keep_small=False)):
+    for config in (ExportConfig(bits=32), ExportConfig(bits=4, keep_small=False, calibration="none")):
         bundle = export_checkpoint(checkpoint, tmp_path / str(config.bits), config)
         with edgeinfer.load(bundle, speculation="off") as model:
             ids = model.tokenize(STORIES[0])
@@ -171,7 +171,7 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "budget of 9 bits"]
     assert data["text"] == "1 stories of text" and data["subjects"][0]["tasks"] == {}
     for bits in (32, 8):
-        export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits))
+        export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits, calibration="none"))
     needs_the_kernel()
     assert main([*line, "-m", str(tmp_path / "8"), "--reference", str(tmp_path / "32"), "--kv", "int8"]) == 0
     again = json.loads(out.read_text())

@@ -156,10 +156,10 @@ def test_export_options(
 
 
 def test_export_options_of_bits(export: FakeExport, checkpoint: Path, tmp_path: Path) -> None:
-    line = "--budget-bits 3.5 --bits-for layers.*.down=8 --bits-for head=4 --method gptq --calibration a.txt"
+    line = "--bits 3.5 --bits-for layers.*.down=8 --bits-for head=4 --method gptq --calibration a.txt"
     assert main(["export", str(checkpoint), str(tmp_path / "out"), *line.split(), "--calibration-tokens", "512"]) == 0
     config = export.calls[0][2]
-    assert (config.budget_bits, config.method, config.calibration_tokens) == (3.5, "gptq", 512)
+    assert (config.bits, config.method, config.calibration_tokens) == (3.5, "gptq", 512)
     assert config.calibration == Path("a.txt")
     assert config.bits_for == (("layers.*.down", 8), ("head", 4))
     assert main(["export", str(checkpoint), str(tmp_path / "other"), "--target-size", "350MB"]) == 0
@@ -209,7 +209,7 @@ def test_export_without_its_libraries(
 @each_row(
     ("options", "says"),
     [
-        ("--bits 7", "--bits"),
+        ("--bits 64", "--bits"),
         ("--group-size 48", "--group-size"),
         ("--format pickle", "--format"),
         ("--symmetric --asymmetric", "not allowed with"),
@@ -243,7 +243,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_checkpoint_and_bundle(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "llama")
-    export_checkpoint(folder / "checkpoint", folder / "small", ExportConfig(bits=4, keep_small=False))
+    export_checkpoint(
+        folder / "checkpoint", folder / "small", ExportConfig(bits=4, keep_small=False, calibration="none")
+    )
 
 
 def command(folder: Path, what: str, *more: str) -> list[str]:

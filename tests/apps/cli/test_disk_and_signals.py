@@ -47,7 +47,9 @@ def make_endless(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def good_bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_checkpoint(checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", ExportConfig(bits=4))
+    return export_checkpoint(
+        checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", ExportConfig(bits=4, calibration="none")
+    )
 
 
 @pytest.fixture

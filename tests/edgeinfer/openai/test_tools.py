@@ -222,7 +222,9 @@ def make_marked(folder: Path) -> None:
     """A bundle whose marker is a special token."""
     make_checkpoint(folder / "checkpoint", "llama", chat_template=TEMPLATE, max_position_embeddings=2048)
     add_marker(folder / "checkpoint" / "tokenizer.json")
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
+    export_checkpoint(
+        folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False, calibration="none")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,13 @@ from tests.tables import each_row
 
 CAPACITY = 2 * graph.TREE_ROWS + 100
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-QUANTIZED = ExportConfig(4, 32, keep_small=False, layout="native")
+QUANTIZED = ExportConfig(4, 32, keep_small=False, layout="native", calibration="none")
 # Of the second, windows end far before the text, and further than a tree's rows behind its beginning; the third and the
 # mixture have matrices of floats, one row of which differs from several.
 MODELS: dict[str, tuple[str, ExportConfig]] = {
     "qwen2": ("qwen2", QUANTIZED),
     "mistral": ("mistral", QUANTIZED),
-    "wider": ("qwen2", ExportConfig(4, 128, layout="native")),
+    "wider": ("qwen2", ExportConfig(4, 128, layout="native", calibration="none")),
     "float32": ("qwen2", ExportConfig(32, layout="native")),
 }
 NOTHING = np.zeros(0, np.int64)
@@ -167,7 +167,7 @@ SHORT = np.array([0, 40, 41, 42, 43, 44, 45])
 
 
 def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -> Bundle:
-    config = ExportConfig(bits=bits, keep_small=False, symmetric=symmetric, layout=layout)
+    config = ExportConfig(bits=bits, keep_small=False, symmetric=symmetric, layout=layout, calibration="none")
     return bundle_of("qwen2", config, hidden_size=128)
 
 

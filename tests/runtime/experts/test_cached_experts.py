@@ -37,7 +37,7 @@ LAYERS, EXPERTS, CAPACITY = 4, 6, 64
 
 def export(layout: Layout = NATIVE, **sizes: Any) -> Bundle:
     settings = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS} | sizes
-    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False, layout=layout), **settings)
+    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False, layout=layout, calibration="none"), **settings)
 
 
 def decoder_of(bundle: Bundle) -> DecoderSpec:

@@ -30,7 +30,7 @@ def bundle() -> Path:
         "num_experts": EXPERTS,
         "max_position_embeddings": 512,
     }
-    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False), **sizes).path
+    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False, calibration="none"), **sizes).path
 
 
 @pytest.fixture(scope="module")

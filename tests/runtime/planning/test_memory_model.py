@@ -45,7 +45,7 @@ from tests.tables import each_row
 
 
 def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle:
-    return bundle_of("llama-tied", ExportConfig(bits=bits, keep_small=keep_small, layout=layout))
+    return bundle_of("llama-tied", ExportConfig(bits=bits, keep_small=keep_small, layout=layout, calibration="none"))
 
 
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:

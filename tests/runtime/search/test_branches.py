@@ -91,7 +91,8 @@ def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
 
 
 def model(name: str, **config: Any) -> Any:
-    return bundle_of(name, ExportConfig(**{"bits": 32} | config))
+    asked: dict[str, Any] = {"bits": 32, "calibration": "none"} | config
+    return bundle_of(name, ExportConfig(**asked))
 
 
 def streamed() -> Backend:

@@ -42,11 +42,11 @@ PROMPT = [40, 51, 62, 73, 84, 95, 40, 51, 62, 73, 84, 95, 40, 51]
 TOKENS = 28
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 EXPORTS = {
-    "4-bit-128": ExportConfig(4, 128, keep_small=False),
+    "4-bit-128": ExportConfig(4, 128, keep_small=False, calibration="none"),
     "8-bit-32": ExportConfig(8, 32, keep_small=False),
     "8-bit-64": ExportConfig(8, 64, keep_small=False),
-    "2-bit-128": ExportConfig(2, 128, keep_small=False),
-    "5-bit": ExportConfig(5, keep_small=False),  # Q5_0 and Q5_K
+    "2-bit-128": ExportConfig(2, 128, keep_small=False, calibration="none"),
+    "5-bit": ExportConfig(5, keep_small=False, calibration="none"),  # Q5_0 and Q5_K
     "float32": ExportConfig(32),
 }
 # A random model rambles; among three tokens it repeats itself often enough for tables to draft, and to be wrong.

@@ -98,7 +98,9 @@ class LongDrafts:
 
     def __init__(self) -> None:
         require_kernel()
-        bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout="native"), hidden_size=128)
+        bundle = bundle_of(
+            "qwen2", ExportConfig(4, 32, keep_small=False, layout="native", calibration="none"), hidden_size=128
+        )
         self.backend = PagedBackend(bundle, 64)
         assert head_of(self.backend) is self.backend
         self._subject = Subject(bundle, self.backend, lambda: self.backend)

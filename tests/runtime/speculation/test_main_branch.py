@@ -65,7 +65,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
     layout: Layout = request.param
     if layout == "native":
         require_kernel()
-    config = ExportConfig(4, 128, keep_small=False, layout=layout)
+    config = ExportConfig(4, 128, keep_small=False, layout=layout, calibration="none")
     backend = make_graph_backend(bundle_of("qwen2-windows", config, hidden_size=128, intermediate_size=256), 64)
     yield backend
     backend.close()

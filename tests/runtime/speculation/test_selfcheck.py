@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def blocks(layout: Layout) -> Bundle:
     """A small model in blocks of 128, where MatMulNBits wants an even number of rows."""
     sizes = {"hidden_size": 128, "intermediate_size": 256}
-    return bundle_of("qwen2", ExportConfig(4, 128, keep_small=False, layout=layout), **sizes)
+    return bundle_of("qwen2", ExportConfig(4, 128, keep_small=False, layout=layout, calibration="none"), **sizes)
 
 
 @pytest.fixture(params=["native", "portable"])

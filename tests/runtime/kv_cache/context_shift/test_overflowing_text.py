@@ -89,7 +89,7 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
     width, layout = request.param
     if layout == "native":
         require_kernel()
-    config = ExportConfig(8 if width == "8-bit" else 4, 64, keep_small=False, layout=layout)
+    config = ExportConfig(8 if width == "8-bit" else 4, 64, keep_small=False, layout=layout, calibration="none")
     return bundle_of("qwen2", config, **SIZES)
 
 

@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 }
 EXPORTS = {
     "reference": ExportConfig(8, 32, keep_small=False),
-    "portable": ExportConfig(4, 128, layout=PORTABLE),
+    "portable": ExportConfig(4, 128, layout=PORTABLE, calibration="none"),
     "native": ExportConfig(8, 32, keep_small=False, layout=NATIVE),
 }
 BACKENDS = tuple(EXPORTS)
