@@ -14,6 +14,7 @@ from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, Layout
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.errors import BundleError, Setting, UsageError
+from edgeinfer.export.source.calibration_text import DEFAULT_TEXT
 from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
@@ -27,8 +28,8 @@ EXPORTERS = ("native", "optimum")
 # llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
 _GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)
-# Names in place of a file to calibrate with.
-DEFAULT_TEXT, NO_TEXT = "default", "none"
+# In place of a file to calibrate with.
+NO_TEXT = "none"
 # Bits that all linear layers have, with a text or without.
 _SAME = (8, FLOAT_BITS)
 # Bits of linear layers where nothing else decides.

@@ -20,8 +20,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.architectures.tensors import TensorPlan
-from edgeinfer.export.options import DEFAULT_TEXT, NO_TEXT, ExportConfig
-from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
+from edgeinfer.export.options import NO_TEXT, ExportConfig
+from edgeinfer.export.source.calibration_text import DEFAULT_TEXT, CalibrationText, read_calibration_text
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.quant.blocks import Grid, packed

@@ -83,7 +83,9 @@ def test_calibrating_lowers_the_error_on_such_texts(tmp_path: Path, text: Path, 
 
 def test_what_is_not_quantized_is_as_it_was(tmp_path: Path, text: Path) -> None:
     make_checkpoint(tmp_path / "in", "llama-biases")
-    calibrated, plain = (export(tmp_path / "in", given, bits=32, calibration_tokens=64).path for given in (text, None))
+    calibrated, plain = (
+        export(tmp_path / "in", given, bits=32, bits_for=(), calibration_tokens=64).path for given in (text, None)
+    )
     assert (calibrated / "weights.bin").read_bytes() == (plain / "weights.bin").read_bytes()
 
 
