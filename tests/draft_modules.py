@@ -42,7 +42,11 @@ def export_with_module(
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
     make_checkpoint(folder / "target", family, seed=1, **sizes | settings)
     module = make(folder / "drafter", folder / "target")
-    export_checkpoint(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=module, keep_small=False, calibration="none"))
+    export_checkpoint(
+        folder / "target",
+        folder / "bundle",
+        ExportConfig(bits=bits, drafter=module, keep_small=False, calibration="none"),
+    )
 
 
 def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:

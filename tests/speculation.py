@@ -124,4 +124,6 @@ def random_bundle(folder: Path, seed: int = 0, **settings: Any) -> Path:
 
 def _make_random(folder: Path, seed: int, settings: list[tuple[str, Any]]) -> None:
     make_checkpoint(folder / "checkpoint", "llama", seed=seed, **dict(settings))
-    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False, calibration="none"))
+    export_checkpoint(
+        folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False, calibration="none")
+    )

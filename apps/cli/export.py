@@ -88,8 +88,8 @@ def add_export(commands: Subparsers) -> None:
 def _add_quantization(parser: Parser) -> None:
     size = parser.add_mutually_exclusive_group()
     text = (
-        "average bits per weight below 8, spread over the matrices so that the model loses least, or 8 or 32 (float32) "
-        "for all; auto is the fewest that stay below --max-divergence; 16 needs --format gguf (default: auto)"
+        "average bits per weight, spread so that the model loses least, or 8 or 32 (float32) for all; auto is the "
+        "fewest that lose little; 16 needs --format gguf (default: auto)"
     )
     size.add_argument("--bits", type=_bits, metavar="auto|N", help=text)
     text = "with --format gguf, instead of --bits: quantization type, such as Q4_K_M (default: Q4_0, the fastest)"
@@ -102,10 +102,7 @@ def _add_quantization(parser: Parser) -> None:
         "match wins (edgeinfer inspect --tensors lists names)"
     )
     parser.add_argument("--bits-for", type=_pattern, action="append", default=[], metavar="PATTERN=BITS", help=text)
-    text = (
-        "calibration text in UTF-8, similar to what the model will read; weights that matter for it are "
-        "kept most precisely"
-    )
+    text = "calibration text in UTF-8, similar to what the model will read (default: one that ships)"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--calibration", type=Path, metavar="FILE", help=text)
     text = "convert without a text: in seconds, with bits chosen by rules"
