@@ -1,15 +1,16 @@
 """`edgeinfer bench quality`: what making a model smaller does to its predictions and answers, against bytes.
 
-Every variant reads the same stories as its reference: perplexity, divergence, and how often the most likely next token
-is the same. Models that chat answer questions with one right answer.
+Every form reads the same text as its reference: perplexity, divergence, and how often the most likely next token is the
+same. Models that chat answer questions with one right answer.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +25,43 @@ from edgeinfer.apps.bench.texts import (
     Material,
     Prompt,
     all_stories,
-    calibration_text,
     exact_prompts,
-    read_stories,
     story_ids,
 )
+from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
-from edgeinfer.options import format_size
+from edgeinfer.options import format_size, parse_size
 from edgeinfer.options.load import KV_TYPES
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.tools import Evaluation
 
 _BEYOND = 4  # tokens after an answer that show whether a reply says more
-# Bits, and whether small layers are quantized like the others.
-WIDTHS = {
-    **{str(bits): (bits, False) for bits in (32, 8, 4)},
-    **{"4small": (4, True), "2": (2, False), "2small": (2, True)},
-}
+_AUTO, _FLOAT_BITS = "auto", 32
 _BUILTIN_CACHES = ("int8", "int4")
-# Stories at the beginning of a text to calibrate with, and the name of their file.
-_CALIBRATED, _CALIBRATION = 200, "calibration.txt"
+_PIECE = 512  # tokens of a piece of text
+_ROWS = 64  # rows of kept predictions at a time
 _DESCRIPTION = """\
 Compare smaller forms of a model with the model itself, against bytes: perplexity, Kullback-Leibler divergence, how
-often the same next token is the most likely, and questions with one right answer. Models that
-other options of "edgeinfer export" make are compared with -m.
+often the same next token is the most likely, and questions with one right answer. What was measured before Ctrl-C is
+shown and written. Models that other options of "edgeinfer export" make are compared with -m.
 
 examples:
   edgeinfer bench quality
-  edgeinfer bench quality --checkpoint CHECKPOINT --bits 8,4,2 --kv int8,int4 --data DATA
-  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text STORIES
+  edgeinfer bench quality --checkpoint CHECKPOINT --text TEXT --bits auto,8,5,4,3 --types Q6_K,Q4_K_M,IQ4_XS,Q2_K
+  edgeinfer bench quality --checkpoint CHECKPOINT --text TEXT --sizes 105MB,90MB --kv int8,int4
+  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text TEXT
 """
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A form of a model: `source` as it is, or a checkpoint exported with `bits` (a float is an average not to exceed).
-    `scheme` names the weights, `small` quantizes small layers like the others, and `kv` is a quantized cache's type."""
+    """A form of a model: `source` as it is, or a checkpoint exported with options of `ExportConfig`, or to llama.cpp's
+    `type`. `scheme` names the weights, and `kv` is a quantized cache's type."""
 
     scheme: str
     source: str | None
-    bits: int | float | None = None
-    small: bool = False
+    export: Mapping[str, Any] | None = None
+    type: str | None = None
     kv: str | None = None
 
     @property
@@ -95,18 +94,19 @@ class QualityOptions:
         default=(),
         action="append",
         type=Path,
-        help="checkpoint to export with fewer bits and to compare with its 32-bit export; can be repeated",
+        help="checkpoint to export in smaller forms and to compare with its 32-bit export; can be repeated",
     )
     bits: tuple[str, ...] = option(
         "--bits LIST",
-        default=("8", "4"),
-        help="bits for --checkpoint: 8, 4 or 2, or 4small or 2small to quantize small layers like the others",
+        default=(_AUTO, "8", "4"),
+        help='bits of --checkpoint: "auto", or 2 to 8 on average, such as 4.5',
     )
-    budget: float | None = option(
-        "--budget-bits X",
-        rare=True,
-        default=None,
-        help="average bits per weight, allocated by integer programming with a calibration text (--text, --data)",
+    sizes: tuple[str, ...] = option("--sizes LIST", default=(), help="sizes for --checkpoint, such as 105MB,90MB")
+    types: tuple[str, ...] = option(
+        "--types LIST",
+        default=(),
+        help="llama.cpp's types for --checkpoint, such as Q4_K_M,IQ4_XS: GGUF files that its own quantizer makes with "
+        "an importance matrix of the calibration text",
     )
     kv: tuple[str, ...] | None = option(
         "--kv LIST",
@@ -120,18 +120,25 @@ class QualityOptions:
         group="texts and questions (default: a few that are built in)",
         help=f"folder with {STORIES_FILE} to read and tales_dialogues/ to answer",
     )
-    text: Path | None = option("--text FILE", default=None, help="text to read, with <|endoftext|> between stories")
-    stories: int = option("--stories N", default=40, help="number of stories, counted from the end")
+    text: Path | None = option("--text FILE", default=None, help="text to read; <|endoftext|> may separate stories")
+    pieces: int = option(
+        "--pieces N",
+        default=12,
+        help=f"number of pieces of {_PIECE} tokens, spread over the text; of stories, the last ones",
+    )
     questions: int = option("--questions N", default=5, help="number of questions of each kind; 0 for none")
 
     def __post_init__(self) -> None:
         if self.reference and not self.models:
             raise UsageError("--reference is what models are compared with.", "Give some with -m.")
-        if self.stories < 1 or self.questions < 0:
-            raise UsageError("There must be at least one story.", "Give --stories 1 or more, --questions 0 or more.")
-        for name, chosen, known in (("width", self.bits, WIDTHS), ("cache", self.kv or (), KV_TYPES)):
-            for unknown in [each for each in chosen if each not in known]:
-                raise UsageError(f"There is no {name} {unknown!r}.", f"Choose of {', '.join(known)}.")
+        if self.pieces < 1 or self.questions < 0:
+            raise UsageError("There must be at least one piece.", "Give --pieces 1 or more, --questions 0 or more.")
+        for unknown in [each for each in self.kv or () if each not in KV_TYPES]:
+            raise UsageError(f"There is no cache {unknown!r}.", f"Choose of {', '.join(KV_TYPES)}.")
+        for bits in self.bits:
+            _average(bits)
+        for size in self.sizes:
+            parse_size(size)
 
     def families(self) -> list[Family]:
         """Models with their variants."""
@@ -153,11 +160,13 @@ class QualityOptions:
         return plain[0].scheme, [*plain, *quantized]
 
     def _checkpoint_family(self, path: Path) -> Family:
-        variants = []
-        for bits, small in dict.fromkeys(WIDTHS[width] for width in ("32", *self.bits)):
-            variants.append(Variant(f"{bits} bits{', small layers too' if small else ''}", str(path), bits, small))
-        variants += [Variant(f"budget of {self.budget:g} bits", str(path), self.budget)] if self.budget else []
+        source = str(path)
+        forms = {f"{_FLOAT_BITS} bits": {"bits": _FLOAT_BITS}}
+        forms |= {bits if bits == _AUTO else f"{bits} bits": {"bits": _average(bits)} for bits in self.bits}
+        forms |= {f"within {size}": {"target_size": parse_size(size)} for size in self.sizes}
+        variants = [Variant(name, source, export) for name, export in forms.items()]
         first = variants[min(1, len(variants) - 1)]
+        variants += [Variant(kind, source, type=kind) for kind in self.types]
         return path.name, variants + [replace(first, kv=kv) for kv in self._caches()]
 
     def material(self) -> Material:
@@ -165,72 +174,161 @@ class QualityOptions:
         questions = tuple(exact_prompts(self.data, self.questions)) if self.questions else ()
         path = self.text or (self.data / STORIES_FILE if self.data else None)
         if path is None:
-            if self.budget:
-                raise UsageError("--budget-bits calibrates by a text.", "Give --text or --data.")
-            stories = tuple(story.text for story in BUILTIN_STORIES)[: self.stories]
+            stories = tuple(story.text for story in BUILTIN_STORIES)[: self.pieces]
             return Material(stories, questions=questions, name=f"{len(stories)} built-in stories")
-        stories = tuple(read_stories(path, self.stories))
-        calibration = tuple(all_stories(path)[:_CALIBRATED]) if self.budget else ()
-        if set(calibration) & set(stories):
-            raise UsageError(f"{path} is too short to read and to calibrate by.", "Ask for fewer --stories.")
-        return Material(stories, calibration, questions, f"{len(stories)} stories of {path.name}")
+        stories = tuple(all_stories(path))
+        if len(stories) == 1:
+            return Material(stories, questions=questions, name=path.name, pieces=self.pieces)
+        stories = stories[-self.pieces :]
+        return Material(stories, questions=questions, name=f"{len(stories)} stories of {path.name}")
 
 
-def measure_family(
-    family: Family, material: Material, progress: Progress
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Figures of every variant, and the variants that fail, with the reason."""
+def _average(bits: str) -> float | None:
+    """Bits of a weight on average; None lets the export choose."""
+    if bits == _AUTO:
+        return None
+    try:
+        found = float(bits)
+    except ValueError:
+        found = 0.0
+    if not 2 <= found <= 8:
+        raise UsageError(f"There is no width {bits!r}.", f"Choose {_AUTO}, or 2 to 8, such as 4.5.")
+    return found
+
+
+class _Reference:
+    """A model's predictions, which are computed once and kept in files, so that one model at a time is in memory: as
+    log-probabilities in float16, whose rounding adds less than 1e-5 nats."""
+
+    def __init__(self, model: edgeinfer.Model, windows: Sequence[Sequence[int]], folder: Path) -> None:
+        self.windows, self._folder = windows, folder
+        for number, ids in enumerate(windows):
+            with self._path(number).open("wb") as file:
+                for rows in model.logits(ids):
+                    log_softmax(rows, np.float32).clip(-6e4).astype(np.float16).tofile(file)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"reference-{number}"
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
+        kept = np.memmap(self._path(self.windows.index(tokens)), np.float16, "r").reshape(len(tokens), -1)  # (S, V)
+        for start in range(0, len(kept), _ROWS):
+            yield kept[start : start + _ROWS].astype(np.float32)
+
+
+@dataclass
+class Measured:
+    """What was measured so far: figures of variants, and those that failed, with the reason."""
+
+    subjects: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+
+def measure_family(family: Family, material: Material, progress: Progress, into: Measured) -> None:
+    """Measures every variant; what is done is in `into` at any time."""
     name, (first, *others) = family
-    skipped: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="edgeinfer-quality-") as temporary:
-        folder = Path(temporary)
-        (folder / _CALIBRATION).write_text(calibration_text(material.calibration), "utf-8")
-        with _load(first, folder) as reference:
-            subjects = [_measured(name, first, reference, None, material)]
-            for done, variant in enumerate(others, 1):
-                progress(name, done, 1 + len(others))
-                try:
-                    with _load(variant, folder) as model:
-                        subjects.append(_measured(name, variant, model, reference, material))
-                except EdgeInferError as error:
-                    skipped.append({"model": name, "variant": variant.label, "reason": str(error)})
-    return subjects, skipped
+        forms = _Forms(Path(temporary))
+        with forms.load(first) as model:
+            windows = _windows(model, material)
+            reference = _Reference(model, windows, Path(temporary))
+            found = edgeinfer.evaluate(reference, windows)
+            into.subjects.append(_figures(name, first, model, found, material) | forms.facts(first))
+        for done, variant in enumerate(others, 1):
+            progress(name, done, 1 + len(others))
+            try:
+                with forms.load(variant) as model:
+                    if windows != _windows(model, material):
+                        message = f"{variant.label} and {first.label} cut texts into other tokens."
+                        hint = "Compare a model with what it was made from: give that with --reference."
+                        raise UsageError(message, hint)
+                    found = edgeinfer.evaluate(model, windows, reference=reference)
+                    into.subjects.append(_figures(name, variant, model, found, material) | forms.facts(variant))
+            except EdgeInferError as error:
+                into.skipped.append({"model": name, "variant": variant.label, "reason": str(error)})
 
 
-def _load(variant: Variant, folder: Path) -> edgeinfer.Model:
-    """Load a variant; the bundle of an exported checkpoint is shared by variants with other caches."""
-    path: str | Path | None = variant.source
-    if variant.bits is not None:
-        from edgeinfer.export.exporter import export_checkpoint  # needs the export extra
-        from edgeinfer.export.options import ExportConfig
-
-        path = folder / variant.scheme
-        if not path.exists():
-            config = ExportConfig(bits=variant.bits, calibration=folder / _CALIBRATION)
-            if isinstance(variant.bits, int):
-                config = ExportConfig(variant.bits, calibration="none", keep_small=not variant.small)
-            export_checkpoint(Path(str(variant.source)), path, config)
-    options: dict[str, Any] = {} if variant.kv is None else {"kv": variant.kv}
-    return edgeinfer.load(path, speculation="off", remember=False, **options)
+def _windows(model: edgeinfer.Model, material: Material) -> list[list[int]]:
+    """Tokens of every story, or of pieces spread over a text; each after the begin token."""
+    if not material.pieces:
+        return [story_ids(model, story)[:_PIECE] for story in material.stories]
+    begin = model.begin_ids
+    ids = model.tokenize(material.stories[0], parse_special=False)
+    ids = ids[len(begin) :] if ids[: len(begin)] == begin else ids
+    length = min(_PIECE, model.context) - len(begin)
+    count = max(min(material.pieces, len(ids) // length), 1)
+    starts = np.linspace(0, max(len(ids) - length, 0), count).astype(int)
+    return [begin + ids[start : start + length] for start in starts]
 
 
-def _measured(
-    name: str, variant: Variant, model: edgeinfer.Model, reference: edgeinfer.Model | None, material: Material
+class _Forms:
+    """The forms of a checkpoint in a folder, each made once: variants with other caches share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seconds: dict[str, float] = {}
+        self._llama: _LlamaTypes | None = None
+
+    def load(self, variant: Variant) -> edgeinfer.Model:
+        """Loads a variant."""
+        options: dict[str, Any] = {} if variant.kv is None else {"kv": variant.kv}
+        options |= {} if variant.type is None else {"backend": "llamacpp"}
+        path = variant.source if variant.export is None and variant.type is None else self._made(variant)
+        return edgeinfer.load(path, speculation="off", remember=False, **options)
+
+    def facts(self, variant: Variant) -> dict[str, float | None]:
+        """The time that making it took."""
+        return {"seconds": self._seconds.get(variant.scheme)}
+
+    def _made(self, variant: Variant) -> Path:
+        path = self._folder / variant.scheme.replace(" ", "-")
+        if variant.type is not None:
+            path = path.with_suffix(".gguf")
+        if path.exists():
+            return path
+        started, source = time.perf_counter(), Path(str(variant.source))
+        if variant.type is not None:
+            self._llama = self._llama or _LlamaTypes(source, self._folder)
+            self._llama.write(path, variant.type)
+            started -= self._llama.seconds
+        else:
+            from edgeinfer.export.exporter import export_checkpoint  # needs the export extra
+            from edgeinfer.export.options import ExportConfig
+
+            export_checkpoint(source, path, ExportConfig(**variant.export or {}))
+        self._seconds[variant.scheme] = time.perf_counter() - started
+        return path
+
+
+class _LlamaTypes:
+    """A checkpoint's float file and importance matrix, which files of all types are made of; `seconds` were needed."""
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        from edgeinfer.export.gguf.route import write_float_file  # needs the gguf extra
+
+        started = time.perf_counter()
+        self._file = folder / "float.gguf"
+        self._importance = write_float_file(checkpoint, self._file)
+        self.seconds = time.perf_counter() - started
+
+    def write(self, path: Path, kind: str) -> None:
+        from edgeinfer.export.gguf.quantize import quantize_gguf
+
+        quantize_gguf(self._file, path, kind, importance=self._importance)
+
+
+def _figures(
+    name: str, variant: Variant, model: edgeinfer.Model, found: Evaluation, material: Material
 ) -> dict[str, Any]:
-    """Read and answer; a model without a reference is one."""
-    windows = [story_ids(reference or model, story) for story in material.stories]
-    if reference is not None and windows != [story_ids(model, story) for story in material.stories]:
-        message = f"{variant.label} and {reference.info.name} cut texts into other tokens."
-        raise UsageError(message, "Compare a model with what it was made from: give that with --reference.")
-    found = edgeinfer.evaluate(model, windows, reference=reference)
-    values = np.zeros(sum(map(len, windows))) if found.divergence is None else found.divergence.values  # (S,)
-    bits = found.bits_per_weight or model.info.bits_per_weight
+    """What reading showed, and answers; a model without a divergence is the reference."""
+    values = np.zeros(1) if found.divergence is None else found.divergence.values  # (S,)
+    bits = model.info.bits_per_weight
     return {
         "model": name,
         "variant": variant.label,
         "weights": variant.scheme,
         "cache": variant.kv,
-        "bytes": found.weight_bytes or round(model.info.parameters * bits / 8),
+        "bytes": round(model.info.parameters * bits / 8),
         "bits_per_weight": bits,
         "cache_bytes": model.plan.terms.get("kv", 0),
         "perplexity": found.perplexity,
@@ -238,7 +336,7 @@ def _measured(
         "divergence": float(values.mean()),
         "divergence_error": float(values.std() / np.sqrt(len(values))),
         "agreement": 1.0 if found.divergence is None else found.divergence.agreement,
-        "tokens": len(values),
+        "tokens": len(found.logprobs),
         "tasks": score_tasks(model, material.questions),
     }
 
@@ -268,31 +366,41 @@ def score_tasks(model: edgeinfer.Model, prompts: Sequence[Prompt]) -> dict[str, 
 
 
 def _run(options: QualityOptions, context: BenchContext) -> BenchResult:
-    families, material = options.families(), options.material()
-    measured = [measure_family(family, material, context.progress) for family in families]
-    subjects, skipped = (list(itertools.chain(*each)) for each in zip(*measured, strict=True))
-    return BenchResult({"text": material.name, "subjects": subjects, "skipped": skipped})
+    families, material, measured = options.families(), options.material(), Measured()
+    finished = True
+    try:
+        for family in families:
+            measure_family(family, material, context.progress, measured)
+    except KeyboardInterrupt:
+        if not measured.subjects:
+            raise
+        finished = False
+    data = {"text": material.name, "subjects": measured.subjects, "skipped": measured.skipped}
+    return BenchResult(data, finished=finished)
 
 
 def quality_section(data: Any) -> Section:
     """Predictions and answers against bytes."""
     subjects = data["subjects"]
     tasks = list(dict.fromkeys(name for each in subjects for name in each["tasks"]))
+    with_caches = any(each["cache"] for each in subjects)
     rows = tuple(
         (
             each["model"],
             each["variant"],
             format_size(each["bytes"]),
             f"{each['bits_per_weight']:.2f}",
-            format_size(each["cache_bytes"]),
+            *((format_size(each["cache_bytes"]),) if with_caches else ()),
             f"{each['perplexity']:.3f} ± {each['perplexity_error']:.3f}",
             f"{each['divergence']:.6f} ± {each['divergence_error']:.6f}" if each["divergence"] else "0",
             f"{each['agreement']:.2%}",
+            "" if each["seconds"] is None else f"{each['seconds']:.0f} s",
             *(_score(each["tasks"].get(name)) for name in tasks),
         )
         for each in subjects
     )
-    fixed = ("model", "variant", "weights", "bits", "cache", "perplexity", "KL divergence, nats", "same next token")
+    fixed = ("model", "variant", "weights", "bits", *(("cache",) if with_caches else ()))
+    fixed += ("perplexity", "KL divergence, nats", "same next token", "made in")
     header = (*fixed, *(name.removeprefix("tales/") for name in tasks))
     table = Table("Compared with the reference of each model, its first row", header, rows)
     answers = "Answers: replies that are right letter for letter; in brackets the share of their tokens that are"
@@ -310,7 +418,7 @@ def quality_chart(subjects: Sequence[Mapping[str, Any]]) -> Chart:
         if each["divergence"] > 0:
             kind = "caches" if each["cache"] else "weights"
             size = (each["bytes"] + each["cache_bytes"]) / 1e6
-            label = each["cache"] or each["weights"].removesuffix(", small layers too")
+            label = each["cache"] or each["weights"]
             lines.setdefault(f"{each['model']}, {kind}", []).append((size, each["divergence"], label))
     return divergence_chart("What fewer bytes cost", "weights and cache, MB", lines)
 

@@ -46,12 +46,6 @@ def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
     return (ids if ids[: len(begin)] == begin else begin + ids)[: model.context]
 
 
-def calibration_text(stories: Iterable[str]) -> str:
-    """Stories as paragraphs, which the export command takes as separate texts."""
-    paragraphs = ("\n".join(line for line in story.splitlines() if line.strip()) for story in stories)
-    return "\n\n".join(paragraphs) + "\n"
-
-
 @dataclass(frozen=True)
 class Story:
     """A story with its hero's name, another name that is not in it, and whether it names no other person."""
@@ -138,6 +132,7 @@ class Material:
     calibration: tuple[str, ...] = ()
     questions: tuple[Prompt, ...] = ()
     name: str = ""
+    pieces: int = 0  # the number of places to read of one long text; 0 reads stories from their beginning
 
 
 @dataclass(frozen=True)

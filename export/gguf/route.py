@@ -281,6 +281,20 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
     return out
 
 
+def write_float_file(source: Path, target: Path) -> Importance:
+    """Writes a checkpoint as floats, for quantizing to several types; the importance of its columns in the built-in
+    calibration text."""
+    with Checkpoint(source) as checkpoint:
+        described = open_gguf_source(checkpoint).unpacked
+        sidecar = read_sidecar(source, described.config)
+        words = read_vocabulary(source, described.config, described.spec.vocab_size)
+        kind = _float_type(checkpoint, described)
+        write_gguf_source(checkpoint, described, words, target, kind, name=source.resolve().name)
+        text = _read_text(ExportConfig(format="gguf"), described, sidecar.files["tokenizer.json"])
+        model = _Model.of(checkpoint, described)
+        return gather_importance(model.spec, model.reader, text.texts, model.tensors)
+
+
 def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:
     """The common type of the checkpoint's tensors, else float32. BF16 holds all values of MXFP4 too."""
     sources = [source for plan in described.plans for source in plan.sources]
