@@ -193,7 +193,7 @@ def _average(bits: str) -> float | None:
         found = 0.0
     if not 2 <= found <= 8:
         raise UsageError(f"There is no width {bits!r}.", f"Choose {_AUTO}, or 2 to 8, such as 4.5.")
-    return found
+    return int(found) if found.is_integer() else found
 
 
 class _Reference:

@@ -54,7 +54,7 @@ from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import GgufSource, open_gguf_source, write_gguf_source, written_bytes
 from edgeinfer.export.options import COPY, PACKED_KIND, ExportConfig, find_file_type
-from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
+from edgeinfer.export.source.calibration_text import DEFAULT_TEXT, CalibrationText, read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.packed import MXFP4
 from edgeinfer.export.source.sidecar import Sidecar, read_sidecar
@@ -290,7 +290,8 @@ def write_float_file(source: Path, target: Path) -> Importance:
         words = read_vocabulary(source, described.config, described.spec.vocab_size)
         kind = _float_type(checkpoint, described)
         write_gguf_source(checkpoint, described, words, target, kind, name=source.resolve().name)
-        text = _read_text(ExportConfig(format="gguf"), described, sidecar.files["tokenizer.json"])
+        tokens, tokenizer = default_tokens(described.parameters), sidecar.files["tokenizer.json"]
+        text = read_calibration_text(DEFAULT_TEXT, tokenizer, tokens, described.spec.max_positions)
         model = _Model.of(checkpoint, described)
         return gather_importance(model.spec, model.reader, text.texts, model.tensors)
 

@@ -53,13 +53,13 @@ def needs_the_kernel() -> None:
 
 def test_forms_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
     needs_the_kernel()
-    results = measured(checkpoint, bits=("8", "4"), sizes=("40KB",), kv=("int8", "int4"))
-    labels = ["32 bits", "8 bits", "4 bits", "within 40KB", "8 bits, int8 cache", "8 bits, int4 cache"]
+    results = measured(checkpoint, bits=("8", "4"), sizes=("60KB",), kv=("int8", "int4"))
+    labels = ["32 bits", "8 bits", "4 bits", "within 60KB", "8 bits, int8 cache", "8 bits, int4 cache"]
     assert [each["variant"] for each in results] == labels
     baseline, eight, four, within, cache8, cache4 = results
     assert (baseline["agreement"], baseline["divergence"], baseline["seconds"] > 0) == (1.0, 0.0, True)
     bits = [each["bits_per_weight"] for each in results[:3]]
-    assert bits == sorted(bits, reverse=True) and eight["bytes"] < baseline["bytes"] and within["bytes"] <= 40_000
+    assert bits == sorted(bits, reverse=True) and eight["bytes"] < baseline["bytes"] and within["bytes"] <= 60_000
     # Rounding to eight bits changes the perplexity of any model by little, and by something.
     assert 0 < abs(eight["perplexity"] / baseline["perplexity"] - 1) < 0.05
     assert 0 < eight["divergence"] < four["divergence"]
@@ -175,9 +175,9 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("<|endoftext|>".join([*(f"{n} {STORIES[0] * 8}" for n in range(200)), "The cat sat on the mat."]))
     line = ["bench", "quality", "--text", str(text), "--pieces", "1", "--questions", "0", "--json", str(out)]
-    assert main([*line, "--checkpoint", str(checkpoint), "--bits", "8,6.5"]) == 0
+    assert main([*line, "--checkpoint", str(checkpoint), "--bits", "8,6"]) == 0
     data = json.loads(out.read_text())
-    assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "6.5 bits"]
+    assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "6 bits"]
     assert data["text"] == "1 stories of text" and data["subjects"][0]["tasks"] == {}
     for bits in (32, 8):
         export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits))
