@@ -84,6 +84,14 @@ def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Pat
     assert result["perplexity"] == pytest.approx(perplexity)
 
 
+def test_types_of_llama_cpp_are_made_by_its_quantizer(checkpoint: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    _, eight, five = measured(checkpoint, bits=(), types=("Q8_0", "Q5_0"))
+    assert (eight["variant"], five["variant"]) == ("Q8_0", "Q5_0")
+    assert 0 < eight["divergence"] < five["divergence"] and five["bytes"] < eight["bytes"]
+
+
 @pytest.mark.parametrize("wrong", ["1KB", "Q9"])
 def test_variants_that_fail_are_skipped_with_the_reason(checkpoint: Path, wrong: str) -> None:
     options = {"types": (wrong,)} if wrong == "Q9" else {"sizes": (wrong,)}
