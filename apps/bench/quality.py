@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Progress, option
@@ -32,8 +33,6 @@ from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.options import format_size, parse_size
 from edgeinfer.options.load import KV_TYPES
-from edgeinfer.runtime.arrays import Floats
-from edgeinfer.tools import Evaluation
 
 _BEYOND = 4  # tokens after an answer that show whether a reply says more
 _AUTO, _FLOAT_BITS = "auto", 32
@@ -55,8 +54,8 @@ examples:
 
 @dataclass(frozen=True)
 class Variant:
-    """A form of a model: `source` as it is, or a checkpoint exported with options of `ExportConfig`, or to llama.cpp's
-    `type`. `scheme` names the weights, and `kv` is a quantized cache's type."""
+    """A form of a model: `source` as it is, or a checkpoint exported with options of `ExportConfig`, with them to
+    llama.cpp's `type`. `scheme` names the weights, and `kv` is a quantized cache's type."""
 
     scheme: str
     source: str | None
@@ -67,7 +66,7 @@ class Variant:
     @property
     def is_given(self) -> bool:
         """Whether `source` is the model, not what it is made of."""
-        return self.export is None and self.type is None
+        return self.export is None
 
     @property
     def label(self) -> str:
@@ -112,6 +111,12 @@ class QualityOptions:
         default=(),
         help="llama.cpp's types for --checkpoint, such as Q4_K_M,IQ4_XS: GGUF files that its own quantizer makes with "
         "an importance matrix of the calibration text",
+    )
+    calibration: str = option(
+        "--calibration FILE",
+        default="default",
+        rare=True,
+        help='UTF-8 text to calibrate with; "default" is the one that ships, "none" none',
     )
     kv: tuple[str, ...] | None = option(
         "--kv LIST",
@@ -166,12 +171,13 @@ class QualityOptions:
 
     def _checkpoint_family(self, path: Path) -> Family:
         source = str(path)
-        forms = {f"{_FLOAT_BITS} bits": {"bits": _FLOAT_BITS}}
+        forms: dict[str, dict[str, Any]] = {f"{_FLOAT_BITS} bits": {"bits": _FLOAT_BITS}}
         forms |= {bits if bits == _AUTO else f"{bits} bits": {"bits": _average(bits)} for bits in self.bits}
         forms |= {f"within {size}": {"target_size": parse_size(size)} for size in self.sizes}
-        variants = [Variant(name, source, export) for name, export in forms.items()]
+        shared = {"calibration": self.calibration}
+        variants = [Variant(name, source, shared | export) for name, export in forms.items()]
         first = variants[min(1, len(variants) - 1)]
-        variants += [Variant(kind, source, type=kind) for kind in self.types]
+        variants += [Variant(kind, source, shared, type=kind) for kind in self.types]
         return path.name, variants + [replace(first, kv=kv) for kv in self._caches()]
 
     def material(self) -> Material:
@@ -215,7 +221,7 @@ class _Reference:
     def _path(self, number: int) -> Path:
         return self._folder / f"reference-{number}"
 
-    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
+    def logits(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
         kept = np.memmap(self._path(self.windows.index(tokens)), np.float16, "r").reshape(len(tokens), -1)  # (S, V)
         for start in range(0, len(kept), _ROWS):
             yield kept[start : start + _ROWS].astype(np.float32)
@@ -237,8 +243,7 @@ def measure_family(family: Family, material: Material, progress: Progress, into:
         with forms.load(first) as model:
             windows = _windows(model, material)
             reference = _Reference(model, windows, Path(temporary))
-            found = edgeinfer.evaluate(reference, windows)
-            into.subjects.append(_figures(name, first, model, found, material) | forms.facts(first))
+            into.subjects.append(_figures(name, first, model, reference, material) | forms.facts(first))
         for done, variant in enumerate(others, 1):
             progress(name, done, 1 + len(others))
             try:
@@ -248,8 +253,8 @@ def measure_family(family: Family, material: Material, progress: Progress, into:
                         message = f"{variant.label} and {first.label} cut texts into other tokens."
                         hint = "Compare a model with what it was made from: give that with --reference."
                         raise UsageError(message, hint)
-                    found = edgeinfer.evaluate(model, windows, reference=reference)
-                    into.subjects.append(_figures(name, variant, model, found, material) | forms.facts(variant))
+                    found = _figures(name, variant, model, reference, material, compared=True)
+                    into.subjects.append(found | forms.facts(variant))
             except EdgeInferError as error:
                 into.skipped.append({"model": name, "variant": variant.label, "reason": str(error)})
 
@@ -294,7 +299,7 @@ class _Forms:
             return path
         started, source = time.perf_counter(), Path(str(variant.source))
         if variant.type is not None:
-            self._llama = self._llama or _LlamaTypes(source, self._folder)
+            self._llama = self._llama or _LlamaTypes(source, self._folder, **variant.export or {})
             self._llama.write(path, variant.type)
             started -= self._llama.seconds
         else:
@@ -309,12 +314,12 @@ class _Forms:
 class _LlamaTypes:
     """A checkpoint's float file and importance matrix, which files of all types are made of; `seconds` were needed."""
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, checkpoint: Path, folder: Path, calibration: str) -> None:
         from edgeinfer.export.gguf.route import write_float_file  # needs the gguf extra
 
         started = time.perf_counter()
         self._file = folder / "float.gguf"
-        self._importance = write_float_file(checkpoint, self._file)
+        self._importance = write_float_file(checkpoint, self._file, calibration)
         self.seconds = time.perf_counter() - started
 
     def write(self, path: Path, kind: str) -> None:
@@ -324,9 +329,17 @@ class _LlamaTypes:
 
 
 def _figures(
-    name: str, variant: Variant, model: edgeinfer.Model, found: Evaluation, material: Material
+    name: str,
+    variant: Variant,
+    model: edgeinfer.Model,
+    reference: _Reference,
+    material: Material,
+    *,
+    compared: bool = False,
 ) -> dict[str, Any]:
-    """What reading showed, and answers; a model without a divergence is the reference."""
+    """What reading shows, and answers; a model that is not compared is the reference."""
+    pair = (model, reference) if compared else (reference, None)
+    found = edgeinfer.evaluate(pair[0], reference.windows, reference=pair[1])
     values = np.zeros(1) if found.divergence is None else found.divergence.values  # (S,)
     bits = model.info.bits_per_weight
     return {

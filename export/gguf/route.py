@@ -54,7 +54,7 @@ from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import GgufSource, open_gguf_source, write_gguf_source, written_bytes
 from edgeinfer.export.options import COPY, PACKED_KIND, ExportConfig, find_file_type
-from edgeinfer.export.source.calibration_text import DEFAULT_TEXT, CalibrationText, read_calibration_text
+from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.packed import MXFP4
 from edgeinfer.export.source.sidecar import Sidecar, read_sidecar
@@ -281,19 +281,19 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
     return out
 
 
-def write_float_file(source: Path, target: Path) -> Importance:
-    """Writes a checkpoint as floats, for quantizing to several types; the importance of its columns in the built-in
-    calibration text."""
+def write_float_file(source: Path, target: Path, calibration: str) -> Importance | None:
+    """Writes a checkpoint as floats, for quantizing to several types; the importance of its columns in a text, of which
+    "default" is the one that ships, and "none" none."""
     with Checkpoint(source) as checkpoint:
         described = open_gguf_source(checkpoint).unpacked
         sidecar = read_sidecar(source, described.config)
         words = read_vocabulary(source, described.config, described.spec.vocab_size)
         kind = _float_type(checkpoint, described)
         write_gguf_source(checkpoint, described, words, target, kind, name=source.resolve().name)
-        tokens, tokenizer = default_tokens(described.parameters), sidecar.files["tokenizer.json"]
-        text = read_calibration_text(DEFAULT_TEXT, tokenizer, tokens, described.spec.max_positions)
+        config = ExportConfig(format="gguf", calibration=calibration)
+        text = _read_text(config, described, sidecar.files["tokenizer.json"])
         model = _Model.of(checkpoint, described)
-        return gather_importance(model.spec, model.reader, text.texts, model.tensors)
+        return None if text is None else gather_importance(model.spec, model.reader, text.texts, model.tensors)
 
 
 def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(checkpoint: Path, stories: Sequence[str] = STORIES, **options: Any) -> list[dict[str, Any]]:
-    (family,) = QualityOptions(checkpoints=(checkpoint,), **options).families()
+    (family,) = QualityOptions(checkpoints=(checkpoint,), calibration="none", **options).families()
     found = Measured()
     measure_family(family, Material(tuple(stories)), lambda *_: None, found)
     assert not found.skipped
@@ -71,7 +71,7 @@ def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Pat
     result = measured(checkpoint, STORIES[:1], bits=("4",))[1]
     logits = []
     for bits in (32, 4):
-        bundle = export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits))
+        bundle = export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits, calibration="none"))
         with edgeinfer.load(bundle, speculation="off") as model:
             ids = model.tokenize(STORIES[0])
             ids = ids if ids[:1] == model.begin_ids else model.begin_ids + ids
@@ -94,8 +94,10 @@ def test_types_of_llama_cpp_are_made_by_its_quantizer(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["1KB", "Q9"])
 def test_variants_that_fail_are_skipped_with_the_reason(checkpoint: Path, wrong: str) -> None:
-    options = {"types": (wrong,)} if wrong == "Q9" else {"sizes": (wrong,)}
-    (family,) = QualityOptions(checkpoints=(checkpoint,), bits=("8",), **options).families()
+    sizes, types = ((), (wrong,)) if wrong == "Q9" else ((wrong,), ())
+    (family,) = QualityOptions(
+        checkpoints=(checkpoint,), bits=("8",), sizes=sizes, types=types, calibration="none"
+    ).families()
     found = Measured()
     measure_family(family, Material(STORIES), lambda *_: None, found)
     assert [each["variant"] for each in found.subjects] == ["32 bits", "8 bits"]
@@ -107,7 +109,7 @@ def test_variants_that_fail_are_skipped_with_the_reason(checkpoint: Path, wrong:
 
 @needs_builtin
 def test_models_with_other_tokens_are_not_compared(checkpoint: Path, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "bundle", ExportConfig(bits=8))
+    export_checkpoint(checkpoint, tmp_path / "bundle", ExportConfig(bits=8, calibration="none"))
     family = ("tales", [Variant("tales", None), Variant("other", str(tmp_path / "bundle"))])
     found = Measured()
     measure_family(family, Material(STORIES), lambda *_: None, found)
@@ -183,12 +185,12 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("<|endoftext|>".join([*(f"{n} {STORIES[0] * 8}" for n in range(200)), "The cat sat on the mat."]))
     line = ["bench", "quality", "--text", str(text), "--pieces", "1", "--questions", "0", "--json", str(out)]
-    assert main([*line, "--checkpoint", str(checkpoint), "--bits", "8,6"]) == 0
+    assert main([*line, "--checkpoint", str(checkpoint), "--bits", "8,6", "--calibration", "none"]) == 0
     data = json.loads(out.read_text())
     assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "6 bits"]
     assert data["text"] == "1 stories of text" and data["subjects"][0]["tasks"] == {}
     for bits in (32, 8):
-        export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits))
+        export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(bits=bits, calibration="none"))
     needs_the_kernel()
     assert main([*line, "-m", str(tmp_path / "8"), "--reference", str(tmp_path / "32"), "--kv", "int8"]) == 0
     again = json.loads(out.read_text())
