@@ -94,7 +94,7 @@ ALONE = {"edgeinfer.runtime.backends.onnx.backend", "edgeinfer.runtime.sampling.
 # Lines of Python that each room may have. A change that needs more lowers another room's limit, or says here why.
 BUDGETS = {
     "apps": 20,
-    "apps/bench": 5160,
+    "apps/bench": 5270,  # quality: pieces of any text, sizes, types of llama.cpp, one reading of the reference
     "apps/cli": 4420,  # GGUF files on our own kernel: convert makes bundles of them; bits that are chosen
     "apps/desktop": 4500,  # GGUF files that are not prepared yet
     "apps/server": 4560,
@@ -136,13 +136,13 @@ BUDGETS = {
     "runtime/tuning": 1260,
     "runtime/weights": 1140,
     "tests": 5120,  # GGUF files on our own kernel; damaged ones with every type
-    "tests/apps": 14410,  # scores on tasks; exports that ask for no text
+    "tests/apps": 14440,  # scores on tasks; exports that ask for no text
     "tests/docs": 820,
     "tests/edgeinfer": 15660,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8060,  # GGUF files on our own kernel: every family, both ways; checks after converting
     "tests/quant": 1820,  # GGUF files on our own kernel: weights in these types
     "tests/runtime": 26320,  # GGUF files on our own kernel
-    "tests/tools": 3500,  # scores on tasks: HumanEval, MBPP, plain questions
+    "tests/tools": 3530,  # scores on tasks: HumanEval, MBPP, plain questions
     "tests/typing": 300,
 }
 
