@@ -98,7 +98,7 @@ class _FedForward:
 
     def __init__(self, plain: _Nearest, statistics: InputStatistics, hessian: Floats) -> None:
         self._plain, size = plain, plain.size
-        self._hessian = damped(hessian, GptqOptions().damping, size)
+        self._hessian = damped(hessian, GptqOptions().share(statistics), size)
         columns = _by_vectors(np.arange(plain.k).reshape(1, -1, size)).reshape(-1, VECTOR)
         energy = np.diagonal(self._hessian)[columns].sum(1)
         self._order = columns[np.argsort(-energy, kind="stable")]  # (vectors, 4)

@@ -104,7 +104,7 @@ def test_feeding_errors_forward_is_never_worse(weight: Floats, kind: str, tokens
     k, grid, options = weight.shape[1], Grid.of(scheme_of(kind)), GptqOptions(sweeps=sweeps)
     statistics = statistics_of(correlated_inputs(tokens, k, seed))
     assert statistics.hessian is not None
-    more = damped(statistics.hessian, options.damping, 1)
+    more = damped(statistics.hessian, options.share(statistics), 1)
     measured = InputStatistics(tokens, statistics.mean_square, statistics.mean, more)
     fed = restored(solver(grid, k, statistics, options), weight, grid)
     plain = approximate(weight, grid, statistics)

@@ -30,7 +30,7 @@ def test_never_worse_than_rounding_under_the_damped_hessian(
     weight, statistics = random_matrix(6, k, seed), statistics_of(correlated_inputs(tokens, k, seed))
     options = GptqOptions(sweeps=sweeps)
     assert statistics.hessian is not None
-    more = damped(statistics.hessian, options.damping, 1)
+    more = damped(statistics.hessian, options.share(statistics), 1)
     measured = InputStatistics(tokens, statistics.mean_square, statistics.mean, more)
     for row in range(len(weight)):
         one = weight[row : row + 1]
@@ -114,7 +114,7 @@ def test_a_hessian_is_needed_and_must_be_one() -> None:
         solver(grid, 32, InputStatistics(9, ones, ones, indefinite))
 
 
-@each_row("options", [{"damping": 0.0}, {"damping": 2.0}, {"sweeps": -1}, {"tolerance": -1.0}])
+@each_row("options", [{"damping": 0.0}, {"sweeps": -1}, {"tolerance": -1.0}])
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="out of range"):
         GptqOptions(**options)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_feeding_errors_forward_is_never_worse(seed: int, blocks: int, size: int
     k = blocks * size
     weight, statistics = random_matrix(6, k, seed), statistics_of(correlated_inputs(tokens, k, seed))
     assert statistics.hessian is not None
-    more = damped(statistics.hessian, GptqOptions().damping, 1)
+    more = damped(statistics.hessian, GptqOptions().share(statistics), 1)
     measured = InputStatistics(tokens, statistics.mean_square, statistics.mean, more)
     grid = Grid.of(vectors(size))
     for row in range(len(weight)):
