@@ -1,15 +1,16 @@
 """Measures on a text what rounding each matrix of a decoder does to its predictions.
 
-A probe is the whole model with one matrix, or one projection of all experts of a layer, coarsely rounded. All probes
-walk through the layers together, each as a stream of its own that leaves the unrounded one where its matrix is, so
-that every weight is read once. At the end stands the KL divergence of each from the unrounded model. For small errors
-it grows with the squared error of the matrix's output, which makes errors of different matrices comparable.
+A probe is the whole model with one matrix, or one projection of all experts of a layer, rounded. All probes walk
+through the layers together, each as texts of its own that leave the unrounded ones where its matrix is, so that every
+weight is read once. At the end stands the KL divergence of each from the unrounded model, for a sample of the
+vocabulary. For small errors it grows with the squared error of the matrix's output, which makes errors of different
+matrices comparable. What all of them cost together is measured on more tokens, and weighs the rest.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,14 +28,16 @@ Ints = NDArray[np.int64]
 Look = Callable[[str, Floats, Floats | None], None]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-# The rounding of probes: 7 levels in blocks of 32, between what 2 and 4 bits do, so that both are predicted well.
-_LEVELS, _BLOCK = 3.5, 32
+# The rounding of probes: levels in blocks of 32, of one matrix about what 4 bits do, of all of them what 5 do.
+_LEVELS, _JOINT_LEVELS, _BLOCK = 7.0, 15.0, 32
 # Streams that walk through a layer together; their widest activations lie in memory at once.
 _STREAMS = 16
-# A minute or two of two slow cores; at most so many tokens, which more would not make more exact, and at least these.
-_OPERATIONS = 4e12
-_MOST_TOKENS, _FEWEST_TOKENS = 768, 64
-_HEAD_ROWS = 8192
+# A minute of two slow cores; at most so many tokens, which more would not make more exact, and at least these.
+_OPERATIONS = 5e12
+_MOST_TOKENS, _FEWEST_TOKENS = 384, 96
+# Tokens of the vocabulary that stand for all at each position: the most likely, and some drawn from the rest.
+_LIKELY, _DRAWN = 48, 48
+_POSITIONS = 64
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,20 @@ def expert_group(name: str) -> str:
     return _EXPERT.sub(".experts.*.", name)
 
 
-def rounded(weight: Floats) -> Floats:  # (N, K) -> (N, K)
-    """A matrix rounded for a probe: to the nearest of seven values of each block."""
+def rounded(weight: Floats, levels: float = _LEVELS) -> Floats:  # (N, K) -> (N, K)
+    """A matrix rounded for a probe: to the nearest of 2 `levels` + 1 values of each block."""
     n, k = weight.shape
     blocks = np.pad(weight, ((0, 0), (0, -k % _BLOCK))).reshape(n, -1, _BLOCK)
-    step = np.maximum(np.abs(blocks).max(axis=2, keepdims=True) / np.float32(_LEVELS), np.float32(1e-30))
-    values: Floats = np.clip(np.rint(blocks / step), -3, 3) * step
+    step = np.maximum(np.abs(blocks).max(axis=2, keepdims=True) / np.float32(levels), np.float32(1e-30))
+    values: Floats = np.rint(blocks / step) * step
     return values.reshape(n, -1)[:, :k]
 
 
 def probe_tokens(spec: DecoderSpec, parameters: int) -> int:
-    """Number of tokens for which probing a model takes a minute or two."""
+    """Number of tokens for which probing a model takes a minute."""
     probes = 4 * spec.num_layers + 2
-    body = max(parameters - spec.vocab_size * spec.hidden_size, 0)
-    each = 2 * probes * (body / 2 + spec.vocab_size * spec.hidden_size)
-    return int(min(max(_OPERATIONS / each, _FEWEST_TOKENS), _MOST_TOKENS))
+    body = max(parameters - spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2), 0)
+    return int(min(max(_OPERATIONS / (probes * max(body, 1)), _FEWEST_TOKENS), _MOST_TOKENS))
 
 
 def probe_decoder(
@@ -84,21 +86,60 @@ def probe_decoder(
         if progress is not None:
             progress("sensitivity", layer + 1, spec.num_layers)
     final = dict(zip(streams, walk.norm("final_norm", tuple(streams.values())), strict=True))
-    return _divergences(spec, tensors("embed" if spec.tied else "head"), final, walk, look)
+    own = "embed" if spec.tied else "head"
+    head = tensors(own)
+    if not spec.tied:
+        look("head", head, final[""])
+        final["head"] = final[""]
+        walk.errors["head"] = {"head": 1.0}
+    found = _divergences(head, final, {own: _LEVELS})
+    return {name: Probe(kl, walk.errors[name]) for name, kl in found.items()}
 
 
-class _ProbeWalk(LayerWalk):
+def joint_factor(spec: DecoderSpec, tensors: Tensors, texts: Sequence[Ints], probes: Mapping[str, Probe]) -> float:
+    """What all matrices together, rounded to more levels, cost on a text, by what their probes say of it."""
+    tokens = np.concatenate(list(texts))
+    walk = _JointWalk(spec, tensors, [len(text) for text in texts])
+    rows = tensors("embed")[tokens]
+    streams: Signal = (rows, rounded(rows, _JOINT_LEVELS))
+    for layer in range(spec.num_layers):
+        streams = walk.run(layer, streams)
+    final = dict(zip(("", "all"), walk.norm("final_norm", streams), strict=True))
+    found = _divergences(tensors("embed" if spec.tied else "head"), final, {"all": _JOINT_LEVELS})["all"]
+    # Squared errors grow with the squares of steps.
+    said = sum(probe.kl for probe in probes.values()) * (_LEVELS / _JOINT_LEVELS) ** 2
+    return found / said if said else 1.0
+
+
+class _PlainWalk(LayerWalk):
+    """Runs layers with the weights as they are."""
+
+    def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int]) -> None:
+        super().__init__(spec, tensors, lengths, lambda name, weight, statistics: weight, (False,), hessian=False)
+
+    def weights(self, name: str, inputs: Signal) -> Signal:
+        return (self.tensors(name),) * len(inputs)
+
+
+class _JointWalk(_PlainWalk):
+    """Runs layers for the unrounded stream and for one in which all matrices are rounded."""
+
+    def weights(self, name: str, inputs: Signal) -> Signal:
+        weight = self.tensors(name)
+        return weight, rounded(weight, _JOINT_LEVELS)
+
+
+class _ProbeWalk(_PlainWalk):
     """Runs layers for the unrounded stream and for the probes."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int], look: Look) -> None:
         self._cached: dict[str, Floats] = {}
-        super().__init__(spec, self._hold, lengths, lambda name, weight, statistics: weight, (False,), hessian=False)
+        super().__init__(spec, self._hold, lengths)
         self.errors: dict[str, dict[str, float]] = {}
         self._read = tensors
-        self._tokens = sum(lengths)
+        self._lengths = list(lengths)
         self._look = look
         self._names: list[str] = []
-        self._opening = False
 
     def _hold(self, name: str) -> Floats:
         """A tensor, read once for all streams of a layer."""
@@ -109,33 +150,28 @@ class _ProbeWalk(LayerWalk):
     def step(self, layer: int, streams: dict[str, Floats]) -> dict[str, Floats]:  # (T, D) each
         """The streams after a layer, and those of the probes that begin in it."""
         before = streams[""]
-        groups = [before.copy() for _ in _groups(self.spec, layer)]
-        opened = dict(zip(_groups(self.spec, layer), groups, strict=True))
-        self._opening = True
-        after = self._run(layer, {"": before} | opened)
-        self._opening = False
+        opened = {"": before} | {name: before.copy() for name in _groups(self.spec, layer)}
+        self._names = list(opened)
+        after = dict(zip(opened, self.run(layer, tuple(opened.values())), strict=True))
         rest = [name for name in streams if name]
         for start in range(0, len(rest), _STREAMS):
-            after |= self._run(layer, {name: streams[name] for name in rest[start : start + _STREAMS]})
+            names = rest[start : start + _STREAMS]
+            # As texts of one stream, so that each weight is multiplied by all of them at once.
+            walk = _PlainWalk(self.spec, self._hold, self._lengths * len(names))
+            (moved,) = walk.run(layer, (np.concatenate([streams[name] for name in names]),))
+            after |= zip(names, np.split(moved, len(names)), strict=True)
         self._cached.clear()
         return after
-
-    def _run(self, layer: int, streams: dict[str, Floats]) -> dict[str, Floats]:
-        self._names = list(streams)
-        self.quantized = (False,) * len(streams)
-        return dict(zip(streams, self.run(layer, tuple(streams.values())), strict=True))
 
     def weights(self, name: str, inputs: Signal) -> Signal:
         """The matrix for all streams except that of its own probe, for which it is rounded."""
         weight = self.tensors(name)
         group = expert_group(name)
-        if not self._opening:
-            return (weight,) * len(inputs)
         x = inputs[self._names.index("")]
         self._look(name, weight, x)
         coarse = rounded(weight)
         product = x @ (coarse - weight).T
-        error = float(np.einsum("tn,tn->", product, product, dtype=np.float64)) / self._tokens
+        error = float(np.einsum("tn,tn->", product, product, dtype=np.float64)) / sum(self._lengths)
         self.errors.setdefault(group, {})[name] = error
         return tuple(coarse if stream == group else weight for stream in self._names)
 
@@ -162,26 +198,44 @@ def _mean_square(rows: Floats) -> float:  # (T, D)
     return float(np.einsum("td,td->", rows, rows, dtype=np.float64)) / len(rows)
 
 
-def _divergences(
-    spec: DecoderSpec, head: Floats, final: dict[str, Floats], walk: _ProbeWalk, look: Look
-) -> dict[str, Probe]:
-    """Every stream's divergence from the unrounded one, the head's own probe included."""
-    reference = log_softmax(final[""] @ head.T, np.float32)
-    probabilities = np.exp(reference)
+def _divergences(head: Floats, final: Mapping[str, Floats], coarse: Mapping[str, float]) -> dict[str, float]:
+    """Every stream's divergence from the unrounded one; some read a rounded head, of so many levels."""
+    totals = dict.fromkeys((name for name in final if name), 0.0)
+    count, chance = len(final[""]), np.random.default_rng(0)
+    for start in range(0, count, _POSITIONS):
+        states = {name: state[start : start + _POSITIONS] for name, state in final.items()}
+        ids, weights = _sampled(states[""] @ head.T, chance)
+        rows = head[ids]  # (t, n, D)
+        reference = _products(rows, states[""])
+        for name in totals:
+            levels = coarse.get(name)
+            read = rows if levels is None else rounded(rows.reshape(-1, rows.shape[2]), levels).reshape(rows.shape)
+            shift = _products(read, states[name]) - reference
+            mean = (weights * shift).sum(axis=1)
+            # Of the shift less its mean, so that small divergences are not lost in the rounding of large sums.
+            spread = np.expm1(shift - mean[:, None], dtype=np.float64)
+            totals[name] += float(np.log1p((weights * spread).sum(axis=1)).sum())
+    return {name: max(total / count, 0.0) for name, total in totals.items()}
 
-    def divergence(logits: Floats) -> float:
-        terms = probabilities * (reference - log_softmax(logits, np.float32))
-        return max(float(terms.sum(axis=1, dtype=np.float64).mean()), 0.0)
 
-    runs = (head[start : start + _HEAD_ROWS] for start in range(0, len(head), _HEAD_ROWS))
-    coarse_logits = np.concatenate([final["embed" if spec.tied else ""] @ rounded(run).T for run in runs], axis=1)
-    probes = {}
-    for name, state in final.items():
-        if name:
-            logits = coarse_logits if spec.tied and name == "embed" else state @ head.T
-            probes[name] = Probe(divergence(logits), walk.errors[name])
-    if not spec.tied:
-        look("head", head, final[""])
-        error = coarse_logits - final[""] @ head.T
-        probes["head"] = Probe(divergence(coarse_logits), {"head": _mean_square(error)})
-    return probes
+def _products(rows: Floats, states: Floats) -> Floats:  # (t, n, D), (t, D) -> (t, n)
+    found: Floats = np.matmul(rows, states[:, :, None])[..., 0]
+    return found
+
+
+def _sampled(logits: Floats, chance: np.random.Generator) -> tuple[Ints, NDArray[np.float64]]:  # (t, V) -> (t, n) each
+    """Tokens that stand for the whole vocabulary, and their shares of it: the most likely with their probabilities, and
+    others drawn by theirs, with equal parts of the rest."""
+    chances = np.exp(log_softmax(logits, np.float32)).astype(np.float64)
+    width = chances.shape[1]
+    if width <= _LIKELY + _DRAWN:
+        return np.tile(np.arange(width), (len(chances), 1)), chances / chances.sum(axis=1, keepdims=True)
+    likely = np.argpartition(chances, width - _LIKELY, axis=1)[:, -_LIKELY:]
+    own = np.take_along_axis(chances, likely, axis=1)
+    np.put_along_axis(chances, likely, 0.0, axis=1)
+    sums = np.cumsum(chances, axis=1)
+    left = sums[:, -1:]
+    places = (np.arange(_DRAWN) + chance.random((len(sums), 1))) / _DRAWN * left
+    drawn = np.stack([np.searchsorted(row, at) for row, at in zip(sums, places, strict=True)]).clip(0, width - 1)
+    shares = np.concatenate([own, np.broadcast_to(left / _DRAWN, drawn.shape)], axis=1)
+    return np.concatenate([likely, drawn], axis=1), shares / shares.sum(axis=1, keepdims=True)

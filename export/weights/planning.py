@@ -27,10 +27,10 @@ from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.quant.blocks import Grid, packed
 from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_below, plan_within
 from edgeinfer.quant.calibration_layers import uncomputed
-from edgeinfer.quant.methods import method_for
+from edgeinfer.quant.methods import METHODS, method_for
 from edgeinfer.quant.policy import QuantPlan, QuantScheme
 from edgeinfer.quant.probing import probe_tokens
-from edgeinfer.quant.sensitivity import choose_texts, expected_costs, measure_costs
+from edgeinfer.quant.sensitivity import expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
@@ -106,8 +106,8 @@ def _plan(
     if text is None:
         costs = expected_costs(tensors, {name: shape[0] for name, shape in shapes.items()}, candidates)
     else:
-        chosen = choose_texts(text.texts, probe_tokens(spec, parameters))
-        costs = measure_costs(spec, tensors.tensor, chosen, candidates, progress)
+        tokens, fed = probe_tokens(spec, parameters), METHODS[method].needs == "hessian"
+        costs = measure_costs(spec, tensors.tensor, text.texts, candidates, progress, tokens=tokens, fed_forward=fed)
     if budget is not None:
         return plan_within(budget, costs, shapes, draw, config.layout, method)
     return plan_below(config.max_divergence, costs, shapes, draw, config.layout, method, config.max_size)

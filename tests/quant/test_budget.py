@@ -11,7 +11,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
+from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_below, plan_within
 from edgeinfer.quant.policy import QuantScheme
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -73,6 +73,20 @@ def test_the_file_never_exceeds_the_budget(budget: int, layout: Layout) -> None:
     shared = plan.scheme("layers.0.mlp.shared.down")
     assert shared is not None and shared.bits == 8
     assert set(plan.predicted) == set(found)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.floats(1e-5, 3.0), st.sampled_from([NATIVE, PORTABLE]))
+def test_a_plan_stays_below_a_divergence_in_few_bytes(divergence: float, layout: Layout) -> None:
+    found = candidates(layout=layout)
+    plan, loose = (plan_below(nats, found, SHAPES, draw, layout) for nats in (divergence, 2 * divergence))
+    least = sum(min(c.cost for c in each) for each in found.values())
+    assert sum(plan.predicted.values()) <= max(divergence, least) + 1e-6
+    size = stored(dict(plan.schemes), layout)
+    assert stored(dict(loose.schemes), layout) <= size + 4096, "padding aside, more divergence takes fewer bytes"
+    capped = plan_below(1e-5, found, SHAPES, draw, layout, most=size)
+    assert stored(dict(capped.schemes), layout) <= size
+    assert plan.budget_bytes is None
 
 
 def test_experts_of_the_portable_layout_share_a_scheme() -> None:

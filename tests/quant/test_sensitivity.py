@@ -18,9 +18,10 @@ from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.quant import probing
 from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.quant.policy import QuantScheme
-from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
+from edgeinfer.quant.probing import expert_group, joint_factor, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import measure_costs
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
@@ -63,7 +64,8 @@ def walked(spec: DecoderSpec, tensors: Tensors) -> NDArray[np.float64]:
 
 
 @each_row("arch", ["llama-tied", "qwen2", "qwen2-moe", "qwen3-moe-tied-odd"])
-def test_probes_measure_what_rounding_does(tmp_path: Path, arch: str) -> None:
+def test_probes_measure_what_rounding_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    monkeypatch.setattr(probing, "_LIKELY", 1 << 20)  # the whole vocabulary
     make_checkpoint(tmp_path / "tiny", arch)
     with opened(tmp_path / "tiny") as (spec, tensors, names):
         probes = probe_decoder(spec, tensors, TEXTS, lambda *_: None)
@@ -77,9 +79,26 @@ def test_probes_measure_what_rounding_does(tmp_path: Path, arch: str) -> None:
             assert probe.kl == pytest.approx(divergence(reference, walked(spec, coarse)), rel=2e-3, abs=1e-7), group
         assert {name for probe in probes.values() for name in probe.errors} <= set(names)
         assert ("head" in probes) is not spec.tied
+        whole = divergence(reference, walked(spec, lambda name: all_rounded(tensors(name))))
+        said = sum(probe.kl for probe in probes.values()) * (7 / 15) ** 2
+        assert joint_factor(spec, tensors, TEXTS, probes) == pytest.approx(whole / said, rel=2e-3)
 
 
-def test_probes_agree_with_transformers(tmp_path: Path) -> None:
+def all_rounded(tensor: Floats) -> Floats:
+    return rounded(tensor, 15.0) if tensor.ndim == 2 and len(tensor) > 8 else tensor
+
+
+def test_a_sample_of_the_vocabulary_stands_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "tiny", "qwen2", vocab_size=4096)
+    with opened(tmp_path / "tiny") as (spec, tensors, _):
+        some = probe_decoder(spec, tensors, TEXTS, lambda *_: None)
+        monkeypatch.setattr(probing, "_LIKELY", 1 << 20)
+        for name, probe in probe_decoder(spec, tensors, TEXTS, lambda *_: None).items():
+            assert some[name].kl == pytest.approx(probe.kl, rel=0.3), name
+
+
+def test_probes_agree_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "_LIKELY", 1 << 20)
     model = make_checkpoint(tmp_path / "tiny", "llama-tied")
     with opened(tmp_path / "tiny") as (spec, tensors, _):
         probe = probe_decoder(spec, tensors, TEXTS, lambda *_: None)["layers.1.mlp.down"]
