@@ -110,7 +110,7 @@ BUDGETS = {
     "export/drafters": 740,
     "export/gguf": 4880,  # GGUF files on our own kernel: read back into descriptions and bundles
     "export/graph": 2220,  # GGUF files on our own kernel
-    "export/options": 430,  # bits that are chosen by what they cost, with a text or by rules
+    "export/options": 436,  # bits that are chosen by what they cost, with a text or by rules
     "export/source": 1300,  # GGUF files on our own kernel; the text that models are calibrated with
     "export/training": 3060,
     "export/weights": 500,  # GGUF files on our own kernel
