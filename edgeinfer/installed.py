@@ -66,6 +66,7 @@ def pull(
     name: str,
     *,
     bits: int | None = None,
+    calibrated: bool = True,
     revision: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -74,7 +75,9 @@ def pull(
 
     Args:
         name: of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, or a checkpoint's directory.
-        bits: bits per weight of the conversion: 2 to 6, 8 or 32; None is 4, or what fits into this machine's memory.
+        bits: bits per weight of the conversion: 2 to 6, 8 or 32; None is as many as the model needs, or
+            as fit into this machine's memory.
+        calibrated: round weights for a text, which takes minutes; without, it takes seconds and loses more.
         revision: branch, tag or commit; None is the main branch.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: called several times a second; stops where it returns True.
@@ -84,7 +87,7 @@ def pull(
         HubError: offline, unknown, private or gated repository, one without a model, or it was cancelled.
         StorageError: the disk has too little room; nothing was written.
     """
-    path = hub.update(name, bits=bits, revision=revision, progress=progress, cancelled=cancelled)
+    path = hub.update(name, bits=bits, revision=revision, progress=progress, cancelled=cancelled, calibrated=calibrated)
     uses = hub.last_uses()
     for place in hub.places():
         if place.path == path:

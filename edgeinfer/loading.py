@@ -133,7 +133,14 @@ def located(model: str | Path | None, config: LoadConfig, progress: Progress | N
     from edgeinfer.hub.resolving import resolve
 
     llamacpp = config.wants_llamacpp
-    return resolve(model, bits=config.bits, memory=config.memory, progress=progress, llamacpp=llamacpp)
+    return resolve(
+        model,
+        bits=config.bits,
+        memory=config.memory,
+        progress=progress,
+        llamacpp=llamacpp,
+        calibrated=config.calibration,
+    )
 
 
 def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:

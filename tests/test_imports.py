@@ -50,7 +50,10 @@ ALLOWED = {
     # How much memory this machine has decides what is fetched; where the kernel runs, GGUF files are prepared for it.
     "edgeinfer.hub": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.runtime.native.library"},
     # The process that converts a checkpoint when it is first asked for; whoever runs a model imports no maker.
-    "edgeinfer.tools.conversion": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export"},
+    "edgeinfer.tools.conversion": CORE
+    | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export", "edgeinfer.tools.checking"},
+    # What was made is run once, next to what it was made of.
+    "edgeinfer.tools.checking": CORE | {"edgeinfer.api", "edgeinfer.runtime", "edgeinfer.export"},
     # Distilling is measured by the face and done by the export; only the commands know both.
     "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
@@ -99,22 +102,22 @@ BUDGETS = {
     "apps/desktop": 4500,  # GGUF files that are not prepared yet
     "apps/server": 4560,
     "apps/terminal": 440,
-    "edgeinfer": 5170,  # GGUF files that are prepared or not
+    "edgeinfer": 5180,  # GGUF files that are prepared or not
     "edgeinfer/bundle": 7380,  # GGUF files on our own kernel; what quantizing cost, as measured
-    "edgeinfer/hub": 2130,  # GGUF files: of other programs, in packages, prepared for our own kernel, or why not
+    "edgeinfer/hub": 2160,  # GGUF files: of other programs, in packages, prepared for our own kernel, or why not
     "edgeinfer/openai": 3100,
     "edgeinfer/options": 1840,  # which engine runs a GGUF file
-    "edgeinfer/tools": 2600,  # GGUF files are prepared whole or not at all, and packages fetched
-    "export": 800,
+    "edgeinfer/tools": 2760,  # GGUF files are prepared whole or not at all, packages fetched, conversions checked
+    "export": 920,  # bundles are checked, and written again where they are too far from the float model
     "export/architectures": 3160,  # GGUF files on our own kernel: their rows in another order
     "export/drafters": 740,
     "export/gguf": 4880,  # GGUF files on our own kernel: read back into descriptions and bundles
     "export/graph": 2220,  # GGUF files on our own kernel
-    "export/options": 436,  # bits that are chosen by what they cost, with a text or by rules
+    "export/options": 430,  # bits that are chosen by what they cost, with a text or by rules
     "export/source": 1300,  # GGUF files on our own kernel; the text that models are calibrated with
     "export/training": 3060,
-    "export/weights": 500,  # GGUF files on our own kernel
-    "quant": 3400,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
+    "export/weights": 560,  # the float model to check with; GGUF files on our own kernel
+    "quant": 3350,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
     "runtime": 20,
     "runtime/backends": 7760,  # GGUF files on our own kernel
     "runtime/decoding": 1380,
@@ -138,7 +141,7 @@ BUDGETS = {
     "tests": 5120,  # GGUF files on our own kernel; damaged ones with every type
     "tests/apps": 14440,  # scores on tasks; exports that ask for no text
     "tests/docs": 820,
-    "tests/edgeinfer": 15660,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
+    "tests/edgeinfer": 15780,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8060,  # GGUF files on our own kernel: every family, both ways; checks after converting
     "tests/quant": 1820,  # GGUF files on our own kernel: weights in these types
     "tests/runtime": 26320,  # GGUF files on our own kernel

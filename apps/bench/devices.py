@@ -109,7 +109,7 @@ def _model_files(files: str, bundle: Path, folder: Path) -> Path:
 
 def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
     """Write a Hugging Face checkpoint in float32 with the bundle's weights, multiplied out."""
-    from edgeinfer.export.source.checkpoint import checkpoint_config, checkpoint_tensors  # the export extra
+    from edgeinfer.export.source.checkpoint import checkpoint_config, checkpoint_tensors
 
     target.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):

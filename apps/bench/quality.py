@@ -303,7 +303,7 @@ class _Forms:
             self._llama.write(path, variant.type)
             started -= self._llama.seconds
         else:
-            from edgeinfer.export.exporter import export_checkpoint  # needs the export extra
+            from edgeinfer.export.exporter import export_checkpoint
             from edgeinfer.export.options import ExportConfig
 
             export_checkpoint(source, path, ExportConfig(**variant.export or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
-edgeinfer run and chat convert a checkpoint by themselves; this makes a bundle to keep or give away. Calibration and
-budgets need pip install 'edgeinfer[export]', --format gguf needs 'edgeinfer[gguf]'.
+edgeinfer run and chat convert a checkpoint by themselves; this makes a bundle to keep or give away.
+--format gguf needs pip install 'edgeinfer[gguf]'.
 
 examples:
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
@@ -227,23 +228,28 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    from edgeinfer.export.exporter import export_checkpoint
+    from edgeinfer.export.exporter import Check, export_checkpoint
     from edgeinfer.export.options import ExportConfig
+    from edgeinfer.tools.checking import described, measure_quality
 
     config = ExportConfig(**_options(args), force=args.force)
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
     with progress_bar(enabled=not args.json) as progress:
-        bundle = export_checkpoint(source, args.out, config, progress)
+        check = Check(measure_quality, print_note)
+        bundle = export_checkpoint(source, args.out, config, progress, check)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
-    manifest = open_bundle(bundle).manifest if args.show_plan else None
+    manifest = open_bundle(bundle).manifest
     if args.json:
-        plan = {} if manifest is None else {"plan": plan_facts(manifest)}
-        print_json({"bundle": str(bundle), "bytes": size, "seconds": round(seconds, 3)} | plan)
+        plan = {"plan": plan_facts(manifest)} if args.show_plan else {}
+        quality = {} if manifest.quality is None else {"quality": asdict(manifest.quality)}
+        print_json({"bundle": str(bundle), "bytes": size, "seconds": round(seconds, 3)} | quality | plan)
     else:
-        if manifest is not None:
+        if args.show_plan:
             print_table(plan_rows(manifest), header=PLAN_HEADER)
+        for line in described(manifest):
+            print_note(line)
         print_note(f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} PROMPT")
     return 0
 

@@ -117,7 +117,7 @@ def show_notes() -> None:
 
 def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Fetch and convert a model that is not here yet; return its name or path, and the options for loading it."""
-    rest = {name: value for name, value in options.items() if name != "bits"}
+    rest = {name: value for name, value in options.items() if name not in ("bits", "calibration")}
     if model is None and "bits" not in options:
         return None, rest
     from edgeinfer import hub  # keeps --help fast
@@ -129,6 +129,7 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
             model,
             bits=options.get("bits"),
             memory=options.get("memory"),
+            calibrated=options.get("calibration", True),
             progress=progress or (lambda *_: None),
             choose=type_question(chosen.append),
             llamacpp=LoadConfig.of(**{n: options[n] for n in ENGINE_OPTIONS if n in options}).wants_llamacpp,

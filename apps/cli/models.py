@@ -38,7 +38,7 @@ examples:
 
 def add_models(commands: Subparsers) -> None:
     parser = add_command(commands, "models", execute, _DESCRIPTION)
-    text = "list models to fetch instead, with the memory they need at 4 bits"
+    text = "list models to fetch instead, with the memory they need"
     parser.add_argument("--catalog", action="store_true", help=text)
     add_json_option(parser)
     actions = parser.add_subparsers(title="remove", metavar="[rm NAME ...]")
@@ -131,7 +131,7 @@ def _confirmed(name: str, here: list[LocalModel]) -> bool:
 
 _PULL_DESCRIPTION = """\
 Fetch a model, or bring it up to date: one of the catalog, or any of the Hugging Face hub that edgeinfer runs. A
-checkpoint is converted to 4 bits, once. Prints the local path. An interrupted download resumes; code and pickles are
+checkpoint is converted, once. Prints the local path. An interrupted download resumes; code and pickles are
 never fetched.
 
 examples:
@@ -145,8 +145,13 @@ def add_pull(commands: Subparsers) -> None:
     parser = add_command(commands, "pull", _pull, _PULL_DESCRIPTION)
     text = "catalog name (edgeinfer models --catalog), or Hugging Face id; of a GGUF repository with the type"
     parser.add_argument("repo", metavar="NAME|ORG/NAME[:TYPE]", help=text)
-    text = f"bits of a checkpoint's weights: {one_of(CONVERTED_BITS)} (default: 4, or what fits this machine's memory)"
+    text = (
+        f"bits per weight of a checkpoint, on average: {one_of(CONVERTED_BITS)} (default: as many as the model "
+        "needs, or as fit this machine's memory)"
+    )
     parser.add_argument("--bits", type=int, choices=CONVERTED_BITS, help=text)
+    text = "convert a checkpoint in seconds, without running it over a text; it takes more space or loses more"
+    parser.add_argument("--no-calibration", dest="calibrated", action="store_false", help=text)
     text = "take the type of a GGUF repository that suits this machine, without asking"
     parser.add_argument("-y", "--yes", action="store_true", help=text)
     parser.add_argument("--no-convert", action="store_true", help="only fetch a checkpoint, for edgeinfer export")
@@ -176,5 +181,10 @@ def _fetch(args: argparse.Namespace, progress: Progress | None) -> Path:
         return hub.pull(str(name_of(args.repo)), revision=args.revision, progress=progress or False)
     choose = None if args.yes or args.json else type_question()
     return hub.update(
-        args.repo, revision=args.revision, bits=args.bits, progress=progress or (lambda *_: None), choose=choose
+        args.repo,
+        revision=args.revision,
+        bits=args.bits,
+        progress=progress or (lambda *_: None),
+        choose=choose,
+        calibrated=args.calibrated,
     )

@@ -30,7 +30,7 @@ MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
     *("prefix_cache", "structured"),
 )
-CONVERTING = ("bits",)
+CONVERTING = ("bits", "calibration")
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = ("adapters", *MEMORY, "threads", "exact", "backend", "native", "device", "gpu_layers", *DRAFTING)
 REMOTE = (
@@ -56,7 +56,8 @@ def add_model_option(parser: Parser) -> None:
 
 
 def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = False) -> None:
-    """Add -m and the options of LoadConfig: --bits if the command converts checkpoints, and those of remote servers."""
+    """Add -m and the options of LoadConfig: those of conversions if the command converts checkpoints, and of remote
+    servers."""
     add_model_option(parser)
     add_options(parser, LoadConfig, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
 

@@ -93,10 +93,7 @@ def help_text(
 
 # The extra that provides a module.
 _EXTRAS = {
-    "onnx": "export",
-    "safetensors": "export",
-    "ml_dtypes": "export",
-    "scipy": "export",
+    "safetensors": "train",
     "starlette": "server",
     "uvicorn": "server",
     "llguidance": "structured",

@@ -82,8 +82,10 @@ def kind_of(facts: edgeinfer.ModelFacts) -> Kind:
 def file_of(model: str | None) -> str:
     """Tell a model from others of its name: its file or folder, or the bits of a conversion."""
     path = Path(model or "")
-    converted = path.parent.parent == hub.models_folder() and re.match(r"(\d+)-bit-", path.name)
-    return f"{converted[1]} bits" if converted else path.name
+    converted = path.parent.parent == hub.models_folder() and re.match(r"(\d+)-bit-|auto-", path.name)
+    if not converted:
+        return path.name
+    return f"{converted[1]} bits" if converted[1] else "the bits that it needs"
 
 
 def id_of(model: str | None) -> str:

@@ -6,13 +6,14 @@ import functools
 import importlib.resources
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from edgeinfer.errors import UsageError
 from edgeinfer.hub.cache import Kind
 from edgeinfer.hub.client import hub_errors, library
-from edgeinfer.hub.ids import HubName, parse_name
+from edgeinfer.hub.ids import AUTO, Bits, HubName, parse_name
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import machine_memory
 
@@ -22,8 +23,10 @@ _PROCESS_BYTES = 200_000_000
 # The smallest context that is planned for, and bytes of a cached float: loading plans a longer context if it can.
 _CONTEXT, _KV_BYTES = 2048, 4
 _GGUF_KV_BYTES = 2
-# Bits of scale and zero point for each weight of a linear layer, in groups of 128.
+# Bits of scale and zero point for each weight where all linear layers have the same 8, in groups of 128.
 _EXTRA_BITS = 0.25
+# Bits a weight of models that were converted to as many as they need, by parameters: small ones need more.
+_NEEDED_BITS = ((2e8, 6.6), (4e8, 6.2), (1e9, 5.2), (2e9, 4.9), (math.inf, 4.7))
 # The share of a machine's memory that other programs and the system leave.
 _SHARE = 0.75
 
@@ -78,13 +81,18 @@ class DecoderSizes:
         vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return layer * self.num_hidden_layers + vocabulary
 
-    def weight_bytes(self, bits: int) -> int:
-        return round(self.parameters * (bits + (_EXTRA_BITS if bits < 32 else 0)) / 8)
+    def weight_bytes(self, bits: Bits = AUTO) -> int:
+        """Bytes of the converted weights; fewer bits than 8 are an average that has everything in it."""
+        if bits == AUTO:
+            stored = next(needed for most, needed in _NEEDED_BITS if self.parameters <= most)
+        else:
+            stored = bits + (_EXTRA_BITS if bits == 8 else 0)
+        return round(self.parameters * stored / 8)
 
     def kv_bytes(self, context: int = _CONTEXT) -> int:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * _KV_BYTES * context
 
-    def memory(self, bits: int) -> int:
+    def memory(self, bits: Bits = AUTO) -> int:
         """Bytes that running the converted model takes: weights, a cache for 2048 tokens, and the process."""
         return self.weight_bytes(bits) + self.kv_bytes() + _PROCESS_BYTES
 
@@ -98,10 +106,6 @@ def gguf_memory(file_bytes: int, sizes: DecoderSizes | None = None) -> int:
 def room(memory: int | None = None) -> int:
     """Bytes that a model may take: the budget, or three quarters of what this machine has."""
     return round(machine_memory() * _SHARE) if memory is None else memory
-
-
-# The bits that a checkpoint is converted to unless memory or the user says otherwise.
-CATALOG_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,8 @@ class CatalogModel:
 
     @property
     def memory(self) -> int:
-        """Bytes that running it, a checkpoint at 4 bits, takes with a context of 2048 tokens."""
-        return gguf_memory(self._gguf_bytes, self.sizes) if self.is_gguf else self.sizes.memory(CATALOG_BITS)
+        """Bytes that running it takes with a context of 2048 tokens, an estimate where it is converted."""
+        return gguf_memory(self._gguf_bytes, self.sizes) if self.is_gguf else self.sizes.memory()
 
     @property
     def download(self) -> int:
@@ -163,7 +167,7 @@ class CatalogModel:
     @property
     def disk(self) -> int:
         """Bytes of the model that runs."""
-        return self._gguf_bytes or self.sizes.weight_bytes(CATALOG_BITS)
+        return self._gguf_bytes or self.sizes.weight_bytes()
 
     @property
     def hub_name(self) -> HubName:

@@ -22,6 +22,7 @@ from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalErro
 from edgeinfer.hub.client import Progress
 from edgeinfer.hub.download import Offer
 from edgeinfer.hub.folder import remove_leftovers
+from edgeinfer.hub.ids import Bits
 from edgeinfer.records import dataclass
 
 Choose = Callable[[list[Offer]], str]
@@ -43,7 +44,8 @@ class FetchJob:
     package: str = ""  # the catalog's name of a model that a package holds
     revision: str | None = None  # branch, tag or commit; None is the main branch
     refresh: bool = False  # bring the hub's cache up to date instead of using it as it is
-    bits: int | None = None  # of the conversion; None decides by memory
+    bits: Bits | None = None  # of the conversion; None is as many as the model needs, or as memory has room for
+    calibrated: bool = True  # round for the text that ships, instead of in seconds
     memory: int | None = None  # budget that the model is to run in; None is what this machine has
     bars: bool = False  # draw bars on stderr
     llamacpp: bool = False  # leave a GGUF file as it is, instead of preparing it for the native kernel

@@ -1,7 +1,8 @@
 """The user's folder of models that were converted on this machine: found, listed, locked, removed.
 
 models/Qwen--Qwen3-0.6B/source.json              which checkpoint or GGUF file
-models/Qwen--Qwen3-0.6B/4-bit-c1899de289a0/      a bundle, by bits and revision
+models/Qwen--Qwen3-0.6B/auto-c1899de289a0/       a bundle with the bits that the model needs, by revision
+models/Qwen--Qwen3-0.6B/4-bit-c1899de289a0/      one with bits that somebody asked for
 models/_llama-7b-q4_k_m-1f0c7b52/gguf-9e107d9d/  a bundle with the types of a GGUF file
 models/Qwen--Qwen3-0.6B/.work-XXXX/              a running or killed conversion
 models/.locks/Qwen--Qwen3-0.6B.lock              held by the process that converts it
@@ -21,7 +22,7 @@ from edgeinfer.bundle.names import part_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
-from edgeinfer.hub.ids import WEIGHT_PATTERNS
+from edgeinfer.hub.ids import AUTO, WEIGHT_PATTERNS, Bits
 from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
 from edgeinfer.user_files import user_data
@@ -36,7 +37,7 @@ WORK = ".work-"
 _LOCKS = ".locks"
 _SOURCE = "source.json"
 _REFUSED = "refused.json"
-_BUNDLE = re.compile(rf"(?:({'|'.join(map(str, CONVERTED_BITS))})-bit|gguf)-([0-9a-z]{{1,12}})")
+_BUNDLE = re.compile(rf"(?:({'|'.join(map(str, CONVERTED_BITS))})-bit|(auto)|gguf)-([0-9a-z]{{1,12}})")
 _REVISION_LETTERS = 12
 _ELSEWHERE = "Models are kept in the user's folder: set XDG_DATA_HOME to a folder that can be written."
 # Files whose change means that a checkpoint's directory holds another model.
@@ -99,9 +100,9 @@ class ModelSource:
         facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def place(self, bits: int | None, revision: str) -> Path:
+    def place(self, bits: Bits | None, revision: str) -> Path:
         """The folder of the bundle with these bits; None keeps the types of a GGUF file."""
-        form = "gguf" if bits is None else f"{bits}-bit"
+        form = "gguf" if bits is None else AUTO if bits == AUTO else f"{bits}-bit"
         return self.folder / f"{form}-{revision[:_REVISION_LETTERS] or 'main'}"
 
     def record(self) -> None:
@@ -123,7 +124,7 @@ class Converted:
     """A bundle that was converted on this machine."""
 
     source: ModelSource
-    bits: int | None  # None where it has the types of a GGUF file
+    bits: Bits | None  # None where it has the types of a GGUF file
     revision: str
     path: Path
 
@@ -133,10 +134,14 @@ class Converted:
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
-def bits_of(path: Path) -> int | None:
+def bits_of(path: Path) -> Bits | None:
     """The bits of a conversion, by its path; None for other paths, and with a GGUF file's own types."""
     found = _BUNDLE.fullmatch(path.name) if path.parent.parent == models_folder() else None
-    return int(found[1]) if found and found[1] else None
+    return None if found is None else _bits(found)
+
+
+def _bits(found: re.Match[str]) -> Bits | None:
+    return int(found[1]) if found[1] else AUTO if found[2] else None
 
 
 def source_of(path: Path) -> str | None:
@@ -153,7 +158,7 @@ def models_folder() -> Path:
     return user_data() / "edgeinfer" / "models"
 
 
-def find_converted(source: ModelSource, bits: int | None = None, revision: str | None = None) -> Converted | None:
+def find_converted(source: ModelSource, bits: Bits | None = None, revision: str | None = None) -> Converted | None:
     """The latest conversion of a model, of files here only as they are now; None where there is none."""
     if source.path is not None and revision is None:
         revision = source.revision()
@@ -188,7 +193,8 @@ def converted_models() -> list[Converted]:
     except (OSError, StorageError):
         return []
     found = [converted for folder in folders for converted in _conversions(folder)]
-    return sorted(found, key=lambda converted: (converted.source.name, converted.bits or 0))
+    # First what was made with the bits that it needs.
+    return sorted(found, key=lambda each: (each.source.name, each.bits if isinstance(each.bits, int) else 0))
 
 
 def remove_converted(converted: Converted) -> int:
@@ -244,7 +250,7 @@ def _conversions(folder: Path) -> list[Converted]:
         return []
     named = ((path, _BUNDLE.fullmatch(path.name)) for path in folder.iterdir())
     return [
-        Converted(ModelSource(name, kind), int(match[1]) if match[1] else None, match[2], path)
+        Converted(ModelSource(name, kind), _bits(match), match[3], path)
         for path, match in named
         if match and is_bundle(path)
     ]

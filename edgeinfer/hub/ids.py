@@ -6,6 +6,7 @@ import glob
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.manifest import Manifest
@@ -30,22 +31,25 @@ CONFIG_PATTERNS = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
 _TAGGED = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)
-_BITS = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-?bits?", re.IGNORECASE)
+_BITS = re.compile(rf"(auto)|({'|'.join(map(str, CONVERTED_BITS))})-?bits?", re.IGNORECASE)
+# Of a conversion: of every weight, or on average; or as many as the model needs.
+Bits = int | Literal["auto"]
+AUTO: Literal["auto"] = "auto"
 # Projectors of images for a model, and data that was used to quantize it.
 _OTHERS = ("mmproj", "imatrix")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub as users name it: ORG/NAME, ORG/NAME:TYPE or ORG/NAME:4bit."""
+    """A model on the hub as users name it: ORG/NAME, ORG/NAME:TYPE, ORG/NAME:4bit or ORG/NAME:auto."""
 
     repo_id: str  # ORG/NAME
     tag: str | None = None  # which GGUF file, by its type or another part of its name; None where none was given
-    bits: int | None = None  # of a checkpoint that is converted; None where none were given
+    bits: Bits | None = None  # of a checkpoint that is converted; None where none were given
 
     def __str__(self) -> str:
         if self.bits is not None:
-            return f"{self.repo_id}:{self.bits}bit"
+            return f"{self.repo_id}:{named_bits(self.bits)}"
         return self.repo_id if self.tag is None else f"{self.repo_id}:{self.tag}"
 
 
@@ -57,7 +61,14 @@ def parse_name(model: str) -> HubName | None:
     if match is None:
         return None
     bits = _BITS.fullmatch(match[2])
-    return HubName(match[1], match[2]) if bits is None else HubName(match[1], bits=int(bits[1]))
+    if bits is None:
+        return HubName(match[1], match[2])
+    return HubName(match[1], bits=int(bits[2]) if bits[2] else AUTO)
+
+
+def named_bits(bits: Bits) -> str:
+    """Bits as names of models have them: 4bit, auto."""
+    return AUTO if bits == AUTO else f"{bits}bit"
 
 
 def is_gguf_model(name: str) -> bool:

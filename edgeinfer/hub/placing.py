@@ -19,7 +19,7 @@ from edgeinfer.bundle.writing import MANIFEST
 from edgeinfer.errors import EdgeInferError, ModelError
 from edgeinfer.hub.cache import BUILTIN, CachedModel, builtin, cached_models, is_bundle, last_uses
 from edgeinfer.hub.folder import Converted, converted_models, models_folder, source_of
-from edgeinfer.hub.ids import GGUF, first_part, gguf_models
+from edgeinfer.hub.ids import GGUF, first_part, gguf_models, named_bits
 from edgeinfer.records import dataclass
 
 Origin = Literal["built-in", "converted", "hub", "folder", "ollama", "lm-studio"]
@@ -66,7 +66,7 @@ def places() -> list[Place]:
     converted = [each for each in converted if each.source.path not in known]
     counts = Counter(each.source.shown.lower() for each in converted)
     for each in converted:
-        base, bits = each.source.shown, "gguf" if each.bits is None else f"{each.bits}bit"
+        base, bits = each.source.shown, "gguf" if each.bits is None else named_bits(each.bits)
         name = base if counts[base.lower()] == 1 else f"{base}:{bits}"
         hub_id = each.source.name if each.source.kind == "hub" else None
         size = checkpoints.get(each.source.name, 0) if hub_id else 0

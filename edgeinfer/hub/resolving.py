@@ -26,7 +26,7 @@ from edgeinfer.hub.client import Progress
 from edgeinfer.hub.conversion import Choose, FetchJob, fetch, unread_because
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import ModelSource, bits_of, find_converted, refusal_of
-from edgeinfer.hub.ids import GGUF, HubName, parse_name
+from edgeinfer.hub.ids import GGUF, Bits, HubName, parse_name
 from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import is_usable
@@ -107,6 +107,7 @@ def resolve(
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
     llamacpp: bool = False,
+    calibrated: bool = True,
 ) -> Path:
     """The local path of a bundle or GGUF file: the built-in model, an existing path, or one that is fetched.
 
@@ -115,13 +116,17 @@ def resolve(
 
     Args:
         model: None, a path, a catalog name, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
-            ORG/NAME:Q4_K_M, ORG/NAME:4bit for a conversion, or a short name of a model on this machine.
-        bits: of a checkpoint's conversion; None takes the one that is there, or what fits into memory.
+            ORG/NAME:Q4_K_M, ORG/NAME:4bit or ORG/NAME:auto for a conversion, or a short name of a model on this
+            machine.
+        bits: of a checkpoint's conversion; None takes the one that is there, or as many as the model needs and memory
+            has room for.
         memory: budget that the model is to run in, by which bits or a type are chosen; None is this machine's.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: asked several times a second whether to stop.
         choose: asked which type of a repository of GGUF files to take; None takes the one that fits best.
         llamacpp: leave a GGUF file as it is, for llama.cpp.
+        calibrated: round a checkpoint's weights for the text that ships, which takes minutes; without, it takes seconds
+            and loses more.
 
     Raises:
         ModelError: no such path or name.
@@ -135,7 +140,10 @@ def resolve(
     found = find_model(model, bits, llamacpp=llamacpp)
     if isinstance(found.source, Path) and found.source.is_file():
         _require_own_bits(found.source, bits)
-    path = found.path or fetch(_job(found.source, bits, memory, progress, llamacpp), progress, cancelled, choose)
+    path = found.path
+    if path is None:
+        job = _job(found.source, bits, memory, progress, llamacpp=llamacpp, calibrated=calibrated)
+        path = fetch(job, progress, cancelled, choose)
     if bits_of(path) is None or existing(model or path) == path:
         _require_own_bits("The built-in model" if model is None else model, bits)
     if is_gguf(path) and not llamacpp:
@@ -166,15 +174,16 @@ def update(
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
     choose: Choose | None = None,
+    calibrated: bool = True,
 ) -> Path:
     """Resolves a name as `resolve` does, and brings a hub model that is here up to date first: to a branch, tag or
     commit, or None for the main branch."""
     if existing(model) is not None or hub_name(model) is None:
-        return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
+        return resolve(model, bits=bits, progress=progress, cancelled=cancelled, calibrated=calibrated)
     entry = catalog_model(model) if isinstance(model, str) else None
     if entry is not None and entry.package is not None and bits is None and revision is None:
         return resolve(model, progress=progress, cancelled=cancelled)
-    job = _job(name_of(model), bits, None, progress)
+    job = _job(name_of(model), bits, None, progress, calibrated=calibrated)
     return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled, choose)
 
 
@@ -252,7 +261,7 @@ def name_of(model: str | Path) -> HubName:
     raise ModelError(message, f"{shown}Others are OWNER/NAME, such as Qwen/Qwen3-0.6B.")
 
 
-def _cached(name: HubName, bits: int | None) -> Path | None:
+def _cached(name: HubName, bits: Bits | None) -> Path | None:
     """A model of the hub as it is on this machine, converted where it is a checkpoint."""
     if name.tag is not None:
         return cached_gguf(name.repo_id, name.tag)
@@ -269,14 +278,17 @@ def _cached(name: HubName, bits: int | None) -> Path | None:
 
 def _job(
     source: Path | HubName | CatalogModel | None,
-    bits: int | None,
+    bits: Bits | None,
     memory: int | None,
     progress: Progress | None,
+    *,
     llamacpp: bool = False,
+    calibrated: bool = True,
 ) -> FetchJob:
     assert source is not None, "a model without a path has a source"
     bars = progress is None and sys.stderr is not None and sys.stderr.isatty()
-    job = FetchJob(bits=bits, memory=memory, bars=bars, llamacpp=llamacpp or not is_usable())
+    engine = llamacpp or not is_usable()
+    job = FetchJob(bits=bits, memory=memory, bars=bars, llamacpp=engine, calibrated=calibrated)
     if isinstance(source, Path):
         return dataclasses.replace(job, path=str(source))
     if isinstance(source, CatalogModel):

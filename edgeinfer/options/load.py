@@ -156,13 +156,18 @@ class LoadConfig(CacheOptions, LoadDrafting, FlatOptions):
         size=True,
         given="int | str",
     )
-    # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
+    # The conversion is kept; without this what is there is taken, or as many as keep the model's predictions.
     bits: int | None = _resources(
         None,
-        f"bits per weight when a checkpoint is converted on first use: {one_of(CONVERTED_BITS)} (default: 4, or what "
-        "fits in memory)",
+        f"bits per weight when a checkpoint is converted on first use, on average: {one_of(CONVERTED_BITS)} (default: "
+        "as many as the model needs, or as fit in memory)",
         2,
         32,
+    )
+    calibration: bool = _resources(
+        True,
+        "convert a checkpoint in seconds, without running it over a text to see which weights matter; it takes more "
+        "space or loses more",
     )
     threads: int | None = _resources(
         None,

@@ -231,8 +231,11 @@ class LoadOptionsButContext(CacheDict, _LoadDrafting, total=False):
     """Memory budget for the whole process, such as 600MB or 1.5GiB; options that are left out are chosen for the
     highest speed within it (default: none)."""
     bits: int | None
-    """Bits per weight when a checkpoint is converted on first use: 2, 3, 4, 5, 6, 8 or 32 (default: 4, or what fits in
-    memory)."""
+    """Bits per weight when a checkpoint is converted on first use, on average: 2, 3, 4, 5, 6, 8 or 32 (default: as many
+    as the model needs, or as fit in memory)."""
+    calibration: bool | None
+    """False: convert a checkpoint in seconds, without running it over a text to see which weights matter; it takes more
+    space or loses more."""
     threads: int | None
     """Number of CPU threads (default: as found by edgeinfer tune, else one per fast core it may use)."""
     exact: bool | None

@@ -38,7 +38,7 @@ from edgeinfer.errors import (
     StorageError,
 )
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
-from edgeinfer.hub.catalog_models import CATALOG_BITS, DecoderSizes, catalog_model, room
+from edgeinfer.hub.catalog_models import DecoderSizes, catalog_model, room
 from edgeinfer.hub.client import Progress, library
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import (
@@ -61,10 +61,13 @@ from edgeinfer.hub.folder import (
     remove_empty,
     remove_leftovers,
 )
-from edgeinfer.hub.ids import gguf_parts, parse_name
+from edgeinfer.hub.ids import AUTO, Bits, gguf_parts, parse_name
 from edgeinfer.hub.packages import fetch_package
 from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
+
+if TYPE_CHECKING:
+    from edgeinfer.export.options import ExportConfig
 
 if TYPE_CHECKING:
     from edgeinfer.export.gguf.reading import GgufModel
@@ -73,6 +76,8 @@ _PROGRESS_S = 0.1
 _LOCK_SECONDS = 1.0
 # Graphs, manifest and tokenizer of a bundle.
 _SMALL_FILES_BYTES = 15_000_000
+# Of a model that memory has hardly room for.
+_FEWEST_BITS = 3
 # What a disk should have free, in units of what is written.
 _SPARE = 1.02
 _MOST_TRIES = 100
@@ -136,7 +141,7 @@ def _convert(
     job = run.job
     with _locked(source, run.progress):
         sizes = _sizes(_read_config(folder or pull_config(source.name, job.revision)))
-        bits = job.bits or _bits(sizes, room(job.memory), run, source.name)
+        bits = job.bits or AUTO
         done = find_converted(source, bits, revision)
         if done is not None:
             return done.path
@@ -146,8 +151,9 @@ def _convert(
         _require_disk(source.name, download, converted, place)
         folder = folder or _pull(run, source.name, found, download)
         source.record()
-        run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
-        _export(run, source, folder, place, bits)
+        to = "the bits that it needs" if bits == AUTO else f"{bits} bits"
+        run.note(f"Converting {source.name} to {to}, once (about {format_size(converted)} in {place}).")
+        _export(run, source, folder, place, _config(run, source, sizes, bits))
         _remove_former(source, place)
         return place
 
@@ -254,21 +260,20 @@ def _remove_former(source: ModelSource, place: Path) -> None:
                 remove_converted(Converted(source, None, "", former))
 
 
-def _export(run: _Run, source: ModelSource, folder: Path, place: Path, bits: int) -> None:
+def _export(run: _Run, source: ModelSource, folder: Path, place: Path, config: ExportConfig) -> None:
     """Converts in a temporary folder and renames, so that half of a bundle is never found."""
-    from edgeinfer.export.exporter import export_checkpoint
-    from edgeinfer.export.options import ExportConfig
+    from edgeinfer.export.exporter import Check, export_checkpoint
+    from edgeinfer.tools.checking import described, measure_quality
 
-    stage = f"Converting {source.name} to {bits} bits"
-
-    def progress(_: str, done: int, total: int) -> None:
-        run.progress(stage, done, total)
+    def progress(stage: str, done: int, total: int) -> None:
+        run.progress(f"Converting {source.name}: {stage}", done, total)
 
     with run.scratch.inside(place.parent) as inside:
-        progress("", 0, 1)  # a bar at once, as reading the checkpoint takes a while
+        progress("reading", 0, 1)  # a bar at once, as reading the checkpoint takes a while
         bundle = inside / "bundle"
-        name = source.shown.rpartition("/")[2]
-        export_checkpoint(folder, bundle, ExportConfig(bits=bits, calibration="none", name=name or "model"), progress)
+        export_checkpoint(folder, bundle, config, progress, Check(measure_quality, run.note))
+        for line in described(open_bundle(bundle).manifest):
+            run.note(line)
         with storage_errors(place):
             sync_tree(bundle)
             bundle.rename(place)
@@ -292,16 +297,25 @@ def _sizes(config: dict[str, Any]) -> DecoderSizes:
         raise CheckpointError(message, "Check that config.json is complete and belongs to this model.") from error
 
 
-def _bits(sizes: DecoderSizes, limit: int, run: _Run, name: str) -> int:
-    """4, as fewer cost much of a model's sense; 3 or 2 where nothing else goes into memory. Experts wait on disk until
-    they are chosen, so a mixture need not go into memory."""
-    fitting = [bits for bits in (CATALOG_BITS, 3, 2) if sizes.weight_bytes(bits) <= limit]
-    if sizes.experts or not fitting or fitting[0] == CATALOG_BITS:
-        return CATALOG_BITS
-    has = f"{format_size(sizes.weight_bytes(CATALOG_BITS))} at 4 bits, and there are {format_size(limit)}"
-    worse = f"{fitting[0]} bits make it fit, and its text worse. --bits 4 runs it from disk, slowly."
-    run.note(f"{name} takes {has}: {worse}")
-    return fitting[0]
+def _config(run: _Run, source: ModelSource, sizes: DecoderSizes, bits: Bits) -> ExportConfig:
+    """The options of a conversion. As many bits as the model needs are at most as many as memory has room for; but
+    experts wait on disk until they are chosen, so a mixture need not go into memory."""
+    from edgeinfer.export.options import ExportConfig
+
+    text: dict[str, Any] = {} if run.job.calibrated else {"calibration": "none"}
+    name, limit = source.shown.rpartition("/")[2] or "model", room(run.job.memory)
+    if bits != AUTO:
+        return ExportConfig(bits=bits, name=name, **text)
+    if sizes.experts or sizes.weight_bytes(_FEWEST_BITS) > limit:
+        return ExportConfig(name=name, **text)
+    needed = sizes.weight_bytes()
+    if needed > limit:
+        has = f"about {format_size(needed)} at the bits that it needs, and there are {format_size(limit)}"
+        worse = "it gets as many as fit, and its text becomes worse. --bits 5 runs it from disk, slowly"
+        run.note(f"{source.name} takes {has}: {worse}.")
+        if not run.job.calibrated:
+            return ExportConfig(target_size=limit, name=name, **text)
+    return ExportConfig(max_size=limit if run.job.calibrated else None, name=name, **text)
 
 
 def _pull(run: _Run, name: str, found: Repository | None, size: int) -> Path:

@@ -22,7 +22,7 @@ from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.hub.download import Repository, best_offer, offers_in
 from edgeinfer.hub.folder import ModelSource, find_converted
-from edgeinfer.hub.ids import HubName, gguf_parts, parse_name
+from edgeinfer.hub.ids import AUTO, HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.installed import list_models, remove_model
 from edgeinfer.openai import make_completion
@@ -225,10 +225,11 @@ def test_conversions_of_all_bits_are_found(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     source = ModelSource("org/model")
     source.record()
-    for bits in CONVERTED_BITS:
+    for bits in (*CONVERTED_BITS, AUTO):
         source.place(bits, "abc").mkdir()
         (source.place(bits, "abc") / "edgeinfer.json").touch()
-    assert [converted.bits for converted in hub.converted_models()] == [*CONVERTED_BITS]
+    assert [converted.bits for converted in hub.converted_models()] == [AUTO, *CONVERTED_BITS]
+    assert {place.name for place in hub.places()} >= {"org/model:auto", "org/model:4bit"}
     found = find_converted(source, 3)
     assert found is not None and found.path == source.place(3, "abc")
 
@@ -272,7 +273,7 @@ def test_the_catalogs_data() -> None:
 
 def test_memory_is_what_the_formula_says() -> None:
     model = next(model for model in edgeinfer.catalog() if model.name == "qwen3-0.6b")
-    weights, cache, process = 596_000_000 * 4.25 / 8, 2 * 28 * 8 * 128 * 4 * 2048, 200_000_000
+    weights, cache, process = 596_000_000 * 5.2 / 8, 2 * 28 * 8 * 128 * 4 * 2048, 200_000_000
     assert model.memory == pytest.approx(weights + cache + process, rel=0.001)
     config = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes = DecoderSizes.of(config | {"vocab_size": 10, "num_local_experts": 4})
@@ -286,6 +287,9 @@ def test_families_that_are_converted_are_those_that_have_builders() -> None:
 def test_names() -> None:
     assert parse_name("Qwen/Qwen3-0.6B") == HubName("Qwen/Qwen3-0.6B")
     assert parse_name("Qwen/Qwen3-0.6B:8bit") == HubName("Qwen/Qwen3-0.6B", bits=8)
+    assert (
+        str(parse_name("Qwen/Qwen3-0.6B:Auto")) == str(HubName("Qwen/Qwen3-0.6B", bits=AUTO)) == "Qwen/Qwen3-0.6B:auto"
+    )
     assert parse_name("org/name-GGUF:Q4_K_M") == HubName("org/name-GGUF", "Q4_K_M")
     assert name_of("Qwen3-0.6b") == HubName("Qwen/Qwen3-0.6B")
     for name, type in (

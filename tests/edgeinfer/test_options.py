@@ -24,7 +24,7 @@ from tests.tables import each_row
 from tests.tools import option_types
 
 # Flags with a name of their own: they turn something off, or give one of several.
-FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "choices": "--choice"}
+FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "calibration": "--no-calibration", "choices": "--choice"}
 FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora", "method_options": "--method-option"}
 
 

@@ -94,7 +94,8 @@ def test_progress_moves_within_a_large_tensor(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("edgeinfer.export.weights.planning._SLAB_VALUES", 1024)
     seen: list[tuple[str, int, int]] = []
     export_checkpoint(tmp_path / "in", tmp_path / "out", ExportConfig(bits=32), lambda *step: seen.append(step))
-    assert len({done for name, done, _ in seen if name == "embed"}) > 4 and seen[0][1] == 0
+    # The embedding is the first tensor, and a tenth of the model.
+    assert len({done for _, done, total in seen if done < total / 25}) > 4 and seen[0][1] == 0
     assert np.diff([done for _, done, _ in seen]).min() >= 0 and seen[-1][1] == seen[-1][2]
 
 

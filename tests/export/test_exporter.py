@@ -74,10 +74,9 @@ def test_a_bundle_says_what_it_holds(checkpoint: Path, tmp_path: Path) -> None:
     assert (bits["embed"], bits["head"], bits["final_norm"]) == (8, 8, 32)
     assert manifest.tensor("head").data == manifest.tensor("embed").data
     assert manifest.export["bits"] == 4 and manifest.export["head_bits"] == 8
-    # In weights; a tied head is done with its embedding.
-    assert list(dict.fromkeys(step[0] for step in seen)) == [t.name for t in manifest.tensors if t.name != "head"]
+    assert {step[0] for step in seen} == {"rounding"} and len({step[1] for step in seen}) > 5
     assert np.diff([step[1] for step in seen]).min() >= 0
-    assert {step[2] for step in seen} == {seen[-1][1]} == {manifest.parameters}
+    assert {step[2] for step in seen} == {seen[-1][1]}
     assert all(t.data.offset % 64 == 0 for t in manifest.tensors)
 
 

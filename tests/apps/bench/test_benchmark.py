@@ -105,7 +105,7 @@ def test_markdown_is_aligned() -> None:
     assert markdown_table(("name", "n"), [("a", "10")], left=(0,)).splitlines()[1] == "| ---- | --: |"
 
 
-def test_benchmarks_are_listed_without_the_export_extra() -> None:
+def test_benchmarks_are_listed_without_what_exports() -> None:
     script = (
         "import importlib.util as u, sys; find = u.find_spec; sys.modules['scipy'] = None\n"
         "u.find_spec = lambda name, package=None: None if name == 'onnx' else find(name, package)\n"

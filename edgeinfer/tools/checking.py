@@ -1,0 +1,131 @@
+"""Measures, right after a conversion, how far the bundle is from the float model, on text that it was not made for; and
+says what a conversion chose and what that costs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.api import Model, load
+from edgeinfer.bundle.arithmetic import log_softmax
+from edgeinfer.bundle.manifest import CacheQuality, Manifest, QualityRecord
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.export.source.calibration_text import read_builtin_text
+from edgeinfer.export.weights.float_model import FloatModel
+from edgeinfer.options import format_size
+from edgeinfer.options.load import KvType
+from edgeinfer.results import Progress
+from edgeinfer.runtime.arrays import Floats
+
+_log = logging.getLogger("edgeinfer")
+
+# A dozen seconds of two slow cores, for the float model's products; at most and at least so many tokens.
+_OPERATIONS = 1e12
+_MOST_TOKENS, _FEWEST_TOKENS = 1024, 192
+# Of a text: short ones are of many kinds.
+_LENGTH = 128
+# Smaller caches are compared on every third text.
+_CACHES: tuple[KvType, ...] = ("int8", "int4")
+_EVERY = 3
+# Rows of logits that are compared at a time.
+_ROWS = 32
+_LAYER = re.compile(r"^layers\.\d+\.|(?<=\.experts)\.\d+")
+# Matrices are called wider from so many bits on, and so many kinds are named.
+_WIDER, _MOST_NAMES = 0.25, 4
+
+
+def measure_quality(path: Path, model: FloatModel, progress: Progress | None = None) -> QualityRecord | None:
+    """Compares a bundle with the float model that it was made of; None where that cannot be computed here."""
+    try:
+        return _measured(path, model, progress or (lambda *_: None))
+    except EdgeInferError as error:
+        _log.warning("%s is not compared with the float model: %s", path.name, error.message)
+        return None
+
+
+def _measured(path: Path, model: FloatModel, progress: Progress) -> QualityRecord:
+    manifest = open_bundle(path).manifest
+    tokens = int(np.clip(_OPERATIONS / (2 * model.parameters), _FEWEST_TOKENS, _MOST_TOKENS))
+    length = min(_LENGTH, manifest.geometry.max_positions)
+    texts = read_builtin_text("held_out", (path / "tokenizer.json").read_bytes(), tokens, length).texts
+    # The float model takes about as long as all that follows.
+    states = model.states(texts, lambda done, total: progress("float model", done, 2 * total))
+    caches = _CACHES if manifest.capabilities.paged else ()
+    costs, added = list[Floats](), {kind: list[Floats]() for kind in caches}
+    same = 0
+    with contextlib.ExitStack() as opened:
+        plain = _opened(opened, path, length, "float32")
+        others = {kind: _opened(opened, path, length, kind) for kind in caches}
+        for index, (ids, state) in enumerate(zip(texts, states, strict=True)):
+            theirs, ours = model.logits(state), _logits(plain, ids)
+            costs.append(_divergences(theirs, ours))
+            same += int((theirs.argmax(axis=1) == ours.argmax(axis=1)).sum())
+            for kind, other in others.items() if index % _EVERY == 0 else ():
+                added[kind].append(_divergences(ours, _logits(other, ids)))
+            progress("bundle", len(texts) + index + 1, 2 * len(texts))
+    read = sum(map(len, costs))
+    cached = tuple(CacheQuality(kind, _mean(values)) for kind, values in added.items())
+    return QualityRecord(read, _mean(costs), same / read, cached)
+
+
+def _opened(opened: contextlib.ExitStack, path: Path, length: int, kv: KvType) -> Model:
+    return opened.enter_context(
+        load(path, context=length, kv=kv, speculation="off", draft_model="off", remember=False, device="cpu")
+    )
+
+
+def _logits(model: Model, ids: NDArray[np.int64]) -> Floats:  # (N,) -> (N, V)
+    return np.concatenate([block.copy() for block in model.logits(ids.tolist())])
+
+
+def _divergences(theirs: Floats, ours: Floats) -> Floats:  # (N, V) each -> (N,)
+    values = np.empty(len(theirs), np.float32)
+    for start in range(0, len(theirs), _ROWS):
+        rows = slice(start, start + _ROWS)
+        wanted, found = (log_softmax(logits[rows], np.float32) for logits in (theirs, ours))
+        np.subtract(wanted, found, out=found)
+        np.einsum("nv,nv->n", np.exp(wanted), found, out=values[rows])
+    return values
+
+
+def _mean(values: Sequence[Floats]) -> float:
+    return max(float(np.concatenate(values).mean(dtype=np.float64)), 0.0)
+
+
+def described(manifest: Manifest) -> list[str]:
+    """What a conversion chose, what that was expected to cost, and what was measured."""
+    quality, plan = manifest.quality, manifest.plan
+    size = f"{manifest.bits_per_weight:.2f} bits a weight, {format_size(manifest.weight_bytes)}"
+    lines = [f"{manifest.name} has {size}{_wider(manifest)}."]
+    if quality is not None:
+        expected = None if plan is None else plan.predicted_kl
+        known = "" if expected is None else f" ({expected:.2g} were expected)"
+        lines.append(
+            f"From the float model it is {quality.divergence:.2g} nats a token away{known} on other text, and its "
+            f"likeliest next token is the same {quality.top1:.0%} of the time."
+        )
+    return lines
+
+
+def _wider(manifest: Manifest) -> str:
+    """The kinds of matrices that have more bits than most weights."""
+    if manifest.plan is None:
+        return ""
+    sizes, weights = {tensor.name: tensor.size for tensor in manifest.tensors}, Counter[float]()
+    bits: dict[str, list[float]] = {}
+    for tensor in manifest.plan.tensors:
+        weights[tensor.bits] += sizes[tensor.name]
+        bits.setdefault(_LAYER.sub("", tensor.name), []).append(tensor.bits)
+    usual = weights.most_common(1)[0][0]
+    means = {name: sum(each) / len(each) for name, each in bits.items()}
+    wider = sorted((name for name in means if means[name] > usual + _WIDER), key=lambda name: -means[name])
+    more = ", ".join(f"{name} ({means[name]:.3g})" for name in wider[:_MOST_NAMES])
+    return f", most at {usual:g}" + (f" and more in {more}" if wider else "")
