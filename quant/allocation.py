@@ -12,7 +12,7 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.options import format_size
 
 # A plan this close to the best is the best for all that predictions are worth, and found in a second.
-_GAP = 1e-4
+_GAP = 1e-3
 _SECONDS = 20.0
 # What HiGHS lets a constraint be exceeded by.
 _TOLERANCE = 1e-6
@@ -123,10 +123,13 @@ def _summed(choices: Sequence[Choice], chosen: Sequence[int]) -> Allocation:
 
 
 def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, share: float) -> Allocation | None:
-    """The solution of the integer programme for a share of the budget; None where the solver found none in time. It may
-    exceed the share by the solver's tolerance, a millionth."""
-    from scipy import sparse  # only here: most conversions need no scipy
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    """The solution of the integer programme for a share of the budget; None where no solver is there, or it found none
+    in time. It may exceed the share by the solver's tolerance, a millionth."""
+    try:
+        from scipy import sparse  # only here: most conversions need no scipy
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError:
+        return None
 
     columns = [choices[i].options[index] for i, indices in enumerate(kept) for index in indices]
     costs = np.array([option.cost for option in columns])

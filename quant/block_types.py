@@ -94,8 +94,8 @@ def codes(kind: str, state: State) -> Codes:
     points = form.codes(np.ascontiguousarray(state.points.T)).reshape(-1, whole)  # (B, values of a block)
     scales, minima = ((sign * each).T.reshape(-1, form.shared) for sign, each in ((1, state.scales), (-1, state.bases)))
     if form.levels is None:
-        heads = [_half_bytes(scales[:, 0])] + [_half_bytes(-minima[:, 0])] * (form.zero == "minimum")
-        rows = _pack_small(form.bits, points, heads)
+        heads = [scales, -minima] if form.zero == "minimum" else [scales]
+        rows = _pack_small(form.bits, points, [_half_bytes(head[:, 0]) for head in heads])
     else:
         units = [unit.T.reshape(-1) for unit in state.units]  # (B,) each
         levels = [np.rint(each * inverse(unit)[:, None]) for each, unit in zip((scales, minima), units, strict=False)]

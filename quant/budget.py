@@ -21,6 +21,7 @@ from edgeinfer.quant.policy import (
     QuantPlan,
     QuantScheme,
     effective_block,
+    formats_for,
     is_protected,
     is_quantizable,
     make_scheme,
@@ -65,27 +66,29 @@ def candidate_schemes(
         group = _group(name, layout)
         columns[group] = math.gcd(columns[group], shapes[name][1])
     given = match_patterns(limits.bits_for, names)
+    if limits.head_bits is not None:
+        given = dict.fromkeys((name for name in names if name in ("embed", "head")), limits.head_bits) | given
+    return {name: _schemes(name, shapes[name], columns[_group(name, layout)], given, limits, layout) for name in names}
+
+
+def _schemes(
+    name: str, shape: tuple[int, ...], k: int, given: Mapping[str, int], limits: Limits, layout: Layout
+) -> list[QuantScheme | None]:
+    """The schemes of one matrix, whose blocks divide K."""
+    least, native = PROTECTED_BITS if is_protected(name) else 0, layout == NATIVE
+    if name not in given and native and limits.block_size is None:
+        found = [each for each in formats_for(k) if each.bits >= least]
+        return [each for each in found if each.symmetric or not limits.symmetric]
+    widths = WIDTHS if native and limits.block_size == 32 else BITS
+    bits = (
+        (given[name],)
+        if name in given
+        else tuple(b for b in widths if b >= least and (native or portable_bits(b) == b))
+    )
     sizes = _BLOCK_SIZES if limits.block_size is None else (limits.block_size,)
-    signs = (True,) if limits.symmetric else (True, False)
-    found = {}
-    for name in names:
-        least = PROTECTED_BITS if is_protected(name) else 0
-        widths = WIDTHS if layout == NATIVE and limits.block_size in (None, 32) else BITS
-        tried = tuple(b for b in widths if b >= least and (layout == NATIVE or portable_bits(b) == b))
-        if name in ("embed", "head") and limits.head_bits is not None:
-            tried = (limits.head_bits,)
-        bits = (given[name],) if name in given else tried
-        blocks = [effective_block(columns[_group(name, layout)], size) for size in sizes]
-        native = layout == NATIVE
-        # 4 bits are tried with minima of GGUF's types and without.
-        ways = itertools.product(bits, blocks, signs, (False, True) if widths == WIDTHS else (False,))
-        found[name] = list(
-            dict.fromkeys(
-                make_scheme(shapes[name], b, size, symmetric=sign, vectors=native, minima=minima)
-                for b, size, sign, minima in ways
-            )
-        )
-    return found
+    blocks = [effective_block(k, size) for size in sizes]
+    ways = itertools.product(bits, blocks, (True,) if limits.symmetric else (True, False))
+    return list(dict.fromkeys(make_scheme(shape, b, size, symmetric=sign, vectors=native) for b, size, sign in ways))
 
 
 def plan_below(

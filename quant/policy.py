@@ -35,13 +35,17 @@ _ALWAYS_FLOAT = (
     ".streams.predict",
     ".streams.correct",
 )
+# GGUF's types for rows of whole blocks of 256, and of 32; those that have minima.
+_WIDE_KINDS = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K")
+_NARROW_KINDS = ("IQ4_NL", "Q5_0", "Q5_1")
+_WITH_MINIMA = ("Q2_K", "Q4_K", "Q5_K", "Q5_1")
 
 
 @dataclass(frozen=True)
 class QuantScheme:
     """Block-wise integer quantization along the input dimension."""
 
-    bits: int  # 2, 3, 4 or 8 per value; 4, 5 or 6 of a kind
+    bits: int  # 2, 3, 4 or 8 per value; also 5 or 6 of a kind
     block_size: int  # values that share a scale: 32, 64 or 128
     symmetric: bool = False  # the zero point is the middle of the range and is not stored
     e2m1: bool = False  # values are codes of E2M1, copied from a checkpoint; no quantizer makes them
@@ -54,6 +58,11 @@ class QuantScheme:
         """The scheme of rows as a GGUF file has them."""
         joined = join_segments(segments)
         return cls(max(KINDS[each.kind].bits for each in joined), 32, symmetric=True, segments=joined)
+
+    @classmethod
+    def of_kind(cls, kind: str) -> Self:
+        """The scheme of rows that are made a type of GGUF."""
+        return cls(KINDS[kind].bits, 32, kind not in _WITH_MINIMA, kind=kind)
 
     def __post_init__(self) -> None:
         if self.segments or self.kind:
@@ -97,7 +106,7 @@ def make_scheme(
         return None
     kind = block_type(shape[1], bits, symmetric=symmetric) if minima or bits not in BITS else ""
     if kind:
-        return QuantScheme(bits, 32, symmetric or kind in ("Q5_0", "Q6_K"), kind=kind)
+        return QuantScheme.of_kind(kind)
     bits = bits if bits in BITS else 8
     block = effective_block(shape[1], block_size)
     if vectors and bits == 2 and shape[1] % block == 0:
@@ -107,14 +116,24 @@ def make_scheme(
 
 
 def block_type(k: int, bits: int, *, symmetric: bool) -> str:
-    """The type of GGUF for rows of K values of 4 bits with minima, or of 5 or 6 bits; "" where there is none. Q4_1 and
-    Q5_1 are left out: half a bit more is worth it where it halves the squared error, and theirs is 0.6 to 0.9 of what
-    the next smaller format leaves."""
+    """The type of GGUF for rows of K values of 4 bits with minima, or of 5 or 6 bits; "" where there is none."""
     if bits == 5 and (symmetric or k % 256) and k % 32 == 0:
         return "Q5_0"
     if k % 256 or (symmetric and bits == 4):
         return ""
     return {4: "Q4_K", 5: "Q5_K", 6: "Q6_K"}.get(bits, "")
+
+
+def formats_for(k: int) -> tuple[QuantScheme, ...]:
+    """The native layout's formats for rows of K values, those on the lower hull of squared error against bytes: with
+    errors fed forward, of layers of Qwen2.5-Coder-0.5B and SmolLM2 on other texts (docs/log). Types of 256 values with
+    scales of a few bits undercut all others of 2.6 to 6.6 bits; narrower rows have 4.5, 5.5 and 6 bits, and 8 above."""
+    own = [block for block in (128, 64) if k % block == 0] or [32]
+    kinds = _WIDE_KINDS if k % 256 == 0 else _NARROW_KINDS if k % 32 == 0 else ()
+    vectors = (QuantScheme(2, block, True, vectors=k % block == 0) for block in own)
+    narrow = (QuantScheme(bits, block) for bits in (3, 4) for block in own if k % 256)
+    eight = (QuantScheme(8, block, True) for block in dict.fromkeys((own[0], 32)))
+    return *vectors, *narrow, *(QuantScheme.of_kind(kind) for kind in kinds), *eight
 
 
 def effective_block(k: int, requested: int) -> int:

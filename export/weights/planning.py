@@ -51,7 +51,7 @@ def with_defaults(config: ExportConfig, described: Described) -> ExportConfig:
     """Fills in the options that depend on the model; without a text where the one that ships cannot be used."""
     packed = any(plan.kept(int(config.bits or 4)) for plan in described.plans)
     if config.calibration == DEFAULT_TEXT and (packed or uncomputed(described.spec)):
-        bits = None if config.bits not in CONVERTED_BITS else config.bits
+        bits = (4 if packed else None) if config.bits not in CONVERTED_BITS else config.bits
         config = dataclasses.replace(config, calibration=NO_TEXT, bits=bits)
     sizes = {plan.name: math.prod(plan.shape) for plan in described.plans}
     return config.with_defaults(sum(sizes.values()), sizes["embed"])
