@@ -30,7 +30,7 @@ from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import Sidecar, read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.float_model import FloatModel
-from edgeinfer.export.weights.planning import outline, plan_weights, with_defaults
+from edgeinfer.export.weights.planning import Costs, outline, plan_weights, with_defaults
 from edgeinfer.options.load import FLOAT_BITS
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import QuantPlan
@@ -112,7 +112,7 @@ _TOLERANCE = 1.5
 # Of the allowed divergence, where the model is converted again.
 _MARGIN = 0.9
 # Bits of a model that is converted again without a text, which predicts nothing.
-_MORE_BITS = 6
+_MORE_BITS = (6, 8)
 _STEPS = 10_000  # of progress
 # About how long planning, writing and checking take, of all.
 _CALIBRATED, _PLAIN = (0.35, 0.5, 0.15), (0.0, 0.4, 0.6)
@@ -131,6 +131,7 @@ class _Conversion:
     module: OpenedModule | None
     progress: Progress | None
     check: Check | None
+    costs: Costs | None = None  # of an earlier plan
 
     @property
     def config(self) -> ExportConfig:
@@ -141,7 +142,10 @@ class _Conversion:
         """Plans the weights, and writes the bundle."""
         spec, plans, config, module = self.described.spec, self.described.plans, self.config, self.module
         stages = self._stages()
-        weights = plan_weights(config, self.sidecar, self.described, self.tensors, self.parameters, stages["probing"])
+        weights = plan_weights(
+            config, self.sidecar, self.described, self.tensors, self.parameters, stages["probing"], self.costs
+        )
+        self.costs = weights.costs
         tensors, layout = _table(self.described, weights.quant, config.layout, native=module is not None)
         manifest = Manifest(
             name=config.name or self.architecture,
@@ -198,7 +202,8 @@ class _Conversion:
             return None
         predicted = None if self.manifest.plan is None else self.manifest.plan.predicted_kl
         if not self.config.is_calibrated or predicted is None:
-            return replace(asked, bits=_MORE_BITS, calibration="none")
+            more = next((bits for bits in _MORE_BITS if bits > self.manifest.bits_per_weight), None)
+            return None if more is None else replace(asked, bits=more, calibration="none")
         if predicted > allowed:  # all that there is room for
             return None
         return replace(asked, max_divergence=_MARGIN * allowed * max(predicted, 1e-9) / quality.divergence)

@@ -37,6 +37,12 @@ _CACHES: tuple[KvType, ...] = ("int8", "int4")
 _EVERY = 3
 # Rows of logits that are compared at a time.
 _ROWS = 32
+# What divergence does to replies, the worst first (docs/figures.md).
+_FAR = (
+    (0.3, "That is too far for a model to be itself: such models get plain questions wrong and repeat themselves."),
+    (0.1, "Expect other words than the float model's, and wrong answers now and then."),
+)
+_CLOSE_BITS = 5
 _LAYER = re.compile(r"^layers\.\d+\.|(?<=\.experts)\.\d+")
 # Matrices are called wider from so many bits on, and so many kinds are named.
 _WIDER, _MOST_NAMES = 0.25, 4
@@ -112,6 +118,10 @@ def described(manifest: Manifest) -> list[str]:
             f"From the float model it is {quality.divergence:.2g} nats a token away{known} on other text, and its "
             f"likeliest next token is the same {quality.top1:.0%} of the time."
         )
+        lines += [text for least, text in _FAR if quality.divergence > least][:1]
+        if len(lines) > 2:
+            close = format_size(manifest.parameters * _CLOSE_BITS // 8)
+            lines[-1] += f" {_CLOSE_BITS} bits a weight would take {close}; without --bits it gets as many as it needs."
     return lines
 
 

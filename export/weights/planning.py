@@ -34,6 +34,9 @@ from edgeinfer.quant.sensitivity import expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
+# What each way to store each matrix is predicted to cost.
+Costs = dict[str, list[Candidate]]
+
 
 @dataclass(frozen=True)
 class WeightPlan:
@@ -41,6 +44,7 @@ class WeightPlan:
 
     quant: QuantPlan
     text: CalibrationText | None
+    costs: Costs | None = None  # that the bits were chosen by
 
     def record(self) -> PlanRecord:
         """The plan for the manifest."""
@@ -64,14 +68,16 @@ def plan_weights(
     tensors: PlannedTensors,
     parameters: int,
     progress: Progress | None = None,
+    costs: Costs | None = None,
 ) -> WeightPlan:
-    """Plans the weights of a complete configuration; with a budget, the model is probed for the smallest loss."""
+    """Plans the weights of a complete configuration; with a budget, the model is probed for the smallest loss, unless
+    the costs of an earlier plan are given."""
     text = None
     if config.is_calibrated:
         assert config.calibration_tokens is not None, "call with_defaults first"
         tokenizer, context = sidecar.files["tokenizer.json"], described.spec.max_positions
         text = read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, context)
-    return WeightPlan(_plan(config, described, tensors, parameters, text, progress), text)
+    return _plan(config, described, tensors, parameters, text, progress, costs)
 
 
 def _plan(
@@ -81,7 +87,8 @@ def _plan(
     parameters: int,
     text: CalibrationText | None,
     progress: Progress | None,
-) -> QuantPlan:
+    costs: Costs | None,
+) -> WeightPlan:
     spec, plans = described.spec, described.plans
     shapes, method = {plan.name: plan.shape for plan in plans}, config.method or "rtn"
     budget = config.budget_bytes(parameters)
@@ -91,7 +98,7 @@ def _plan(
         if kept and text is not None:
             message = "A checkpoint of packed weights, which are kept as they are, is not rounded for a text."
             raise UsageError(message, "Leave the calibration text out.")
-        return QuantPlan.from_policy(config.policy, shapes, config.bits_for, method, kept)
+        return WeightPlan(QuantPlan.from_policy(config.policy, shapes, config.bits_for, method, kept), text)
     by_name = {plan.name: plan for plan in plans}
 
     def draw(name: str, scheme: QuantScheme | None) -> Outline:
@@ -103,14 +110,16 @@ def _plan(
         # An impossible budget is refused before the model is probed, which takes a while.
         unknown = {name: [Candidate(scheme, 0.0) for scheme in schemes] for name, schemes in candidates.items()}
         plan_within(most, unknown, shapes, draw, config.layout)
-    if text is None:
+    if costs is None and text is None:
         costs = expected_costs(tensors, {name: shape[0] for name, shape in shapes.items()}, candidates)
-    else:
+    elif costs is None:
+        assert text is not None, "the case before"
         tokens, fed = probe_tokens(spec, parameters), METHODS[method].needs == "hessian"
         costs = measure_costs(spec, tensors.tensor, text.texts, candidates, progress, tokens=tokens, fed_forward=fed)
+    rest = (costs, shapes, draw, config.layout, method)
     if budget is not None:
-        return plan_within(budget, costs, shapes, draw, config.layout, method)
-    return plan_below(config.max_divergence, costs, shapes, draw, config.layout, method, config.max_size)
+        return WeightPlan(plan_within(budget, *rest), text, costs)
+    return WeightPlan(plan_below(config.max_divergence, *rest, config.max_size), text, costs)
 
 
 # Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.

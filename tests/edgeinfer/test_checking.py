@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.bundle.manifest import QualityRecord
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.manifest import Capabilities, Manifest, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.export.exporter import Check, export_checkpoint
 from edgeinfer.export.options import ExportConfig
@@ -18,6 +19,7 @@ from edgeinfer.results import Progress
 from edgeinfer.tools.checking import described, measure_quality
 from edgeinfer.tools.evaluation import evaluate
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 FAR, NEAR = QualityRecord(100, 0.5, 0.6), QualityRecord(100, 0.02, 0.97)
 FEW: dict[str, Any] = {"calibration_tokens": 256}
@@ -66,11 +68,10 @@ def test_what_is_measured_is_the_divergence_from_the_float_model(checkpoint: Pat
     assert f"{quality.divergence:.2g} nats" in distance and "bits a weight" in size
 
 
-@pytest.mark.parametrize("options", [FEW, {"calibration": "none", "keep_small": False}], ids=["calibrated", "plain"])
-def test_a_model_that_is_too_far_gets_more_bits_once(checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_model_that_is_too_far_gets_more_bits_once(checkpoint: Path, tmp_path: Path) -> None:
     for last in (NEAR, FAR):
         checked = Checked(FAR, last)
-        config = ExportConfig(**options, max_divergence=0.05, force=True)
+        config = ExportConfig(**FEW, max_divergence=0.05, force=True)
         path = export_checkpoint(checkpoint, tmp_path / "bundle", config, check=checked.check)
         assert checked.sizes[0] < checked.sizes[1] == open_bundle(path).manifest.weight_bytes
         (note,) = checked.notes
@@ -79,12 +80,32 @@ def test_a_model_that_is_too_far_gets_more_bits_once(checkpoint: Path, tmp_path:
     assert [each.name for each in tmp_path.iterdir()] == ["bundle"]
 
 
-@pytest.mark.parametrize("options", [{"bits": 3}, {"bits": 4, "calibration": "none"}, {"target_size": 300_000}])
-def test_bits_that_somebody_asked_for_stay(checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"bits": 3}, {"bits": 4, "calibration": "none"}, {"target_size": 300_000}, {"calibration": "none"}]
+)
+def test_bits_that_somebody_asked_for_stay_and_8_are_the_most(
+    checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     checked = Checked(FAR)
     config = ExportConfig(**FEW | options)
     path = export_checkpoint(checkpoint, tmp_path / "bundle", config, check=checked.check)
     assert checked.notes == [] and open_bundle(path).manifest.quality == FAR
+
+
+@each_row(
+    ("divergence", "says"),
+    [
+        (0.05, None),
+        (0.2, "wrong answers now and then"),
+        (0.6, "repeat themselves. 5 bits a weight would take 625.0 KB"),
+    ],
+)
+def test_a_model_that_is_far_from_itself_is_warned_of(divergence: float, says: str | None) -> None:
+    size = Geometry(vocab_size=512, hidden_size=8, num_layers=2, num_kv_heads=1, head_dim=8, max_positions=256)
+    quality = QualityRecord(100, divergence, 0.6)
+    capabilities = Capabilities(layer_skip=True, hidden=True, tree=False)
+    lines = described(Manifest("toy", "Toy", "onnx", size, 1_000_000, capabilities, quality=quality))
+    assert len(lines) == (2 if says is None else 3) and (says or "") in lines[-1]
 
 
 def test_a_model_that_is_near_enough_is_converted_once(checkpoint: Path, tmp_path: Path) -> None:
