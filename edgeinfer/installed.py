@@ -37,6 +37,9 @@ class LocalModel:
         source_bytes: size of the checkpoint it was converted from, if that is still in the hub's cache.
         last_used: when it was last loaded; None where it is unknown.
         error: why it cannot run here; None where no reason is known.
+        bits_per_weight: stored bits of a weight, on average; None where its files cannot be read.
+        divergence: from the float model that it was made of, in nats per token, as measured after converting; None
+            where it was not.
     """
 
     name: str
@@ -50,6 +53,8 @@ class LocalModel:
     source_bytes: int = 0
     last_used: datetime | None = None
     error: str | None = None
+    bits_per_weight: float | None = None
+    divergence: float | None = None
 
 
 def list_models() -> list[LocalModel]:
@@ -141,9 +146,11 @@ def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int
 
 
 def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
-    size, memory, error, runs = 0, None, None, None
+    size, memory, error, runs, bits, quality = 0, None, None, None, None, None
     try:
-        size = sum(entry.bytes for entry in open_bundle(place.path).manifest.files.values())
+        manifest = open_bundle(place.path).manifest
+        size = sum(entry.bytes for entry in manifest.files.values())
+        bits, quality = round(manifest.bits_per_weight, 3), manifest.quality
         runs, config = hub.find_model(place.path).path, LoadConfig()
         if runs not in (None, place.path):
             size += sum(entry.bytes for entry in open_bundle(runs).manifest.files.values())
@@ -167,6 +174,8 @@ def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
         source_bytes=place.source_bytes,
         last_used=None if used is None else datetime.fromtimestamp(used, UTC),
         error=error,
+        bits_per_weight=bits,
+        divergence=None if quality is None else quality.divergence,
     )
 
 

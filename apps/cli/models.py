@@ -67,11 +67,13 @@ def _print_local(models: Sequence[LocalModel]) -> None:
             model.name,
             format_size(model.bytes + model.source_bytes),
             "cannot run" if model.memory is None else format_size(model.memory),
+            "" if model.bits_per_weight is None else f"{model.bits_per_weight:.2f}",
+            "" if model.divergence is None else f"{model.divergence:.2g}",
             _ago(model.last_used),
         )
         for model in models
     ]
-    print_table(rows, header=("name", "on disk", "least memory", "last used"))
+    print_table(rows, header=("name", "on disk", "least memory", "bits", "divergence", "last used"))
     for model in models:
         if model.error is not None:
             print_note(f"{model.name}: {model.error}")
