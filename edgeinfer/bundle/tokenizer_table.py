@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_index
 
@@ -50,34 +51,40 @@ _MODEL = {"type", "vocab", "merges", "unk_token", "ignore_merges", *_PLAIN}
 _MOST_GAPS = 4
 
 
-def encode_table(contents: bytes) -> bytes | None:
-    """The table of a tokenizer.json; None for tokenizers that are not plain byte-pair ones."""
+def encode_table(source: bytes | dict[str, Any]) -> bytes | None:
+    """The table of a tokenizer.json, or of what it holds; None for tokenizers that are not plain byte-pair ones."""
     try:
-        tokenizer = json.loads(contents)
+        tokenizer = source if isinstance(source, dict) else json.loads(source)
         model = tokenizer["model"]
         vocab, added = model["vocab"], _added_ids(tokenizer["added_tokens"], model["vocab"])
-        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
         if added is None or not _is_plain(tokenizer, model) or len({type(m) for m in model["merges"]}) > 1:
             return None
-        # Of two merges of one pair the library takes the latter.
-        ranks = {vocab[a] << _HALF | vocab[b]: rank << _HALF | vocab[a + b] for rank, (a, b) in enumerate(merges)}
-        spelled = {id_: text.encode() for text, id_ in vocab.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a merge of no tokens, for one
+        ids = np.array(list(vocab.values()), np.int64)  # (V,)
+        last, order = int(ids.max(initial=-1)), np.argsort(ids)  # (V,)
+        named = len(np.unique(ids)) == len(vocab) and ids.min(initial=0) >= 0
+        if not named or last >= _MOST_GAPS * max(len(vocab), 256):
+            return None
+        sizes = np.zeros(last + 2, "<u4")  # (N + 1,)
+        sizes[ids + 1] = [len(text.encode()) for text in vocab]
+        pairs, merges = _merges_of(model["merges"], vocab)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):  # a merge of no tokens
         return None
-    last = max(spelled, default=-1)
-    if len(spelled) < len(vocab) or min(spelled, default=0) < 0 or last >= _MOST_GAPS * max(len(vocab), 256):
-        return None
+    texts = list(vocab)
     symbols = sorted(id_ for text, id_ in vocab.items() if _is_symbol(text, model))
-    texts = {id_: text for text, id_ in vocab.items()}
-    small = model | {"vocab": {texts[id_]: at for at, id_ in enumerate(symbols)}, "merges": [], "ignore_merges": False}
-    found = sorted(ranks)
+    spelled = {id_: text for text, id_ in vocab.items() if _is_symbol(text, model)}
+    small = model | {
+        "vocab": {spelled[id_]: at for at, id_ in enumerate(symbols)},
+        "merges": [],
+        "ignore_merges": False,
+    }
     arrays = {
-        "pairs": np.array(found, "<u8"),
-        "merges": np.array([ranks[pair] for pair in found], "<u8"),
-        "sorted": np.array(sorted(spelled, key=spelled.__getitem__), "<u4"),
-        "ends": np.cumsum([0, *(len(spelled.get(id_, b"")) for id_ in range(last + 1))]).astype("<u4"),
+        "pairs": pairs,
+        "merges": merges,
+        # UTF-8 sorts as its characters do.
+        "sorted": np.array([vocab[text] for text in sorted(vocab)], "<u4"),
+        "ends": np.cumsum(sizes, dtype="<u4"),
         "symbols": np.array(symbols, "<u4"),
-        "spellings": np.frombuffer(b"".join(spelled[id_] for id_ in sorted(spelled)), "u1"),
+        "spellings": np.frombuffer("".join([texts[at] for at in order]).encode(), "u1"),
     }
     notes = {
         "version": VERSION,
@@ -88,6 +95,20 @@ def encode_table(contents: bytes) -> bytes | None:
     }
     shapes = {name: (_TYPES[array.itemsize], array.shape) for name, array in arrays.items()}
     return b"".join([encode_header(shapes, notes), *(array.tobytes() for array in arrays.values())])
+
+
+def _merges_of(merges: list[Any], vocab: dict[str, int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:  # (M,), (M,)
+    """Pairs of ids, ascending, and rank and id of what each makes."""
+    parts = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    left, right, made = (
+        np.array(ids, "<u8")
+        for ids in ([vocab[a] for a, _ in parts], [vocab[b] for _, b in parts], [vocab[a + b] for a, b in parts])
+    )
+    pairs = left << _HALF | right
+    # Of two merges of one pair the library takes the latter.
+    order = np.argsort(pairs, kind="stable")
+    order = order[np.append(pairs[order][1:] != pairs[order][:-1], True)[: len(order)]]
+    return pairs[order], order.astype("<u8") << _HALF | made[order]
 
 
 def _is_plain(tokenizer: dict[str, Any], model: dict[str, Any]) -> bool:

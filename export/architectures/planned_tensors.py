@@ -86,6 +86,8 @@ class PlannedRows:
 
         def rows(start: int, stop: int) -> QuantizedMatrix:
             parts = [self._kept(*part, scheme) for part in self._parts(start, stop)]
+            if len(parts) == 1:
+                return parts[0]
             data, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("data", "scales"))
             return QuantizedMatrix(data, scales, None)
 
@@ -95,6 +97,8 @@ class PlannedRows:
         places = places_of(source, start, stop)
         first = places.min()
         whole, chosen = self._opened(source).kept(first, places.max() + 1, scheme), places - first
+        if np.array_equal(chosen, np.arange(len(whole.data))):
+            return whole
         return QuantizedMatrix(whole.data[chosen], whole.scales[chosen], None)
 
     def _opened(self, source: Source) -> PackedSource:

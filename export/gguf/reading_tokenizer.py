@@ -85,7 +85,7 @@ def read_tokenizer(gguf: GgufFile) -> Sidecar:
     contents = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     _check(gguf, contents, tokens)
     texts = {name: text.encode("utf-8") for name, text in texts_of(gguf, vocabulary).items()}
-    return Sidecar({"tokenizer.json": contents} | texts)
+    return Sidecar({"tokenizer.json": contents} | texts, described)
 
 
 def _refused(gguf: GgufFile, reason: str) -> CheckpointError:
@@ -236,9 +236,10 @@ def _read_merges(gguf: GgufFile, tokens: _Tokens) -> list[tuple[str, str]]:
     for text in gguf.metadata.array("tokenizer.ggml.merges", "string").strings():
         at = text.find(" ", 1)
         left, right = text[:at], text[at + 1 :]
-        if at < 0 or not {left, right, left + right} <= known.keys():
+        made = left + right
+        if at < 0 or left not in known or right not in known or made not in known:
             raise damaged(gguf.path, f"its merge {text[:80]!r} is not of two tokens that make a third")
-        if control.isdisjoint((left, right, left + right)):
+        if left not in control and right not in control and made not in control:
             merges[left, right] = None
     return list(merges)
 
@@ -247,16 +248,21 @@ def _made_merges(vocabulary: GgufVocabulary, tokens: _Tokens) -> list[tuple[str,
     """Merges made of scores: those of the highest first, of the same score those with the longest left part."""
     assert vocabulary.scores is not None, "tokenizer_refusal wants scores"
     ids = {text: id_ for id_, text in enumerate(tokens.spelled) if tokens.types[id_] not in (*_SPECIAL, BYTE)}
-    scores = vocabulary.scores.numbers().tolist()
-    merges: list[tuple[tuple[float, int, int], tuple[str, str]]] = []
+    id_of = ids.get
+    found: list[tuple[int, int, int]] = []
     for text, id_ in ids.items():
-        # What users define is found before all else, whatever its score.
-        score = 0.0 if tokens.types[id_] == USER_DEFINED else scores[id_]
-        found = [(text[:at], text[at:]) for at in range(1, len(text)) if text[:at] in ids and text[at:] in ids]
-        found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        merges += [((score, len(left), len(right)), (left, right)) for left, right in found]
-    merges.sort(key=lambda merge: merge[0], reverse=True)
-    return [pair for _, pair in merges]
+        for at in range(1, len(text)):
+            left = id_of(text[:at])
+            if left is not None and (right := id_of(text[at:])) is not None:
+                found.append((id_, left, right))
+    made, left_ids, right_ids = np.array(found, np.int64).reshape(-1, 3).T  # (M,), (M,), (M,)
+    # What users define is found before all else, whatever its score.
+    scores = np.where(np.array(tokens.types) == USER_DEFINED, 0, vocabulary.scores.numbers()[: len(tokens.types)])
+    lengths = np.array([len(text) for text in tokens.spelled])
+    keys = (right_ids, left_ids, made, -lengths[right_ids], -lengths[left_ids], -scores[made])
+    order = np.lexsort(keys)  # (M,)
+    pairs = zip(left_ids[order].tolist(), right_ids[order].tolist(), strict=True)
+    return [(tokens.spelled[left], tokens.spelled[right]) for left, right in pairs]
 
 
 def _post_processor(vocabulary: GgufVocabulary) -> dict[str, Any] | None:

@@ -35,10 +35,11 @@ class Sidecar:
     """Small files by name, ready to be written."""
 
     files: dict[str, bytes] = field(default_factory=dict)
+    tokenizer: dict[str, Any] | None = None  # what tokenizer.json holds, where it was made and not read
 
     def write(self, folder: Path, *, table: bool = True) -> None:
         """Writes all files into a folder, with the tokenizer's memory-mapped `table` where it can have one."""
-        made = encode_table(self.files[_TOKENIZER]) if table else None
+        made = encode_table(self.tokenizer or self.files[_TOKENIZER]) if table else None
         for name, data in (self.files | ({} if made is None else {TABLE: made})).items():
             (folder / name).write_bytes(data)
 

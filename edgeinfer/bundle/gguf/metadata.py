@@ -161,13 +161,14 @@ class GgufArray:
         """The items of an array of text one by one, in UTF-8."""
         if self.item_type != ITEM_TYPES[STRING].name:
             raise damaged(self.path, "an array that should hold text holds numbers")
-        data, at = self._bytes(), 0
-        for _ in range(self.count):
-            start = at + _LENGTH.size
-            if start > len(data):
-                raise damaged(self.path, "it changed while it was read")
-            at = start + _LENGTH.unpack_from(data, at)[0]
-            yield data[start:at]
+        data, at, length_of = self._bytes(), 0, _LENGTH.unpack_from
+        try:
+            for _ in range(self.count):
+                start = at + _LENGTH.size
+                at = start + length_of(data, at)[0]
+                yield data[start:at]
+        except struct.error as error:
+            raise damaged(self.path, "it changed while it was read") from error
 
     def _bytes(self) -> bytes:
         try:
