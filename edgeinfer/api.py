@@ -21,7 +21,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
 from edgeinfer.loaded import LoadedModel
-from edgeinfer.loading import Bundles, LoadRequest, make_parts
+from edgeinfer.loading import Bundles, LoadRequest, make_parts, planned_by
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.options.types import GenerationOptions, LoadOptions, Prompt
@@ -81,7 +81,8 @@ def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Mem
         ModelError, UsageError: as `load`.
     """
     config = LoadConfig.of(**options)
-    return Bundles.open(model, config).plan(config, all_ways=True)
+    with planned_by(model, config) as found:
+        return Bundles.open(found, config).plan(config, all_ways=True)
 
 
 async def aload(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,6 +142,18 @@ def located(model: str | Path | None, config: LoadConfig, progress: Progress | N
         llamacpp=llamacpp,
         calibrated=config.calibration,
     )
+
+
+@contextlib.contextmanager
+def planned_by(model: str | Path | None, config: LoadConfig) -> Iterator[str | Path | None]:
+    """A model, or what stands for it in plans while it is not prepared."""
+    if config.bits is None and ready(model) is not None:
+        yield model
+        return
+    from edgeinfer.hub.resolving import sketched
+
+    with sketched(model, config.bits, llamacpp=config.wants_llamacpp) as found:
+        yield found
 
 
 def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:

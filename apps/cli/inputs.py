@@ -140,6 +140,13 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
     return (str(path) if "bits" in options else model), rest
 
 
+def planned(model: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """As `prepared`, but leave a GGUF file that is here as it is: its header is enough for a plan."""
+    from edgeinfer import hub
+
+    return prepared(model, options) if hub.gguf_file(model) is None else (model, dict(options))
+
+
 def engine_of(model: str | None, options: Mapping[str, Any]) -> dict[str, str | None] | None:
     """Which engine runs a GGUF file, and why it is llama.cpp; None for other models. Its header alone is read."""
     from edgeinfer import hub

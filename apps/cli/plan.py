@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.inputs import engine_of, engine_words, prepared
+from edgeinfer.apps.cli.inputs import engine_of, engine_words, planned
 from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_result, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
@@ -60,7 +60,7 @@ def add_plan(commands: Subparsers) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    model, options = prepared(args.model, given_options(args, _PLANNED))
+    model, options = planned(args.model, given_options(args, _PLANNED))
     plan, engine = edgeinfer.plan(model, **options), engine_of(model, options)
     if args.json:
         print_json(plan.to_dict() | ({"gguf": engine} if engine else {}))

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -167,11 +167,16 @@ def sync_tree(root: Path) -> None:
                 os.close(handle)
 
 
-def seal(root: Path, manifest: Manifest) -> Manifest:
-    """Lists every file under `root` with size and digest in the manifest and writes `edgeinfer.json`."""
-    files = {}
+def seal(root: Path, manifest: Manifest, digests: Mapping[str, str] | None = None) -> Manifest:
+    """Lists every file under `root` with size and digest in the manifest and writes `edgeinfer.json`.
+
+    Args:
+        digests: of files whose digest is known, by name.
+    """
+    files, known = {}, digests or {}
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST):
-        files[path.relative_to(root).as_posix()] = FileEntry(path.stat().st_size, digest_of(path))
+        name = path.relative_to(root).as_posix()
+        files[name] = FileEntry(path.stat().st_size, known.get(name) or digest_of(path))
     sealed = replace(manifest, files=files)
     (root / MANIFEST).write_text(sealed.to_json(), "utf-8")
     return sealed

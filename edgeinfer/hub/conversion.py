@@ -51,6 +51,7 @@ class FetchJob:
     llamacpp: bool = False  # leave a GGUF file as it is, instead of preparing it for the native kernel
     asks: bool = False  # send the offers of a repository of GGUF files, and take the one that is chosen
     looks: bool = False  # only read the header of a GGUF file, and say whether the native kernel runs it
+    sketch: str = ""  # a folder to write the bundle of that file to, without its weights
 
 
 def fetch(
@@ -63,9 +64,10 @@ def fetch(
     return Path(_outcome(job, progress, cancelled, choose)["path"])
 
 
-def unread_because(path: Path) -> str | None:
-    """Why the native kernel does not run a GGUF file; None where it does."""
-    reason = _outcome(FetchJob(path=str(path), looks=True))["refusal"]
+def unread_because(path: Path, sketch: Path | None = None) -> str | None:
+    """Why the native kernel does not run a GGUF file; None where it does, and its bundle without weights in a folder
+    for a `sketch`."""
+    reason = _outcome(FetchJob(path=str(path), looks=True, sketch=str(sketch or "")))["refusal"]
     return None if reason is None else str(reason)
 
 

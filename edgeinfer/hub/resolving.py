@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -213,6 +215,22 @@ def refusal(path: Path) -> str | None:
         return _NO_KERNEL
     source = ModelSource.of_path(path)
     return refusal_of(source) if find_converted(source) or refusal_of(source) else unread_because(path)
+
+
+@contextlib.contextmanager
+def sketched(
+    model: str | Path | None, bits: int | None = None, *, llamacpp: bool = False
+) -> Iterator[str | Path | None]:
+    """What a model is planned by: itself, or, until the block ends, the bundle without weights of a GGUF file that was
+    not prepared yet. Arguments as of `find_model`."""
+    found = find_model(model, bits, llamacpp=llamacpp)
+    file = found.source if found.path is None and isinstance(found.source, Path) else None
+    if file is None or not file.is_file():
+        yield model
+        return
+    _require_own_bits(file, bits)
+    with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
+        yield folder if unread_because(file, Path(folder)) is None else model
 
 
 def find(source: str | Path) -> Path:

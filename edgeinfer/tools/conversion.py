@@ -194,9 +194,12 @@ def _prepare(run: _Run, source: ModelSource, path: Path) -> Path:
 
 def _looked(job: FetchJob) -> dict[str, str | None]:
     """Whether the native kernel runs a GGUF file, by its header."""
-    from edgeinfer.export.gguf.reading import look
+    from edgeinfer.export.gguf.reading import look, write_sketch
 
     found = look(Path(job.path))
+    if job.sketch and not isinstance(found, str):
+        with storage_errors(Path(job.sketch)):
+            write_sketch(found, Path(job.sketch))
     return {"refusal": found if isinstance(found, str) else None}
 
 

@@ -372,10 +372,30 @@ def convert_model(
     replace_existing: bool = False,
 ) -> None:
     """Writes a bundle of a file's weights and of texts that were read before; memory is a few MB."""
+    table, gguf = model.table, model.gguf
+    with GgufTensors(gguf, model.shapes) as tensors, write_bundle(out, replace_existing=replace_existing) as work:
+        _require_room(work, model.nbytes)
+        with (work / WEIGHTS).open("wb") as file:
+            planned = PlannedTensors(tensors, table.described.plans)
+            write_plain(file, planned, table.planned[1], table.quant, progress)
+        write_rest(work, gguf, table.planned)
+        _write_around(work, model, sidecar, name)
+
+
+def write_sketch(model: GgufModel, folder: Path) -> None:
+    """Writes what a plan is made by: the bundle of a file, with a hole in place of its weights."""
+    with (folder / WEIGHTS).open("wb") as file:
+        file.truncate(model.nbytes)
+    _write_around(folder, model, read_tokenizer(model.gguf), digests={WEIGHTS: "0" * 64})
+
+
+def _write_around(
+    work: Path, model: GgufModel, sidecar: Sidecar, name: str = "", digests: Mapping[str, str] | None = None
+) -> None:
+    """Writes everything but the weights of a bundle."""
     table = model.table
     described, entries = table.described, table.entries
-    spec, gguf = described.spec, model.gguf
-    named = manifest_of(gguf)
+    spec, named = described.spec, manifest_of(model.gguf)
     manifest = Manifest(
         name=name or named.name,
         architecture=named.architecture,
@@ -389,18 +409,12 @@ def convert_model(
         layout_version=LAYOUT_VERSIONS[table.layout],
         plan=table.quant.record(),
         exits=tuple(range(1, spec.num_layers + 1)),
-        export={"format": "gguf", "fingerprint": gguf.fingerprint, **named.export},
+        export={"format": "gguf", "fingerprint": model.gguf.fingerprint, **named.export},
     )
-    with GgufTensors(gguf, model.shapes) as tensors, write_bundle(out, replace_existing=replace_existing) as work:
-        _require_room(work, model.nbytes)
-        sidecar.write(work)
-        with (work / WEIGHTS).open("wb") as file:
-            planned = PlannedTensors(tensors, described.plans)
-            write_plain(file, planned, entries[: len(described.plans)], table.quant, progress)
-        write_rest(work, gguf, table.planned)
-        for graph, data in decoder_graphs(spec, entries, table.layout).items():
-            (work / graph).write_bytes(data)
-        seal(work, manifest)
+    sidecar.write(work)
+    for graph, data in decoder_graphs(spec, entries, table.layout).items():
+        (work / graph).write_bytes(data)
+    seal(work, manifest, digests)
 
 
 def restore_gguf(

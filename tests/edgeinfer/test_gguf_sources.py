@@ -20,7 +20,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.desktop.library import Library, Planner
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import HubError, StorageError, UnsupportedArchitectureError
+from edgeinfer.errors import HubError, StorageError, UnsupportedArchitectureError, UsageError
 from edgeinfer.hub.catalog_models import Package, catalog_model
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.tools import conversion
@@ -126,6 +126,19 @@ def test_looking_at_a_file_prepares_nothing(path: Path, capsys: pytest.CaptureFi
     prepared = hub.resolve(own)
     assert [model.id for model in Library([], Planner()).models() if "toy" in model.id] == [str(prepared)]
     assert edgeinfer.remove_model(str(prepared)) > 0 and not written() and own.exists()
+
+
+def test_a_plan_prepares_nothing_and_is_the_same_afterwards(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"context": 128, "threads": 1, "speculation": "off"}
+    before = edgeinfer.plan(path, **options)
+    assert main(["plan", "-m", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gguf"]["engine"] == "native" and not hub.models_folder().exists()
+    with pytest.raises(UsageError, match="have their bits"):
+        edgeinfer.plan(path, bits=4)
+    hub.resolve(path)
+    after = edgeinfer.plan(path, **options)
+    terms = (plan.terms | {"interpreter": 0, "libraries": 0, "loading": 0} for plan in (before, after))
+    assert next(terms) == next(terms) and before.configuration == after.configuration
 
 
 def test_a_prepared_file_is_planned_and_verified_with_its_bundle(
