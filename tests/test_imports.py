@@ -116,7 +116,7 @@ BUDGETS = {
     "export/options": 436,  # bits that are chosen by what they cost, with a text or by rules
     "export/source": 1300,  # GGUF files on our own kernel; the text that models are calibrated with
     "export/training": 3060,
-    "export/weights": 560,  # the float model to check with; GGUF files on our own kernel
+    "export/weights": 580,  # the float model to check with; GGUF files on our own kernel
     "quant": 3400,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
     "runtime": 20,
     "runtime/backends": 7760,  # GGUF files on our own kernel

@@ -16,14 +16,14 @@ from edgeinfer.bundle.kinds import KINDS, Segment
 from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
 from edgeinfer.bundle.tables import Outline, is_looked_up
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.options import NO_TEXT, ExportConfig
 from edgeinfer.export.source.calibration_text import DEFAULT_TEXT, CalibrationText, read_calibration_text
 from edgeinfer.export.source.sidecar import Sidecar
-from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
+from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS, WIDTHS
 from edgeinfer.quant.blocks import Grid, packed
 from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_below, plan_within
 from edgeinfer.quant.calibration_layers import uncomputed
@@ -109,7 +109,12 @@ def _plan(
     if most is not None:
         # An impossible budget is refused before the model is probed, which takes a while.
         unknown = {name: [Candidate(scheme, 0.0) for scheme in schemes] for name, schemes in candidates.items()}
-        plan_within(most, unknown, shapes, draw, config.layout)
+        try:
+            plan_within(most, unknown, shapes, draw, config.layout)
+        except BudgetError as error:
+            if config.bits is None or config.bits < min(WIDTHS):
+                raise
+            budget = error.minimum_bytes  # 2 bits of a weight are 2.25 with its scale
     if costs is None and text is None:
         costs = expected_costs(tensors, {name: shape[0] for name, shape in shapes.items()}, candidates)
     elif costs is None:

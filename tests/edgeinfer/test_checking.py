@@ -92,6 +92,14 @@ def test_bits_that_somebody_asked_for_stay_and_8_are_the_most(
     assert checked.notes == [] and open_bundle(path).manifest.quality == FAR
 
 
+def test_fewer_bits_than_any_format_has_are_the_fewest(checkpoint: Path, tmp_path: Path) -> None:
+    two, three = (
+        open_bundle(export_checkpoint(checkpoint, tmp_path / str(bits), ExportConfig(**FEW, bits=bits))).manifest
+        for bits in (2, 3)
+    )
+    assert 2 < two.bits_per_weight < three.bits_per_weight <= 3
+
+
 @each_row(
     ("divergence", "says"),
     [
