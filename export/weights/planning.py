@@ -34,6 +34,8 @@ from edgeinfer.quant.sensitivity import expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
+# Of the divergence that is allowed, what is planned: on WikiText-2, SmolLM2-135M has 1.07 times what was predicted.
+_CAUTION = 0.85
 # What each way to store each matrix is predicted to cost.
 Costs = dict[str, list[Candidate]]
 
@@ -124,7 +126,7 @@ def _plan(
     rest = (costs, shapes, draw, config.layout, method)
     if budget is not None:
         return WeightPlan(plan_within(budget, *rest), text, costs)
-    return WeightPlan(plan_below(config.max_divergence, *rest, config.max_size), text, costs)
+    return WeightPlan(plan_below(_CAUTION * config.max_divergence, *rest, config.max_size), text, costs)
 
 
 # Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.
