@@ -44,7 +44,7 @@ _FACTORS = {
     6: tuple(1.05 - 0.05 * i for i in range(4)),
 }
 # Values per working array: a handful of float32 arrays of this size stay in a core's second-level cache.
-_CHUNK_VALUES = 1 << 17
+CHUNK_VALUES = 1 << 17
 _TINY = np.float32(1e-30)
 # Below this a float16 has steps of a hundredth and more: it is rounded up, so that levels reach the largest scale, and
 # not fitted again.
@@ -71,7 +71,7 @@ class _Sums(NamedTuple):
 def solver(grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
     """The quantizer of matrices of K columns, whose codes are bytes of a file's blocks."""
     start = starter(grid.kind, k, statistics)
-    return Solver(max(1, _CHUNK_VALUES // k), lambda weight: codes(grid.kind, start(weight)))
+    return Solver(max(1, CHUNK_VALUES // k), lambda weight: codes(grid.kind, start(weight)))
 
 
 def starter(kind: str, k: int, statistics: InputStatistics | None) -> Callable[[_Floats], State]:

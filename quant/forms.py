@@ -5,6 +5,7 @@ Everything is transposed: columns of a matrix are rows here, so that arithmetic 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -27,6 +28,12 @@ class State:
     bases: Floats  # (blocks, n)
     # What scales, and minima, are multiples of, for some blocks each; empty where they are numbers of their own.
     units: Floats  # (0, 1 or 2, units, n)
+
+    @classmethod
+    def joined(cls, parts: Sequence[State]) -> State:
+        """The state of some rows and more."""
+        fields = zip(*((part.points, part.scales, part.bases, part.units) for part in parts), strict=True)
+        return cls(*(np.concatenate(field, axis=-1) for field in fields))
 
     def values(self) -> Floats:  # (K', n)
         blocks, n = self.scales.shape
@@ -87,7 +94,9 @@ class BlockForm:
     def codes(self, points: Floats) -> NDArray[np.uint8]:
         if self.book is None:
             return points.astype(np.uint8)
-        return np.searchsorted(np.array(self.book, np.float32), points).astype(np.uint8)
+        places = np.zeros(256, np.uint8)
+        places[np.array(self.book) - self.book[0]] = np.arange(len(self.book))
+        return places[(points - np.float32(self.book[0])).astype(np.uint8)]
 
     def scales_near(self, wanted: Floats, state: State, block: int) -> Floats:  # (..., n)
         """The nearest scales that a block may have; never zero where there is a choice."""

@@ -14,6 +14,8 @@ Floats = NDArray[np.float32]
 # Tokens per product: short enough that float32 sums stay exact to 1e-6, long enough for matrix kernels.
 _TOKENS = 1024
 _ROWS = 1024
+# What an embedding's errors count, in units of the mean square of the inputs of a head that shares its matrix.
+_LOOKUPS = 0.1
 _HINT = "Calibrate with another text, or quantize without one."
 
 
@@ -42,17 +44,27 @@ class InputStatistics:
         if not finite or any((d < 0).any() for d in diagonals):
             raise UsageError("The statistics of a layer's inputs are not finite numbers.", _HINT)
 
+    def shared_with_lookups(self) -> InputStatistics:
+        """The statistics of a head whose matrix is the embedding, too, where errors of all columns count alike."""
+        share = _LOOKUPS * float(self.mean_square.mean())
+        hessian = (
+            None
+            if self.hessian is None
+            else self.hessian + np.float32(share) * np.eye(len(self.mean), dtype=np.float32)
+        )
+        return InputStatistics(self.count, self.mean_square + np.float32(share), self.mean, hessian)
+
 
 class StatisticsAccumulator:
-    """Adds up moments in float64, portion by portion: with `hessian` the mean of x x^T, which takes 8 K^2 bytes while
-    running, with `cross` that of x_float x^T, as much again."""
+    """Adds up moments portion by portion: with `hessian` the mean of x x^T, which takes 8 K^2 bytes while running, with
+    `cross` that of x_float x^T, as much again."""
 
     def __init__(self, k: int, hessian: bool, cross: bool = False) -> None:
         self.count = 0
         self._sum = np.zeros(k)
         self._squares = np.zeros(k)
-        self._hessian = np.zeros((k, k)) if hessian else None
-        self._cross = np.zeros((k, k)) if cross else None
+        self._hessian = np.zeros((k, k), np.float32) if hessian else None
+        self._cross = np.zeros((k, k), np.float32) if cross else None
 
     def add(self, x: Floats, x_float: Floats | None = None) -> None:  # (T, K), (T, K)
         """Counts inputs; `x_float` are those of the float model, by default x."""
@@ -74,8 +86,8 @@ class StatisticsAccumulator:
         """The moments so far, in float32."""
         share = 1 / max(self.count, 1)
 
-        def mean(total: NDArray[np.float64]) -> Floats:
-            return (total * share).astype(np.float32)
+        def mean(total: NDArray[np.float64] | Floats) -> Floats:
+            return np.multiply(total, share, dtype=total.dtype).astype(np.float32, copy=False)
 
         return InputStatistics(
             self.count,

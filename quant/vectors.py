@@ -18,7 +18,7 @@ from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import MAGNITUDES, VECTOR, split_codes
 from edgeinfer.quant.blocks import Codes, Grid, Solver
 from edgeinfer.quant.gptq import GptqOptions, damped, divide_by, padded_square, upper_factor
-from edgeinfer.quant.refine import LAZY, row_errors
+from edgeinfer.quant.refine import LAZY
 from edgeinfer.quant.rtn import column_weights
 from edgeinfer.quant.statistics import InputStatistics
 
@@ -127,7 +127,7 @@ class _FedForward:
 
     def _errors(self, target: Floats, state: _State) -> NDArray[np.float64]:  # (n,)
         errors = target - state.values()
-        return row_errors(errors, self._hessian @ errors)
+        return np.asarray(np.einsum("kn,kn->n", errors, self._hessian @ errors, dtype=np.float64))
 
     def _round(self, target: Floats, state: _State) -> None:  # (K, n)
         """Replaces the codes by those that take the errors of the vectors before into account."""

@@ -46,7 +46,7 @@ def test_each_part_lowers_the_error(bits: int, size: int, symmetric: bool) -> No
     x = correlated_inputs(6000, 256)
     statistics, unseen = statistics_of(x[:4000]), statistics_of(x[4000:])
     rounded = approximate(weight, grid, statistics)
-    plain, refined = (quantized(weight, grid, statistics, GptqOptions(sweeps=n)) for n in (0, 4))
+    plain, refined = (quantized(weight, grid, statistics, GptqOptions(sweeps=n)) for n in (0, 2))
     for text in (statistics, unseen):
         errors = [output_error(weight, matrix, text) for matrix in (rounded, plain, refined)]
         assert errors[1] < 0.6 * errors[0]
@@ -114,7 +114,7 @@ def test_a_hessian_is_needed_and_must_be_one() -> None:
         solver(grid, 32, InputStatistics(9, ones, ones, indefinite))
 
 
-@each_row("options", [{"damping": 0.0}, {"sweeps": -1}, {"tolerance": -1.0}])
+@each_row("options", [{"damping": 0.0}, {"sweeps": -1}])
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="out of range"):
         GptqOptions(**options)  # type: ignore[arg-type]
