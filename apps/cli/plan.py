@@ -222,6 +222,8 @@ def _print_terms(plan: MemoryPlan) -> None:
         "layers on the device": str(choice.gpu_layers or ""),
     }
     print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
+    if plan.not_chosen:
+        print_table(list(plan.not_chosen.items()), title="\nKV caches that are not chosen unless asked for")
 
 
 def _kind(plan: MemoryPlan, term: str) -> str:

@@ -8,7 +8,8 @@ and values into the pool, and attends. Its inputs, besides those of the graph th
   values are part of the keys, 0 is (1, S, heads v + heads h + v + h): the parts of queries that meet values, those that
   meet keys, value and key; and k_norm alone, (v,), is of the values
   11 sinks float32 (heads,) (optional) · 12 layer_mask (optional): where it is false at the attribute `part`, nothing is
-  written and the output is zeros
+  written and the output is zeros · 13 qkv_bias float32 (as wide as 0) that keys of few bits are stored without where
+  they hardly turn, from the rotated pair `still` on (edgeinfer.bundle.key_centres; optional)
 
 `edgeinfer.ShortConv`, version 1, attributes channels (D), width, layer, part: C * conv(B * x) over a row's path. B * x
 of every row lies in the pool as a value of one head without keys, in float32 whatever `kv_layout` says.
@@ -35,6 +36,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.key_centres import still_pair
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.parts import LatentSpec, LayerHeads, Mixer, RopeSpec
@@ -182,7 +184,13 @@ class _PagedAttention(Attention):
         qkv = self._factored(graph, layer, self._centred(graph, layer, self._whole(graph, layer, qkv)))
         pages = [rows if name == io.ROWS else name for name in _PAGES]
         inputs = [qkv, *pages, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
-        return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
+        further: dict[str, int] = {}
+        if (still := still_pair(self._spec, layer)) is not None:
+            inputs.append(self._ops.vector(graph, f"{prefix}.qkv_bias"))
+            further["still"] = still
+        return graph.op(
+            "Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes), **further
+        )
 
     def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
         prefix, heads, rope = f"layers.{layer}.attn", self._spec.num_heads, self._spec.rope_of(layer)

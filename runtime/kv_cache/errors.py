@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import FLOAT32
+from edgeinfer.bundle.key_centres import key_centres
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -47,6 +48,7 @@ class _Probe(ReferenceBackend):
     def __init__(self, bundle: Bundle, capacity: int, codecs: Sequence[RowCodec]) -> None:
         super().__init__(bundle, capacity)
         self._codecs = codecs
+        self._centres = key_centres(bundle)
         layers = self.geometry.num_layers
         self.squares = np.zeros(layers)
         self.differences = {codec.name: np.zeros(layers) for codec in codecs}
@@ -56,8 +58,11 @@ class _Probe(ReferenceBackend):
     ) -> Floats:  # (H, g, S, h)
         exact = super()._mix(layer, queries, keys, values, visible)
         self.squares[layer] += float(np.square(exact).sum())
+        centre = self._centres.get(layer, np.float32(0))
         for codec in self._codecs:
-            kept_keys, kept_values = (codec.decode(codec.encode(rows), rows.shape[-1]) for rows in (keys, values))
+            # What all keys lack changes no softmax.
+            lacking = keys - centre if codec.turned else keys
+            kept_keys, kept_values = (codec.decode(codec.encode(rows), rows.shape[-1]) for rows in (lacking, values))
             mixed = super()._mix(layer, queries, kept_keys, kept_values, visible)
             self.differences[codec.name][layer] += float(np.square(mixed - exact).sum())
         return exact

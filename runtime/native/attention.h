@@ -16,7 +16,9 @@
  *              quarters of a level: a number is (4 q - zero) * (scale / 4), exactly
  * Where positions are weighed, 64 float32 follow the values of each head: what is added to a position's score, in nats.
  * A row that is written gets 0. A row that stands for c tokens has log(c), which gives it the share of c equal keys.
- * Keys are stored after norm and rotation. Keys of int8 and int4, and the queries they meet, and values of int8 and
+ * Keys are stored after norm and rotation. Of int8 and int4 they are stored less what their bias gives channels that
+ * hardly turn, as it does at position 0: what all keys have in common adds the same to all scores of a query, which no
+ * softmax sees, but would take most of the levels. Keys of int8 and int4, and the queries they meet, and values of int8 and
  * int4 are turned by a Hadamard transform of the largest power of two, at most 128, that divides their size; results
  * over such values are turned back.
  *
@@ -67,6 +69,7 @@ typedef struct {
     int32_t shared;      /* keys and values are those that an earlier layer wrote: rows bring queries alone */
     int32_t latent;      /* values are part of the keys; k_norm, (v), is theirs */
     int32_t weighed;     /* each position of a head has a number that is added to its scores; not with latent */
+    int32_t still;       /* of the rotated pairs, the first that hardly turns; what follows turns no faster */
     int64_t window;      /* 0: none */
     float scale, softcap, norm_epsilon;
 
@@ -83,6 +86,7 @@ typedef struct {
     const float *cosines, *sines; /* (positions, rotary / 2), or NULL */
     const float *q_norm, *k_norm; /* (h), of norm_whole (heads h) and (kv_heads h); or NULL */
     const float *sinks;           /* (heads) or NULL */
+    const float *qkv_bias;        /* (attention_row_width): its keys' part is taken off keys; or NULL */
     float *out;                   /* (count, heads v) */
 } attention;
 

@@ -20,6 +20,7 @@ const char *attention_sizes_fault(const attention *a) {
         return "key_size and value_size must be between 1 and 2^14";
     if (a->rotary < 0 || a->rotary % 2 || a->rotary > a->key_size)
         return "rotary_dim must be even, and at most key_size";
+    if (a->still < 0 || a->still > a->rotary / 2) return "still must be a rotated pair";
     if (a->latent && (a->kv_heads != 1 || a->norm_after || a->value_norm))
         return "latent attention has one kv head, and no norm_after or value_norm";
     if (a->window < 0) return "window must not be negative";

@@ -36,10 +36,20 @@ static void scale_by(float *x, int64_t n, float factor, const float *weight) {
     for (int64_t i = 0; i < n; i++) x[i] = x[i] * factor * weight[i];
 }
 
-/* Head `head` of `count` of a row's queries or keys `x`, normalised, rotated and turned. `whole` is the inverse norm of
- * all of them. */
+/* Takes the bias of a key off its channels that hardly turn, as it is at position 0. */
+static void centre(const attention *a, const float *bias, float *x) {
+    const int64_t half = a->rotary / 2, step = a->interleaved ? 2 : 1, apart = a->interleaved ? 1 : half;
+    for (int64_t i = a->still; i < half; i++) {
+        x[i * step] -= bias[i * step] * a->cosines[i];
+        x[i * step + apart] -= bias[i * step + apart] * a->cosines[i];
+    }
+    for (int64_t i = a->rotary; i < a->key_size; i++) x[i] -= bias[i];
+}
+
+/* Head `head` of `count` of a row's queries or keys `x`, normalised, rotated, less what keys of a bias have in common,
+ * and turned. `whole` is the inverse norm of all of them. */
 static void prepare(const attention *a, int64_t row, const float *x, int64_t head, const float *norm, float whole,
-                    float *out) {
+                    const float *bias, float *out) {
     const int64_t h = a->key_size;
     memcpy(out, x + head * h, (size_t)h * sizeof(float));
     if (norm && !a->norm_after) {
@@ -48,7 +58,9 @@ static void prepare(const attention *a, int64_t row, const float *x, int64_t hea
     }
     if (a->cosines) rotate(a, row, out);
     if (norm && a->norm_after) scale_by(out, h, inverse_norm(out, h, a->norm_epsilon), norm);
-    if (transformed(a->key_type)) transform(out, h);
+    if (!transformed(a->key_type)) return;
+    if (bias) centre(a, bias + head * h, out);
+    transform(out, h);
 }
 
 enum { QUANT_GROUP = 16 };
@@ -234,11 +246,11 @@ static void write_latent_row(const attention *a, const attention_plan *plan, int
     for (int64_t i = 0; i < a->heads; i++) {
         memcpy(x, q + i * v, (size_t)v * sizeof(float));
         if (transformed(a->value_type)) transform(x, v);
-        prepare(a, row, turning, i, NULL, 1.0f, x + v);
+        prepare(a, row, turning, i, NULL, 1.0f, NULL, x + v);
         store_query(a, x, out + i * attention_query_bytes(a));
     }
     uint8_t *at = head_at(a, a->rows[row * ATTENTION_ROW + ATTENTION_SEQUENCE], slot, 0);
-    prepare(a, row, value + v, 0, NULL, 1.0f, x);
+    prepare(a, row, value + v, 0, NULL, 1.0f, NULL, x);
     store_key(a->key_type, at, s, x, h, bytes);
     memcpy(x, value, (size_t)v * sizeof(float));
     if (a->k_norm) scale_by(x, v, inverse_norm(x, v, a->norm_epsilon), a->k_norm);
@@ -250,6 +262,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
     const int64_t h = a->key_size, v = a->value_size, group = a->heads / a->kv_heads;
     const float *q = a->qkv + row * attention_row_width(a);
     const float *keys = q + a->heads * h, *values = keys + a->kv_heads * h;
+    const float *bias = a->qkv_bias ? a->qkv_bias + a->heads * h : NULL;
     uint8_t *room = (uint8_t *)plan->memory + plan->rows_at + (size_t)(row * attention_row_bytes(a));
     float *x = (float *)(void *)room;
     uint8_t *bytes = room + attention_row_bytes(a) / 5 * 4;
@@ -261,12 +274,12 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
     for (int64_t kv = 0; kv < a->kv_heads; kv++) {
         uint8_t *out = queries_at(a, plan, kv, row);
         for (int64_t i = 0; i < group; i++) {
-            prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, x);
+            prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, NULL, x);
             store_query(a, x, out + i * attention_query_bytes(a));
         }
         if (a->shared) continue;
         uint8_t *at = head_at(a, sequence, slot, kv);
-        prepare(a, row, keys, kv, a->k_norm, k_inverse, x);
+        prepare(a, row, keys, kv, a->k_norm, k_inverse, bias, x);
         store_key(a->key_type, at, s, x, h, bytes);
         memcpy(x, values + kv * v, (size_t)v * sizeof(float));
         if (a->value_norm) {

@@ -18,7 +18,7 @@ from edgeinfer.records import dataclass
 # Of gguf.c: no row has scales that are not finite.
 _NONE = -1
 # Of exports.c; a library of another version is not used.
-VERSION = 10
+VERSION = 11
 # Bytes of the inline scales of a block: 32 of bfloat16.
 INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
@@ -116,7 +116,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_size", "value_size", "key_type", "value_type")),
         *((name, ctypes.c_int32) for name in ("rotary", "interleaved", "norm_whole", "norm_after", "value_norm")),
-        *((name, ctypes.c_int32) for name in ("shared", "latent")),
+        *((name, ctypes.c_int32) for name in ("shared", "latent", "weighed", "still")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_epsilon")),
         ("pool", ctypes.c_void_p),
@@ -124,7 +124,7 @@ class _Attention(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("columns", "count")),
         *((name, ctypes.c_void_p) for name in ("qkv", "rows", "extras", "positions", "cosines", "sines")),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "sinks", "out")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "sinks", "qkv_bias", "out")),
     )
 
 

@@ -13,7 +13,7 @@
 #include "scratch.h"
 
 /* Raised when a function here, an operator's inputs or the layout of matrices change. */
-enum { EDGEINFER_NATIVE_VERSION = 10 };
+enum { EDGEINFER_NATIVE_VERSION = 11 };
 
 static void *selected;
 

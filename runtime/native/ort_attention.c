@@ -8,11 +8,13 @@
  * slots, ascending within a row | position_ids (S) int64: for the rotation | cos, sin (P', rotary_dim / 2), both or
  * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation; of latent there
  * is k_norm alone, (v), which is of the values | sinks (heads) |
- * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros.
+ * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros |
+ * qkv_bias (heads h + kv_heads h + kv_heads v): what qkv had added; that of the keys is taken off keys of few bits again
+ * where it hardly turns. Not with norms of keys, sinks, softcap, latent or shared.
  * attributes: num_heads, kv_num_heads, key_size, value_size, layer, rotary_dim, interleaved, window, scale, softcap,
  * norm_epsilon, norm_after (norms of queries and keys come after the rotation), value_norm (values have a norm without a
  * weight), latent (values are part of the keys), shared (an earlier node wrote the layer's keys and values: qkv is
- * (..., heads h)), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
+ * (..., heads h)), part, still (of the rotated pairs, the first that hardly turns); all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
  * Output: (..., heads v).
  */
 #include <math.h>
@@ -22,7 +24,7 @@
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { QKV, POOL, LAYOUT, PAGES, ROWS, EXTRAS, POSITIONS, COS, SIN, Q_NORM, K_NORM, SINKS, LAYER_MASK };
+enum { QKV, POOL, LAYOUT, PAGES, ROWS, EXTRAS, POSITIONS, COS, SIN, Q_NORM, K_NORM, SINKS, LAYER_MASK, QKV_BIAS };
 /* Work in units of bytes read: values that are normed, rotated and stored; what balances no better if cut further. */
 enum { VALUE_BYTES = 16, MOST_JOBS = 64 };
 
@@ -60,6 +62,7 @@ static OrtStatus *open_sizes(node *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_flag(base, info, "latent", &a->latent));
     a->heads = narrow(heads), a->kv_heads = narrow(kv_heads), a->key_size = narrow(key), a->value_size = narrow(value);
     a->rotary = narrow(ort_int_or_zero(base, info, "rotary_dim"));
+    a->still = narrow(ort_int_or_zero(base, info, "still"));
     a->window = ort_int_or_zero(base, info, "window");
     a->scale = ort_float_or_zero(base, info, "scale");
     a->softcap = ort_float_or_zero(base, info, "softcap");
@@ -77,6 +80,10 @@ static OrtStatus *open_inputs(node *op) {
         return ort_fail(base, "cos, sin and rotary_dim belong together");
     if ((in[Q_NORM].given || in[K_NORM].given) && !(op->sizes.norm_epsilon > 0))
         return ort_fail(base, "a norm needs the attribute norm_epsilon");
+    const attention *a = &op->sizes;
+    if (in[QKV_BIAS].given && (in[K_NORM].given || in[SINKS].given || a->softcap > 0 || a->latent || a->shared))
+        return ort_fail(base, "qkv_bias is not for attention with norms of keys, sinks, softcap, latent or shared");
+    ORT_TRY(ort_expect(base, QKV_BIAS, attention_row_width(a)));
     return ort_expect(base, SINKS, op->sizes.heads);
 }
 
@@ -168,6 +175,9 @@ static OrtStatus *read_norms(const node *op, const OrtKernelContext *context, pa
     const void *sinks;
     ORT_TRY(ort_read(&op->base, context, SINKS, a->heads, &sinks));
     a->sinks = sinks;
+    const void *bias;
+    ORT_TRY(ort_read(&op->base, context, QKV_BIAS, attention_row_width(a), &bias));
+    a->qkv_bias = bias;
     return NULL;
 }
 
@@ -235,7 +245,7 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_attention = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "Attention",
-    .input_count = 13,
+    .input_count = 14,
     .inputs =
         {
             {"qkv", ORT_FLOAT, ORT_REQUIRED},
@@ -251,5 +261,6 @@ const ort_operator ort_attention = {
             {"k_norm", ORT_FLOAT, ORT_OPTIONAL},
             {"sinks", ORT_FLOAT, ORT_OPTIONAL},
             {"layer_mask", ORT_BOOL, ORT_OPTIONAL},
+            {"qkv_bias", ORT_FLOAT, ORT_OPTIONAL},
         },
 };

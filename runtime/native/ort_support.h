@@ -6,7 +6,7 @@
 #include "lowbit.h"
 #include "ort_abi.h"
 
-enum { ORT_MOST_INPUTS = 13, ORT_MOST_SIZES = 8 };
+enum { ORT_MOST_INPUTS = 14, ORT_MOST_SIZES = 8 };
 
 typedef struct {
     const char *name; /* for messages */

@@ -11,8 +11,9 @@ heads of one size is one indexed read or write each for keys, values and their s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,10 +204,17 @@ _Lying = tuple[NDArray[Any], NDArray[Any] | None]
 
 
 class PageRows:
-    """Reads and writes the rows of pages, each named by the number of its page times 64 plus its position there."""
+    """Reads and writes the rows of pages, each named by the number of its page times 64 plus its position there.
 
-    def __init__(self, layout: PageLayout, memory: NDArray[np.uint8]) -> None:
+    Args:
+        centres: what turned keys of a layer are stored without, (H, 1, h) each.
+    """
+
+    def __init__(
+        self, layout: PageLayout, memory: NDArray[np.uint8], centres: Mapping[int, Floats] = MappingProxyType({})
+    ) -> None:
         self._layout = layout
+        self._centres = centres if layout.keys.turned else {}
         self._keys: list[_Part] = []  # of each group of layers
         self._values: list[_Part] = []
         self._weights: list[NDArray[np.float32]] = []  # (pages, L, H, 64) each
@@ -256,13 +264,13 @@ class PageRows:
             nothing = np.zeros((0, len(places), 0), np.float32)
             return nothing, nothing
         group, place = self._found[layer]
-        return self._keys[group].read(place, places), self._values[group].read(place, places)
+        return self.read_keys(layer, places), self._values[group].read(place, places)
 
     def write(self, layer: int, places: Ints, keys: Floats, values: Floats) -> None:  # (n,), (H, n, h), (H, n, v)
         """Stores rows of one layer, without weights; nothing where it keeps none."""
         if layer in self._found:
             group, place = self._found[layer]
-            self._keys[group].write(place, places, keys)
+            self.write_keys(layer, places, keys)
             self._values[group].write(place, places, values)
             if self._layout.weighed:
                 self._weights[group][places // PAGE, place, :, places % PAGE] = 0
@@ -271,13 +279,15 @@ class PageRows:
         if layer not in self._found:
             return np.zeros((0, len(places), 0), np.float32)
         group, place = self._found[layer]
-        return self._keys[group].read(place, places)
+        keys = self._keys[group].read(place, places)
+        return keys + self._centres[layer] if layer in self._centres else keys
 
     def write_keys(self, layer: int, places: Ints, keys: Floats) -> None:  # (n,), (H, n, h)
         """Replaces the keys of one layer's rows; does nothing where it keeps none."""
         if layer in self._found:
             group, place = self._found[layer]
-            self._keys[group].write(place, places, keys)
+            stored = keys - self._centres[layer] if layer in self._centres else keys
+            self._keys[group].write(place, places, stored)
 
     def weigh(self, layer: int, places: Ints, weights: Floats) -> None:  # (n,), (H, n)
         """Sets the weights of one layer's rows, in a pool whose positions are weighed."""

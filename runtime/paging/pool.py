@@ -6,12 +6,14 @@ import heapq
 import mmap
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.paging.layout import PageLayout, PageRows
 from edgeinfer.runtime.system.memory import refused
 
@@ -125,9 +127,11 @@ class BlockPool:
 
 
 class PagePool(BlockPool):
-    """The pages of a model's keys and values."""
+    """The pages of a model's keys and values; `centres` are those of `PageRows`."""
 
-    def __init__(self, layout: PageLayout, pages: int) -> None:
+    def __init__(
+        self, layout: PageLayout, pages: int, centres: Mapping[int, Floats] = MappingProxyType({})
+    ) -> None:
         super().__init__(pages, layout.page_bytes, max(1, _SPARE_BYTES // layout.page_bytes))
         self.layout = layout
-        self.rows = PageRows(layout, self.memory)
+        self.rows = PageRows(layout, self.memory, centres)

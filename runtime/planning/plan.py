@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from typing import Any
 
 from edgeinfer.bundle.layouts import Layout
@@ -169,6 +170,7 @@ class MemoryPlan:
         speed: predicted of a text that was never seen; no less than in any smaller budget.
         minimum_bytes: the smallest budget that the same request fits, whatever the budget of this plan.
         given_up: what a larger budget would give.
+        not_chosen: types of the KV cache that are for those who ask for them, and why.
         hints: what the caller fixed that, left open, would need less.
         alternatives: other ways to run, the fastest first, where they were asked for.
         curve: speed against budget for this context, where alternatives were asked for.
@@ -198,6 +200,7 @@ class MemoryPlan:
     device_note: str = ""
     parallel: int = 1
     disk: DiskReads | None = None
+    not_chosen: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         needs, c, speed = format_size(self.planned_bytes, up=True), self.configuration, self.speed
@@ -309,6 +312,7 @@ class MemoryPlan:
             "speed": dataclasses.asdict(self.speed)
             | {"disk_bytes_per_second": None if self.disk is None else self.disk.rate},
             "given_up": list(self.given_up),
+            "not_chosen": dict(self.not_chosen),
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
             "speculation_bytes": None if self.curve is None else self.curve.speculation_bytes,
             "best_speed_bytes": None if self.curve is None else self.curve.best_speed_bytes,

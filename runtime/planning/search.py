@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from edgeinfer.bundle.geometry import find_kv_type
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.errors import Setting, UsageError
 from edgeinfer.options import format_size
 from edgeinfer.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.options.load import LoadConfig
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.planning.candidates import USUAL_CONTEXT, Drafting, configurations
+from edgeinfer.runtime.planning.candidates import (
+    USUAL_CONTEXT,
+    Drafting,
+    added_by_cache,
+    configurations,
+    doubt_of_cache,
+)
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan, SpeedCurve, WayToRun, speed_curve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput
@@ -142,7 +149,8 @@ def search(
         footprint=footprint,
         speed=promised,
         minimum_bytes=min(each.bytes for each in every),
-        given_up=_given_up(first, chosen.configuration, plan_input.manifest.geometry.num_layers),
+        given_up=_given_up(first, chosen.configuration, plan_input.manifest),
+        not_chosen={kv: why for kv in plan_input.kv_types if (why := doubt_of_cache(plan_input.manifest, kv))},
         threads=plan_input.threads,
         tuned=_tuned(plan_input, chosen.configuration),
         device=plan_input.device.name,
@@ -273,13 +281,14 @@ def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
     return tuple(name for name in settings.names if name not in given_way)
 
 
-def _given_up(wanted: Configuration, chosen: Configuration, layers: int) -> tuple[str, ...]:
+def _given_up(wanted: Configuration, chosen: Configuration, manifest: Manifest) -> tuple[str, ...]:
     """What differs from the configuration without concessions, in words."""
-    lost = []
+    lost, layers, added = [], manifest.geometry.num_layers, added_by_cache(manifest, chosen.kv)
     if chosen.context < wanted.context:
         lost.append(f"context {chosen.context} instead of {wanted.context}")
     if chosen.kv != wanted.kv:
-        lost.append(f"{chosen.kv} KV cache instead of {wanted.kv} (lossy)")
+        cost = "lossy" if added is None else f"adds {added:.2g} nats a token"
+        lost.append(f"{chosen.kv} KV cache instead of {wanted.kv} ({cost})")
     if chosen.weights != wanted.weights:
         lost.append(_other_weights(chosen, wanted, layers))
     if not chosen.draft_max and wanted.draft_max:
@@ -313,7 +322,7 @@ def _other_weights(chosen: Configuration, wanted: Configuration, all_layers: int
 # What the caller may have fixed: the option to leave open, and whether it was given.
 _FREED: tuple[_Freed, ...] = (
     ("a smaller context", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
-    ("an 8-bit KV cache", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
+    ("a KV cache of fewer bits", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
     ("weights kept as they fit", lambda c: dataclasses.replace(c, weights=None), lambda c: c.weights is not None),
     (
         "no drafting",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import FLOAT32
+from edgeinfer.bundle.key_centres import key_centres
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.packing import find_expert
@@ -75,7 +76,7 @@ class PagedBackend(GraphBackend):
         self._adapters = adapters
         self._slots = 1  # room for further slots of paths
         layout = PageLayout.of(bundle.manifest.geometry, kv, weighed=weighed)
-        self.pool = PagePool(layout, pages_of(capacity) + pages + _FURTHER_PAGES)
+        self.pool = PagePool(layout, pages_of(capacity) + pages + _FURTHER_PAGES, key_centres(bundle))
         self._layout = self.pool.layout.array
         self._states = StatePool(bundle.manifest.geometry) if bundle.manifest.geometry.states else None
         self.cache = PagedCache(self.pool, capacity, SPARE_ROWS, self._states)

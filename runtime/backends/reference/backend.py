@@ -30,6 +30,7 @@ from edgeinfer.bundle.arithmetic import (
 )
 from edgeinfer.bundle.codecs import segment_places
 from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
+from edgeinfer.bundle.key_centres import key_centres
 from edgeinfer.bundle.kinds import KINDS, read_blocks
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.manifest import Capabilities, TensorEntry
@@ -291,7 +292,7 @@ class ReferenceBackend:
         geometry = self._cached_geometry()
         if kv == FLOAT32:
             return KVBuffers(geometry, capacity)
-        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1)
+        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1, key_centres(self._bundle))
         return PagedCache(pool, capacity)
 
     def _cached_geometry(self) -> Geometry:

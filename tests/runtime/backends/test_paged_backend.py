@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,15 @@ import pytest
 
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import PAGED_KV
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, WEIGHTS, Layout
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.backends.reference import backend as reference
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.paging.layout import pages_of
 from tests.kernel import require_kernel
@@ -212,3 +216,33 @@ def test_backends_without_planes_refuse() -> None:
             logits(backend, 1)
         assert backend.cache.length == 0
         logits(backend, 2)
+
+
+@each_row("kv", ("int8", "int4"))
+def test_large_biases_of_keys_do_not_change_texts(kv: str, tmp_path: Path) -> None:
+    require_kernel()
+    slow = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    made = bundle_of("qwen2", MODELS["float32"][1], **SIZES, max_position_embeddings=1024, **slow)
+    shutil.copytree(made.path, tmp_path / "biased")
+    bundle = open_bundle(tmp_path / "biased")
+    for layer in range(2):
+        blob = bundle.manifest.tensor(f"layers.{layer}.attn.qkv_bias").data
+        bias = np.memmap(bundle.path / WEIGHTS, np.float32, "r+", blob.offset, blob.shape)
+        keys = bias[128:192].reshape(2, 32)  # of heads, whose pairs from the twelfth on hardly turn
+        keys[:, [12, 13, 14, 15, 28, 29, 30, 31]] = np.linspace(-250, 300, 16).reshape(2, 8)
+        bias.flush()
+    backends: list[PagedBackend | ReferenceBackend] = [PagedBackend(bundle, 200, kv=kind) for kind in ("float32", kv)]
+    backends.append(ReferenceBackend(bundle, 200, kv=kv))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "key_centres", lambda bundle: {})
+        backends.append(ReferenceBackend(bundle, 200, kv=kv))
+    batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))
+    whole, fewer, plain, with_biases = (each.forward(batch).logits for each in backends)
+    lost = np.abs(fewer - whole).mean()
+    assert lost < whole.std() * {"int8": 0.05, "int4": 0.3}[kv] and lost < np.abs(with_biases - whole).mean() / 4
+    assert np.abs(fewer - plain).mean() < lost
+    # Whoever turns or drops keys reads them as they are.
+    exact, kept = (each.cache.read_keys(1, 0, 150) for each in backends[:2])
+    assert np.abs(kept - exact).max() < 1 < np.abs(exact).max() / 200
+    for each in backends:
+        each.close()

@@ -33,6 +33,7 @@ class Shape:
     softcap: float = 0.0
     epsilon: float = 1e-6
     shared: bool = False  # rows bring queries alone
+    still: int = 0  # the first rotated pair that hardly turns
 
     @property
     def width(self) -> int:
@@ -97,6 +98,7 @@ class Weights:
     q_norm: Floats | None = None  # (h,) or (heads h,)
     k_norm: Floats | None = None
     sinks: Floats | None = None  # (heads,)
+    qkv_bias: Floats | None = None  # (width,)
 
 
 def prepared(

@@ -17,7 +17,7 @@ from tests.runtime.native.graphs import make_model, open_session, run
 
 NAMES = (
     *("qkv", "pool", "layout", "pages", "rows", "extras", "position_ids"),
-    *("cos", "sin", "q_norm", "k_norm", "sinks"),
+    *("cos", "sin", "q_norm", "k_norm", "sinks", "layer_mask", "qkv_bias"),
 )
 PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
 
@@ -27,6 +27,7 @@ def attributes(shape: Shape) -> dict[str, Any]:
     sizes = {"num_heads": shape.heads, "kv_num_heads": shape.kv_heads, "layer": shape.layer}
     sizes |= {"key_size": shape.key_size, "value_size": shape.value_size, "rotary_dim": shape.rotary}
     sizes |= {"window": shape.window, "interleaved": int(shape.interleaved), "shared": int(shape.shared)}
+    sizes |= {"still": shape.still} if shape.still else {}
     return sizes | {"scale": shape.scale, "softcap": shape.softcap, "norm_epsilon": shape.epsilon}
 
 
@@ -93,7 +94,9 @@ class Runner:
     def __init__(self, kernel: NativeKernel, shape: Shape, weights: Weights | None = None, threads: int = 1) -> None:
         self.shape, self.weights = shape, weights or Weights()
         given: dict[str, NDArray[Any]] = {name: w for name, w in vars(self.weights).items() if w is not None}
-        known: dict[str, NDArray[Any]] = {n: given.pop(n) for n in ("q_norm", "k_norm", "sinks") if n in given}
+        known: dict[str, NDArray[Any]] = {
+            n: given.pop(n) for n in ("q_norm", "k_norm", "sinks", "qkv_bias") if n in given
+        }
         self._given = given
         types = self._inputs(
             Store.of(make_layout(shape, "float32", "float32"), 1, 1), _tables(np.zeros((1, 1), np.int32), [])

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.bundle.manifest import CacheQuality, QualityRecord
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.options.decoding import drafters_in
-from edgeinfer.options.load import COUNTED, CountedPages, LoadConfig
+from edgeinfer.options.load import COUNTED, CountedPages, KvType, LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel
@@ -175,6 +176,29 @@ def test_four_bits_are_only_for_who_asks(plan_input: PlanInput) -> None:
     )
 
 
+@pytest.mark.parametrize(("int8", "int4"), [(0.0004, 0.004), (0.0004, 0.03), (0.02, 0.5), (0.02, 0.004), (None, None)])
+def test_caches_are_chosen_by_what_they_were_measured_to_add(
+    plan_input: PlanInput, int8: float | None, int4: float | None
+) -> None:
+    kinds: tuple[tuple[KvType, float | None], ...] = (("int8", int8), ("int4", int4))
+    caches = tuple(CacheQuality(kv, more) for kv, more in kinds if more is not None)
+    added = {str(each.kv_type): each.divergence for each in caches}
+    quality = QualityRecord(256, 0.02, 0.9, caches) if caches else None
+    manifest = dataclasses.replace(plan_input.manifest, quality=quality)
+    known = dataclasses.replace(plan_input, bundle=dataclasses.replace(plan_input.bundle, manifest=manifest))
+    least = {kv: plan(known, kv=kv).minimum_bytes for kv in known.kv_types}
+    allowed = {kv for kv in known.kv_types if added.get(kv, {"int4": 1.0}.get(kv, 0.0)) <= 0.01}
+    smallest = min(allowed, key=lambda kv: least[kv])
+    tight = plan(known, memory=least[smallest])
+    assert tight.fits and tight.configuration.kv == smallest and not plan(known, memory=least[smallest] - 1).fits
+    cost = f"(adds {added[smallest]:.2g} nats a token)" if smallest in added else "(lossy)"
+    assert any(cost in lost for lost in tight.given_up) or smallest == "float32"
+    assert set(tight.not_chosen) == set(known.kv_types) - allowed
+    assert all(("more than 0.01" if caches else "not measured") in why for why in tight.not_chosen.values())
+    # Who asks for it gets it.
+    assert plan(known, kv="int4").configuration.kv == "int4"
+
+
 def test_what_the_model_does_not_have_is_refused(plan_input: PlanInput) -> None:
     bare = dataclasses.replace(plan_input, kv_types=("float32",), weights_modes=("packed",))
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -200,7 +224,7 @@ def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> 
         found.require_fit()
     error = caught.value
     assert error.minimum_bytes >= least and error.terms["kv"] > 0 and sum(error.terms.values()) == least
-    for way in ("smaller context", "8-bit KV cache", "no drafting", "prefix cache"):
+    for way in ("smaller context", "KV cache of fewer bits", "no drafting", "prefix cache"):
         assert way in error.hint
     assert plan(plan_input, memory=error.minimum_bytes, **fixed).fits
 
