@@ -103,7 +103,7 @@ BUDGETS = {
     "apps/server": 4560,
     "apps/terminal": 440,
     "edgeinfer": 5200,  # GGUF files that are prepared or not; bits and divergence of models
-    "edgeinfer/bundle": 7400,  # GGUF files on our own kernel, tables of tokenizers in arrays; what quantizing cost
+    "edgeinfer/bundle": 7450,  # GGUF files on our own kernel, tables of tokenizers in arrays; what quantizing cost; keys less their bias
     "edgeinfer/hub": 2180,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/openai": 3100,
     "edgeinfer/options": 1840,  # which engine runs a GGUF file
@@ -126,8 +126,8 @@ BUDGETS = {
     "runtime/layer_skip": 1280,
     "runtime/loading": 120,
     "runtime/native": 800,  # GGUF files on our own kernel
-    "runtime/paging": 1160,
-    "runtime/planning": 2120,
+    "runtime/paging": 1180,  # keys less their bias
+    "runtime/planning": 2160,  # caches are chosen by what they add, and it is said why not
     "runtime/profile": 1200,
     "runtime/remote": 1640,
     "runtime/research": 1880,
