@@ -103,7 +103,7 @@ BUDGETS = {
     "apps/server": 4560,
     "apps/terminal": 440,
     "edgeinfer": 5200,  # GGUF files that are prepared or not; bits and divergence of models
-    "edgeinfer/bundle": 7450,  # GGUF files on our own kernel, tables of tokenizers in arrays; what quantizing cost; keys less their bias
+    "edgeinfer/bundle": 7450,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
     "edgeinfer/hub": 2180,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/openai": 3100,
     "edgeinfer/options": 1840,  # which engine runs a GGUF file
