@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
 from edgeinfer.bundle.arithmetic import log_softmax
+from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import CacheQuality, Manifest, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.errors import EdgeInferError
@@ -24,6 +25,7 @@ from edgeinfer.options import format_size
 from edgeinfer.options.load import KvType
 from edgeinfer.results import Progress
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.native.library import is_usable
 
 _log = logging.getLogger("edgeinfer")
 
@@ -53,12 +55,14 @@ def measure_quality(path: Path, model: FloatModel, progress: Progress | None = N
     try:
         return _measured(path, model, progress or (lambda *_: None))
     except EdgeInferError as error:
-        _log.warning("%s is not compared with the float model: %s", path.name, error.message)
+        _log.warning("The bundle is not compared with the float model: %s", error.message)
         return None
 
 
-def _measured(path: Path, model: FloatModel, progress: Progress) -> QualityRecord:
+def _measured(path: Path, model: FloatModel, progress: Progress) -> QualityRecord | None:
     manifest = open_bundle(path).manifest
+    if manifest.layout == NATIVE and not is_usable():  # a copy for this machine would stay in the user's cache
+        return None
     tokens = int(np.clip(_OPERATIONS / (2 * model.parameters), _FEWEST_TOKENS, _MOST_TOKENS))
     length = min(_LENGTH, manifest.geometry.max_positions)
     texts = read_builtin_text("held_out", (path / "tokenizer.json").read_bytes(), tokens, length).texts

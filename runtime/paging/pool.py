@@ -129,9 +129,7 @@ class BlockPool:
 class PagePool(BlockPool):
     """The pages of a model's keys and values; `centres` are those of `PageRows`."""
 
-    def __init__(
-        self, layout: PageLayout, pages: int, centres: Mapping[int, Floats] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, layout: PageLayout, pages: int, centres: Mapping[int, Floats] = MappingProxyType({})) -> None:
         super().__init__(pages, layout.page_bytes, max(1, _SPARE_BYTES // layout.page_bytes))
         self.layout = layout
         self.rows = PageRows(layout, self.memory, centres)
