@@ -32,7 +32,6 @@ from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.float_model import FloatModel
 from edgeinfer.export.weights.planning import Costs, outline, plan_weights, with_defaults
 from edgeinfer.options.load import FLOAT_BITS
-from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import QuantPlan
 from edgeinfer.results import Progress
 
@@ -233,6 +232,6 @@ def _table(
     layout = requested if native else PORTABLE
     if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))
-    modules = {plan.name: adaptable_modules(plan) for plan in described.plans if not METHODS[quant.method].folds}
+    modules = {plan.name: adaptable_modules(plan) for plan in described.plans}
     entries = lay_out(outlines, layout)
     return tuple(replace(entry, modules=modules.get(entry.name, ())) for entry in entries), layout

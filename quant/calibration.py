@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UsageError
-from edgeinfer.quant.calibration_layers import ExpertTokens, LayerWalk, Visit
+from edgeinfer.quant.calibration_layers import ExpertTokens, LayerWalk
 from edgeinfer.quant.statistics import InputStatistics
 
 Floats = NDArray[np.float32]
@@ -38,10 +38,6 @@ class ModelReader(Protocol):
 class Visitor(Protocol):
     """Sees the matrices of a model during a run, and may replace them."""
 
-    def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        """Called before a layer where `CalibrationOptions.preview` is set, with statistics of its matrices' inputs in a
-        float layer; the reader may change weights after it."""
-
     def embedding(self, rows: Floats) -> Floats:  # (M, D) -> (M, D)
         """The quantized model's rows of the embedding."""
 
@@ -56,7 +52,6 @@ class CalibrationOptions:
     # (`InputStatistics.cross`).
     streams: str = "quantized"
     hessian: bool = True  # gather second moments between inputs, not only of each
-    preview: bool = False  # run each layer once more before, as floats, for `Visitor.layer`
     weigh_experts: bool = True  # inputs of an expert are weighted by the factor of its result, as its errors are
 
     def __post_init__(self) -> None:
@@ -113,11 +108,6 @@ def calibrate(
     rows = reader.rows("embed", distinct)
     states = tuple((visitor.embedding(rows) if replaced else rows)[places] for replaced in quantized)
     for layer in range(spec.num_layers):
-        if options.preview:
-            seen: dict[str, InputStatistics] = {}
-            before = LayerWalk(spec, reader.tensor, lengths, _recorder(seen), STREAMS["float"], hessian=options.hessian)
-            before.run(layer, (states[-1].copy(),))
-            visitor.layer(layer, seen)
         states = walk.run(layer, states)
     head = walk.statistics(walk.norm("final_norm", states))
     assert head is not None, "there are tokens"
@@ -131,12 +121,3 @@ def _check(spec: DecoderSpec, texts: Sequence[Ints]) -> None:
     if low < 0 or high >= spec.vocab_size:
         message = f"Token {low if low < 0 else high} is outside the model's vocabulary of {spec.vocab_size}."
         raise UsageError(message, "Use the tokenizer that belongs to the model.")
-
-
-def _recorder(seen: dict[str, InputStatistics]) -> Visit:
-    def visit(name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
-        if statistics is not None:
-            seen[name] = statistics
-        return weight
-
-    return visit

@@ -11,23 +11,21 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import awq, block_types, gptq, rtn, vectors
+from edgeinfer.quant import block_types, gptq, rtn, vectors
 from edgeinfer.quant.blocks import Grid, Solver, packed, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics
 
 Floats = NDArray[np.float32]
-Needs = Literal["nothing", "diagonal", "hessian"]
+Needs = Literal["nothing", "hessian"]
 
 
 @dataclass(frozen=True)
 class Method:
     name: str
-    needs: Needs  # what it must know of the inputs: nothing, their mean squares, or the mean of x x^T
+    needs: Needs  # what it must know of the inputs: nothing, or the mean of x x^T
     # Sets it up for a grid, a number of columns and the statistics; `set_up` does for vectors, too.
     solver: Callable[[Grid, int, InputStatistics | None], Solver]
-    # Scales of input channels (`awq.scale_search`) are folded into the layers before, where there is a model.
-    folds: bool = False
 
     def quantize(
         self,
@@ -50,7 +48,6 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("rtn", "nothing", rtn.solver),
-        Method("awq", "diagonal", awq.solver, folds=True),
         Method("gptq", "hessian", gptq.solver),
     )
 }
@@ -62,8 +59,8 @@ def method_for(name: str, statistics: InputStatistics | None) -> Method:
     if method is None:
         raise UsageError(f"No quantizer is called {name!r}.", f"Choose one of {', '.join(METHODS)}.")
     known = _known(statistics)
-    lacking = known is None or (method.needs == "hessian" and known.hessian is None)
-    return METHODS["rtn"] if method.needs != "nothing" and lacking else method
+    lacking = known is None or known.hessian is None
+    return METHODS["rtn"] if method.needs == "hessian" and lacking else method
 
 
 def solver_for(method: str, grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:

@@ -225,7 +225,7 @@ def may_import(module: str, name: str) -> bool:
 
 
 def test_modules_are_found() -> None:
-    assert {"edgeinfer", "edgeinfer.apps.cli.main", "edgeinfer.quant.awq", "edgeinfer.apps.server.app"} <= set(MODULES)
+    assert {"edgeinfer", "edgeinfer.apps.cli.main", "edgeinfer.quant.gptq", "edgeinfer.apps.server.app"} <= set(MODULES)
 
 
 def test_imports_are_absolute() -> None:

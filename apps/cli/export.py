@@ -112,10 +112,7 @@ def _add_quantization(parser: Parser) -> None:
     parser.add_argument("--max-divergence", type=float, metavar="NATS", help=text)
     text = "number of calibration tokens (default: 16384, or 8192 for large models)"
     parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
-    text = (
-        "quantization method: rtn, or with a calibration text gptq or awq (default: gptq with a "
-        "calibration text, else rtn)"
-    )
+    text = "quantization method: rtn, or with a calibration text gptq (default: gptq with a calibration text, else rtn)"
     parser.add_argument("--method", metavar="NAME", help=text)
     text = "number of weights that share a scale: fewer are more precise, more take less space (default: by model size)"
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help=text)

@@ -24,7 +24,7 @@ _RUN_VALUES = 1 << 20
 
 
 class PlannedRows:
-    """Rows of a planned tensor, read from the checkpoint on demand, times factors that may change."""
+    """Rows of a planned tensor, read from the checkpoint on demand."""
 
     def __init__(self, checkpoint: TensorFile, plan: TensorPlan) -> None:
         self.shape = plan.shape
@@ -33,15 +33,12 @@ class PlannedRows:
         self._packed: dict[Source, PackedSource] = {}
         self._whole: tuple[Source, Floats] | None = None  # a source that is changed as a whole
         self._turned: tuple[tuple[str, int], Floats] | None = None
-        self._factors: list[Floats] = []
 
     def __call__(self, start: int, stop: int) -> Floats:
         parts = [self._read(*part) for part in self._parts(start, stop)]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if stop == self.shape[0]:
             self._turned = self._whole = None  # All of it was read.
-        for factors in self._factors:
-            rows = rows * (factors if len(factors) == 1 else factors[start:stop])
         return rows
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
@@ -51,10 +48,6 @@ class PlannedRows:
             if start < count and stop > 0:
                 yield source, max(start, 0), min(stop, count)
             start, stop = start - count, stop - count
-
-    def multiply(self, factors: Floats) -> None:
-        """Multiplies the tensor from now on by factors of its rows (N, ...), or of the other axes alone (1, ...)."""
-        self._factors.append(factors)
 
     def _read(self, source: Source, start: int, stop: int) -> Floats:
         if source.padding is None and not source.heads:

@@ -39,7 +39,6 @@ from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.planning import outline
 from edgeinfer.options.load import CONVERTED_BITS
-from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import QuantPlan
 from edgeinfer.results import Progress
 
@@ -64,8 +63,6 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
         message = "A drafter of a model whose layers compute with several streams of hidden states is not supported."
         raise UnsupportedArchitectureError(message, "Leave --drafter out.")
     with open_drafter(config.drafter, target, own.embed_scale) as opened:
-        if (reason := _changed_head(opened.described, config)) is not None:
-            raise UsageError(reason, "Choose another --method, such as gptq, or leave the drafter out.")
         yield opened
 
 
@@ -84,20 +81,10 @@ def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> O
         return None
     try:
         described = describe_mtp(own, family)
-        reason = None if described is None else _changed_head(described, config)
     except CheckpointError as error:
-        described, reason = None, error.message
-    if reason is not None:
-        _log.warning("The model is exported without its module for multi-token prediction: %s", reason)
+        _log.warning("The model is exported without its module for multi-token prediction: %s", error.message)
         return None
     return None if described is None else OpenedModule(described, own.checkpoint)
-
-
-def _changed_head(described: DescribedModule, config: ExportConfig) -> str | None:
-    """Why a module cannot share the target's head."""
-    if "head" not in described.module.shares or not METHODS[config.method or "rtn"].folds:
-        return None
-    return f"The drafter reads the model's head, whose columns the method {config.method} scales."
 
 
 _SMALL = ("tokenizer.json", "special_tokens.json", "chat_template.jinja", "generation_config.json")

@@ -407,12 +407,3 @@ def test_assistants_that_read_the_models_cache_are_refused_by_name(tmp_path: Pat
             export_checkpoint(checkpoint, tmp_path / "bundle", config)
         assert "\n" not in refused.value.message and refused.value.hint
         assert not (tmp_path / "bundle").exists()
-
-
-def test_methods_that_scale_columns_go_with_no_head_that_reads_the_models_own(tmp_path: Path) -> None:
-    source, text = made(make_bundle, "eagle1", 4), tmp_path / "text"
-    text.write_text("Once upon a time there was a dog. " * 40)
-    config = ExportConfig(drafter=source / "drafter", method="awq", bits=8, calibration=text)
-    with pytest.raises(UsageError, match="whose columns the method awq scales"):
-        export_checkpoint(source / "target", tmp_path / "bundle", config)
-    assert not (tmp_path / "bundle").exists()

@@ -18,21 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.architectures.described import Described, pad_heads
-from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.calibration_text import builtin_text, read_builtin_text, read_calibration_text
-from edgeinfer.export.source.checkpoint import Checkpoint
-from edgeinfer.export.source.hf_config import read_config
-from edgeinfer.export.weights.calibrated import fold_head, fold_layer
-from edgeinfer.quant.calibration import CalibrationOptions, calibrate
-from edgeinfer.quant.policy import QuantPlan, QuantPolicy
-from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.factories import make_checkpoint, make_tokenizer
@@ -135,49 +125,6 @@ def test_activations_that_are_not_finite(tmp_path: Path, text: Path) -> None:
     edit(tmp_path / "in", "model.layers.1.input_layernorm.weight", 3e38)
     with np.errstate(all="ignore"):
         refused(tmp_path / "in", text, UsageError, "not finite", calibration_tokens=64)
-
-
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "phi3", "llama-mha-odd-sizes", "qwen2-moe", "granite-moe"])
-def test_folded_scales_change_no_result(tmp_path: Path, name: str) -> None:
-    make_checkpoint(tmp_path, name)
-    config = read_config(tmp_path)
-    family = find_architecture(config)
-    tokens = [np.random.default_rng(2).integers(0, 320, 60)]
-    with Checkpoint(tmp_path) as checkpoint:
-        spec = family.read(config, False)
-        plans = family.tensors(config, spec, checkpoint.names)
-        padded = pad_heads(Described(spec, plans))
-        spec, plans = padded.spec, padded.plans
-        plan = QuantPlan.from_policy(QuantPolicy(4, 4, 32, keep_small=False), {p.name: p.shape for p in plans})
-        plain, folded = PlannedTensors(checkpoint, plans), PlannedTensors(checkpoint, plans)
-        visitor = Folding(spec, folded, plan)
-        before = calibrate(spec, plain, tokens, visitor, CalibrationOptions("float", preview=True))
-        assert visitor.layers == spec.num_layers
-        last = fold_head(folded, plan, before.head)
-        after = calibrate(spec, folded, tokens, visitor, CalibrationOptions("float"))
-        changed = {p.name for p in plans if not np.array_equal(plain.tensor(p.name), folded.tensor(p.name))}
-        assert {name.rpartition(".")[2] for name in changed} >= {"qkv", "out", "attn_norm", "gate_up", "down"}
-    assert before.head.hessian is not None and last.hessian is not None and after.head.hessian is not None
-    scale = np.abs(last.hessian).max()
-    np.testing.assert_allclose(after.head.hessian, last.hessian, atol=1e-4 * scale)
-
-
-class Folding:
-    """A visitor that folds and changes nothing else."""
-
-    def __init__(self, spec: DecoderSpec, tensors: PlannedTensors, plan: QuantPlan) -> None:
-        self.spec, self.tensors, self.plan = spec, tensors, plan
-        self.layers = 0
-
-    def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        fold_layer(self.spec, self.tensors, self.plan, layer, statistics)
-        self.layers += 1
-
-    def embedding(self, rows: Any) -> Any:
-        return rows
-
-    def matrix(self, name: str, weight: Any, statistics: InputStatistics | None) -> Any:
-        return weight
 
 
 @each_row("stage", ["running the text", "writing"])

@@ -274,10 +274,6 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "portable": ("qwen2", {"bits": 4, "keep_small": False, "layout": "portable", "group_size": 32}),
     "symmetric": ("qwen3-moe-tied-odd", {"bits": 2, "keep_small": False, "symmetric": True}),
     "patterns": ("phi3-window", {"bits": 8, "keep_small": False, "bits_for": (("layers.1.*", 4), ("embed", 32))}),
-    "awq": (
-        "qwen3-tied-biases",
-        {"bits": 8, "bits_for": (("layers.*", 4),), "keep_small": False, "calibration": True, "method": "awq"},
-    ),
     "gptq": ("qwen2-moe", {"bits": 8, "bits_for": (("layers.*", 2),), "keep_small": False, "calibration": True}),
     "budget": ("llama-tied", {"bits": 5.1, "calibration": True, "method": "rtn"}),
     "size": ("granite-moe", {"target_size": 150_000}),

@@ -184,9 +184,7 @@ def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path
 def test_weights_that_are_kept_are_not_rounded_for_a_text(tmp_path: Path) -> None:
     make_bitnet(tmp_path / "checkpoint", "offline")
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
-    config = ExportConfig(
-        bits=8, bits_for=(("*", 4),), method="awq", calibration=tmp_path / "text.txt", calibration_tokens=96
-    )
+    config = ExportConfig(bits=8, bits_for=(("*", 4),), calibration=tmp_path / "text.txt", calibration_tokens=96)
     with pytest.raises(UsageError, match="packed weights"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
 

@@ -48,10 +48,6 @@ class Recorder:
     def __init__(self, change: Callable[[Floats], Floats] = lambda weight: weight) -> None:
         self.change = change
         self.seen: dict[str, InputStatistics | None] = {}
-        self.layers: dict[int, dict[str, InputStatistics]] = {}
-
-    def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
-        self.layers[layer] = statistics
 
     def embedding(self, rows: Floats) -> Floats:
         return self.change(rows)
@@ -163,19 +159,6 @@ def test_a_float_run_ignores_what_matrices_become(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     plain, changed = (run(tmp_path, CalibrationOptions("float"), change)[1] for change in (lambda w: w, np.zeros_like))
     np.testing.assert_array_equal(plain.head.mean_square, changed.head.mean_square)
-
-
-def test_a_preview_is_of_the_layer_as_floats_after_quantized_ones(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    recorder, _ = run(tmp_path, CalibrationOptions(preview=True, hessian=False), coarse)
-    assert sorted(recorder.layers) == [0, 1, 2]
-    for layer, seen in recorder.layers.items():
-        first, later = f"layers.{layer}.attn.qkv", f"layers.{layer}.mlp.down"
-        assert seen[first].hessian is None
-        sequential = recorder.seen[first], recorder.seen[later]
-        assert sequential[0] is not None and sequential[1] is not None
-        np.testing.assert_array_equal(seen[first].mean_square, sequential[0].mean_square)
-        assert np.abs(seen[later].mean_square - sequential[1].mean_square).max() > 0
 
 
 def moe_model(moe: MoESpec, seed: int = 0) -> tuple[DecoderSpec, Tensors]:

@@ -154,7 +154,6 @@ def test_without_what_a_method_needs_rounding_takes_its_place() -> None:
     }
     assert names == {
         "rtn": ["rtn", "rtn", "rtn", "rtn"],
-        "awq": ["awq", "awq", "rtn", "rtn"],
         "gptq": ["gptq", "rtn", "rtn", "rtn"],
     }
     weight, scheme = random_matrix(4, 8), QuantScheme(4, 32)
@@ -164,7 +163,7 @@ def test_without_what_a_method_needs_rounding_takes_its_place() -> None:
 
 
 def test_unknown_methods_are_refused() -> None:
-    with pytest.raises(UsageError, match="Choose one of rtn, awq, gptq"):
+    with pytest.raises(UsageError, match="Choose one of rtn, gptq"):
         quantize(random_matrix(4, 32), QuantScheme(4, 32), None, "magic")
 
 
@@ -175,8 +174,6 @@ GRIDS = (Grid(2, 32, False), Grid(3, 128, False), Grid(4, 32, True), Grid(8, 64,
 RECORDED = {
     ("rtn", "nothing"): (0.10777, 0.033115, 0.0058700, 2.2774e-05),
     ("rtn", "hessian"): (0.068522, 0.024662, 0.0042421, 1.8648e-05),
-    ("awq", "diagonal"): (0.085416, 0.026093, 0.0043082, 2.4769e-05),
-    ("awq", "hessian"): (0.077024, 0.022725, 0.0042598, 2.2639e-05),
     ("gptq", "hessian"): (0.018057, 0.0052338, 0.00085379, 3.7018e-06),
 }
 

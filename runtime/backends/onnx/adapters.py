@@ -95,7 +95,7 @@ def _places(manifest: Manifest) -> dict[str, list[_Place]]:
             first += module.rows
     if not found:
         message = f"{manifest.name} does not say which modules its matrices are made of, which adapters need."
-        hint = "Export the checkpoint again, without --method awq, and from a checkpoint in Hugging Face's layout."
+        hint = "Export it again, from a checkpoint in Hugging Face's layout."
         raise AdapterError(message, hint)
     return found
 

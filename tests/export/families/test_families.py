@@ -224,18 +224,16 @@ def rename(file: Path, root: str) -> None:
     safetensors.torch.save_file(tensors, file)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize(
     "name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1", "MiniCPM3", "Qwen3_5", "FalconH1"]
 )
-def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, method: str, tmp_path: Path) -> None:
+def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     model = make_checkpoint(tmp_path / "checkpoint", name, **family.settings[0])
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
     config = ExportConfig(
         bits=8,
         group_size=32,
-        method=method,
         calibration=tmp_path / "text.txt",
         calibration_tokens=96,
         keep_small=family.portable,  # all small matrices of latent attention are rounded
