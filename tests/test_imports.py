@@ -116,8 +116,8 @@ BUDGETS = {
     "export/options": 436,  # bits that are chosen by what they cost, with a text or by rules
     "export/source": 1300,  # GGUF files on our own kernel; the text that models are calibrated with
     "export/training": 3060,
-    "export/weights": 580,  # the float model to check with; GGUF files on our own kernel
-    "quant": 3400,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
+    "export/weights": 430,  # the float model to check with; GGUF files on our own kernel
+    "quant": 3240,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
     "runtime": 20,
     "runtime/backends": 7760,  # GGUF files on our own kernel
     "runtime/decoding": 1380,
@@ -143,7 +143,7 @@ BUDGETS = {
     "tests/docs": 820,
     "tests/edgeinfer": 15780,  # GGUF files: of other programs, in packages, for our own kernel, damaged ones
     "tests/export": 8060,  # GGUF files on our own kernel: every family, both ways; checks after converting
-    "tests/quant": 1820,  # GGUF files on our own kernel: weights in these types
+    "tests/quant": 1720,  # GGUF files on our own kernel: weights in these types
     "tests/runtime": 26420,  # GGUF files on our own kernel; caches of biased keys
     "tests/tools": 3530,  # scores on tasks: HumanEval, MBPP, plain questions
     "tests/typing": 300,
