@@ -39,7 +39,7 @@ _CACHES: tuple[KvType, ...] = ("int8", "int4")
 _EVERY = 3
 # Rows of logits that are compared at a time.
 _ROWS = 32
-# What divergence does to replies, the worst first (docs/figures.md).
+# What divergence does to replies, the worst first (docs/limits.md).
 _FAR = (
     (0.3, "That is too far for a model to be itself: such models get plain questions wrong and repeat themselves."),
     (0.1, "Expect other words than the float model's, and wrong answers now and then."),
