@@ -163,6 +163,7 @@ _LLAMA = GgufArchitecture(
     output_bias=True,
     mlp_bias=True,
     mixture=_PLAIN_MIXTURE,
+    fields=_slide_everywhere,
 )
 _OLMO = GgufArchitecture(
     "olmo2",

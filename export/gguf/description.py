@@ -156,6 +156,10 @@ def _parts(keys: GgufKeys, there: _Tensors, sizes: Fields) -> Fields:
 def _windows(keys: GgufKeys, arch: GgufArchitecture, sizes: Fields) -> Fields:
     layers, period, pattern = sizes["num_layers"], arch.full_every, "attention.sliding_window_pattern"
     if not period:
+        # Of a window that hides something it is not known which layers have it: the key is left, to be refused.
+        found = keys.metadata.get(f"{arch.name}.attention.sliding_window", 0)
+        if isinstance(found, int) and (found == 0 or found >= sizes["max_positions"]):
+            keys.ignore("attention.sliding_window")
         return {}
     window = keys.integer("attention.sliding_window", 0)
     if keys.is_array(pattern):

@@ -273,6 +273,14 @@ def test_damaged_headers_are_refused_in_one_line(headers: list[GgufFile], data: 
     assert not isinstance(said, str) or (said and "\n" not in said and len(said) < 400)
 
 
+def test_windows_that_the_graph_of_a_family_lacks_are_those_of_all_layers(headers: list[GgufFile]) -> None:
+    gguf = headers[0]
+    for window, slides in ((0, False), (5, True), (gguf.metadata.integer("llama.context_length"), False)):
+        metadata = Metadata(gguf.path, gguf.metadata | {"llama.attention.sliding_window": window})
+        spec = read_model(GgufFile(metadata, gguf.tensors, gguf.splits)).spec
+        assert spec.windows == ((window,) * spec.num_layers if slides else ())
+
+
 def test_malformed_files_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     """One after the other; those that are not are named."""
     file, read = tmp_path / "model.gguf", []

@@ -190,8 +190,9 @@ def _real(model: str, browser: Browser, shoot: Shoot) -> None:
             other.goto(here)
             _finished(other)
             expect(other.locator(".katex").first).to_be_visible()
+            # With their fonts formulas are higher, and the thread follows its end.
+            other.evaluate("document.fonts.ready.then(() => new Promise(done => setTimeout(done, 500)))")
             other.locator("#thread").evaluate("thread => { thread.scrollTop = 0; }")
-            other.evaluate("document.fonts.ready")
             shoot(other, name)
 
 
