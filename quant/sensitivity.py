@@ -36,9 +36,9 @@ _USUAL_COSTS = {"qkv": 5.0, "out": 1.0, "gate_up": 4.0, "up": 4.0, "down": 4.0, 
 _GAINS = {"qkv": 0.5, "out": 0.45, "gate_up": 0.65, "up": 0.65, "down": 0.7}
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _ROWS = 8  # of each matrix, where no text is read
-# Of a text that probes read; with more of them for as many tokens, more of the subject matter is there.
-_TEXT_TOKENS = 96
-_JOINT_TOKENS = 768  # at least, where all matrices are rounded together
+# Tokens of a text that probes read: with more texts for as many tokens, more of the subject matter is there. Where all
+# matrices are rounded together, texts are longer, as what models read is; so many tokens at least.
+_LENGTH, _JOINT_LENGTH, _JOINT_TOKENS = 48, 96, 1152
 
 
 def measure_costs(
@@ -61,7 +61,8 @@ def measure_costs(
         ratios[name] = _error_ratios(rows, x, candidates[name])
 
     probes = probe_decoder(spec, tensors, choose_texts(texts, tokens), look, progress)
-    factor = joint_factor(spec, tensors, choose_texts(texts, max(2 * tokens, _JOINT_TOKENS)), probes)
+    joint = choose_texts(texts, max(2 * tokens, _JOINT_TOKENS), _JOINT_LENGTH)
+    factor = joint_factor(spec, tensors, joint, probes)
     gains = _GAINS if fed_forward else {}
     return {
         name: [
@@ -153,8 +154,8 @@ def output_energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
     return float(squares @ np.einsum("tk,tk->k", x, x, dtype=np.float64))
 
 
-def choose_texts(texts: Sequence[Ints], tokens: int) -> list[Ints]:
+def choose_texts(texts: Sequence[Ints], tokens: int, length: int = _LENGTH) -> list[Ints]:
     """The texts of probes: parts spread over the given ones."""
-    count = min(max(tokens // _TEXT_TOKENS, 1), len(texts))
+    count = min(max(tokens // length, 1), len(texts))
     places = np.linspace(0, len(texts) - 1, count).round().astype(int)
     return [texts[place][: max(tokens // count, 1)] for place in places]
