@@ -76,10 +76,12 @@ def _measured(path: Path, model: FloatModel, progress: Progress) -> QualityRecor
         others = {kind: _opened(opened, path, length, kind) for kind in caches}
         for index, (ids, state) in enumerate(zip(texts, states, strict=True)):
             theirs, ours = model.logits(state), _logits(plain, ids)
-            costs.append(_divergences(theirs, ours))
+            cost = _divergences(theirs, ours)
+            costs.append(cost)
             same += int((theirs.argmax(axis=1) == ours.argmax(axis=1)).sum())
             for kind, other in others.items() if index % _EVERY == 0 else ():
-                added[kind].append(_divergences(ours, _logits(other, ids)))
+                # Any other rounding moves a quantized model by as much again: what counts is whether it is further off.
+                added[kind].append(_divergences(theirs, _logits(other, ids)) - cost)
             progress("bundle", len(texts) + index + 1, 2 * len(texts))
     read = sum(map(len, costs))
     cached = tuple(CacheQuality(kind, _mean(values)) for kind, values in added.items())

@@ -62,7 +62,7 @@ def test_what_is_measured_is_the_divergence_from_the_float_model(checkpoint: Pat
     assert quality.divergence == pytest.approx(found.mean, rel=0.02)
     assert quality.top1 == pytest.approx(found.agreement, abs=0.01)
     added = {cache.kv_type: cache.divergence for cache in quality.caches}
-    assert 0 < added["int8"] < added["int4"]
+    assert 0 <= added["int8"] < added["int4"]
     assert [stage for stage, *_ in seen if stage == "checking"] and seen[-1][1:] == (10_000, 10_000)
     (size, distance) = described(open_bundle(path).manifest)
     assert f"{quality.divergence:.2g} nats" in distance and "bits a weight" in size
