@@ -110,7 +110,7 @@ def _add_quantization(parser: Parser) -> None:
     source.add_argument("--no-calibration", dest="calibration", action="store_const", const="none", help=text)
     text = "with --bits auto: divergence from the float model that is allowed, in nats a token (default: 0.03)"
     parser.add_argument("--max-divergence", type=float, metavar="NATS", help=text)
-    text = "number of calibration tokens (default: 16384, or 8192 for large models)"
+    text = "number of calibration tokens (default: 16384, fewer for large models)"
     parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
     text = "quantization method: rtn, or with a calibration text gptq (default: gptq with a calibration text, else rtn)"
     parser.add_argument("--method", metavar="NAME", help=text)
