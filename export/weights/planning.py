@@ -34,8 +34,9 @@ from edgeinfer.quant.sensitivity import expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
 from edgeinfer.results import Progress
 
-# Of the divergence that is allowed, what is planned: on WikiText-2, SmolLM2-135M has 1.07 times what was predicted.
-_CAUTION = 0.85
+# Of the divergence that is allowed, what is planned, as texts differ: planned for 0.03, SmolLM2-135M has 0.032 on
+# WikiText-2, 0.027 on code and 0.045 on chats.
+_CAUTION = 0.65
 # What each way to store each matrix is predicted to cost.
 Costs = dict[str, list[Candidate]]
 
