@@ -98,9 +98,9 @@ class _Gptq:
         target = np.ascontiguousarray(rows.T)  # (K', n)
         limit = self._errors(target - plain.values())
         state.points = self._round(target, state)
-        if self._refiner is not None:
-            self._refiner.refine(target, state)
-        state.replace(self._errors(target - state.values()) > limit, plain)
+        refiner = self._refiner
+        errors = self._errors(target - state.values()) if refiner is None else refiner.refine(target, state)
+        state.replace(errors > limit, plain)
         return block_types.codes(self._kind, state) if self._kind else self._form.own_codes(state)
 
     def _errors(self, errors: Floats) -> NDArray[np.float64]:  # (K', n) -> (n,)

@@ -2,8 +2,9 @@
 
 With the other blocks of a row fixed, the error is quadratic in one block, with the block's part of the Hessian and a
 minimum of its own. A sweep visits every block: its scale and base are fitted to its codes; scales and bases around
-those are tried, each with codes that are rounded one by one with feedback of their errors; then each code is set to the
-best one given all others. What scales and bases may be, the form says (`quant.forms`), whose arrays are transposed.
+those are tried, each with codes that are rounded one by one with feedback of their errors. Setting each code once more
+to the best one given all others gains 0.3% and takes a sixth longer. What scales and bases may be, the form says
+(`quant.forms`), whose arrays are transposed.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ class Refiner:
         self._hessian, self._form, self._sweeps = hessian, form, sweeps
         self._curvature = _Curvature.of(hessian, form.size)
 
-    def refine(self, target: Floats, state: State) -> None:  # (K', n)
-        """Moves the state, in place, towards the least error."""
+    def refine(self, target: Floats, state: State) -> NDArray[np.float64]:  # (K', n) -> (n,)
+        """Moves the state, in place, towards the least error; returns what each row's is then."""
         errors = target - state.values()
         gradient = self._hessian @ errors
         for _ in range(self._sweeps):
             self._sweep(errors, gradient, state)
+        return np.asarray(np.einsum("kn,kn->n", errors, gradient, dtype=np.float64))
 
     def _sweep(self, errors: Floats, gradient: Floats, state: State) -> None:
         """Visits every block once; errors and gradient (K', n) follow."""
@@ -99,7 +101,6 @@ class Refiner:
         scale = np.where(better, scales[best, columns], scale)
         base = np.where(better, bases[best, columns], base)
         points = np.where(better, tried[:, best * n + columns], points)
-        self._descend(wanted, points, scale, base, curvature.blocks[block])
         state.points[rows], state.scales[block], state.bases[block] = points, scale, base
         np.subtract(target, points * scale + base, out=error)
 
@@ -149,21 +150,6 @@ class Refiner:
             fed *= fed
             cost += fed
         return cost.reshape(scales.shape), points
-
-    def _descend(self, wanted: Floats, points: Floats, scale: Floats, base: Floats, hessian: Floats) -> None:
-        """Sets each point in turn, in place, to the best one given all others."""
-        wanted = wanted - base
-        errors = wanted - points * scale
-        weights = hessian / np.diagonal(hessian)[:, None]
-        share = inverse(scale)
-        for i, row in enumerate(wanted):
-            best = weights[i] @ errors
-            best -= errors[i]
-            best += row
-            best *= share
-            self._form.round(best)
-            points[i] = best
-            np.subtract(row, best * scale, out=errors[i])
 
     def _fitted(
         self, block: int, state: State, gradient: Floats, hessian: Floats
