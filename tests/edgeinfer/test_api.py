@@ -49,7 +49,7 @@ def test_a_plan_as_json(small_bundle: Path) -> None:
     data = json.loads(json.dumps(plan.to_dict()))
     fields = {"fits", "budget_bytes", "minimum_bytes", "planned_bytes", "terms", "choice", "alternatives"}
     fields |= {"speculation_bytes", "best_speed_bytes", "curve"}
-    assert set(data) == fields | {"counted", "anonymous_bytes", "speed", "given_up", "device"}
+    assert set(data) == fields | {"counted", "anonymous_bytes", "speed", "given_up", "not_chosen", "device"}
     assert (data["fits"], data["budget_bytes"]) == (True, 2 * 10**9)
     assert data["planned_bytes"] == sum(data["terms"].values())
     assert (data["choice"]["context"], data["choice"]["prefill_chunk"]) == (100, 16)
