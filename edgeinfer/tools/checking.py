@@ -113,7 +113,9 @@ def _mean(values: Sequence[Floats]) -> float:
 
 
 def described(manifest: Manifest) -> list[str]:
-    """What a conversion chose, what that was expected to cost, and what was measured."""
+    """What a conversion chose, what that was expected to cost, and what was measured; nothing of a GGUF file."""
+    if not manifest.tensors:
+        return []
     quality, plan = manifest.quality, manifest.plan
     size = f"{manifest.bits_per_weight:.2f} bits a weight, {format_size(manifest.weight_bytes)}"
     lines = [f"{manifest.name} has {size}{_wider(manifest)}."]

@@ -94,7 +94,7 @@ def test_the_layers_that_are_missed_least(checkpoint: Path, tmp_path: Path, text
     ("options", "code", "said"),
     [
         (["--type", "Q9"], 2, "Choose one of"),
-        (["--type", "IQ2_XS"], 2, "--calibration FILE"),
+        (["--type", "IQ2_XS", "--no-calibration"], 2, "--no-calibration"),
         (["--type", "Q4_0", "--bits", "4"], 2, "not allowed with"),
         (["--type", "Q4_0", "--bits-for", "blk.*.nothing=Q8_0"], 2, "matches no matrix"),
         (["--bits-for", "blk.*=Q7"], 2, "Q7"),
