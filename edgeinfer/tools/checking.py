@@ -114,9 +114,9 @@ def _mean(values: Sequence[Floats]) -> float:
 
 def described(manifest: Manifest) -> list[str]:
     """What a conversion chose, what that was expected to cost, and what was measured; nothing of a GGUF file."""
-    if not manifest.tensors:
-        return []
     quality, plan = manifest.quality, manifest.plan
+    if quality is None and not manifest.tensors:
+        return []
     size = f"{manifest.bits_per_weight:.2f} bits a weight, {format_size(manifest.weight_bytes)}"
     lines = [f"{manifest.name} has {size}{_wider(manifest)}."]
     if quality is not None:

@@ -55,6 +55,7 @@ WITHOUT_DRAFTERS = ({"format": "gguf"}, {"layout": "portable"}, {"exporter": "op
         ({"bits": 6, "static": StaticOptions()}, "6 bits is not supported for static models"),
         ({"bits_for": (("", 4),)}, "pattern"),
         ({"exporter": "optimum", "bits": 4.5}, "bits"),
+        ({"static": StaticOptions(), "bits": 4.5}, "bits=4.5"),
         ({"format": "mlx"}, "format='mlx'"),
         ({"format": "onnx", "gguf_type": "Q8_0"}, "GGUF type"),
         ({"format": "onnx", "bits": 16}, "bits=16"),

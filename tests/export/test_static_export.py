@@ -133,7 +133,6 @@ UNDONE: list[tuple[dict[str, Any], str]] = [
     ({"bits": 2}, "2 bits"),
     ({"head_bits": 2}, "2 bits"),
     ({"bits_for": (("head", 2),)}, "2 bits"),
-    ({"bits": 4.5}, "bits"),
     ({"target_size": 10**6}, "target_size"),
     ({"layout": "portable"}, "layout"),
     ({"exporter": "optimum"}, "exporter"),
