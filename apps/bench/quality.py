@@ -30,6 +30,7 @@ from edgeinfer.apps.bench.texts import (
     story_ids,
 )
 from edgeinfer.bundle.arithmetic import log_softmax
+from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.options import format_size, parse_size
 from edgeinfer.options.load import KV_TYPES
@@ -288,8 +289,9 @@ class _Forms:
         return edgeinfer.load(path, speculation="off", remember=False, **options)
 
     def facts(self, variant: Variant) -> dict[str, float | None]:
-        """The time that making it took."""
-        return {"seconds": self._seconds.get(variant.scheme)}
+        """The time that making it took; of a GGUF file the bytes of its tensors, without the vocabulary."""
+        facts: dict[str, float | None] = {"seconds": self._seconds.get(variant.scheme)}
+        return facts if variant.type is None else facts | {"bytes": read_gguf(self._made(variant)).tensor_bytes}
 
     def _made(self, variant: Variant) -> Path:
         path = self._folder / variant.scheme.replace(" ", "-")
@@ -341,14 +343,14 @@ def _figures(
     pair = (model, reference) if compared else (reference, None)
     found = edgeinfer.evaluate(pair[0], reference.windows, reference=pair[1])
     values = np.zeros(1) if found.divergence is None else found.divergence.values  # (S,)
-    bits = model.info.bits_per_weight
+    parameters, bits = model.info.parameters, model.info.bits_per_weight
     return {
         "model": name,
         "variant": variant.label,
         "weights": variant.scheme,
         "cache": variant.kv,
-        "bytes": round(model.info.parameters * bits / 8),
-        "bits_per_weight": bits,
+        "bytes": round(parameters * bits / 8),
+        "parameters": parameters,
         "cache_bytes": model.plan.terms.get("kv", 0),
         "perplexity": found.perplexity,
         "perplexity_error": found.perplexity_error,
@@ -408,7 +410,7 @@ def quality_section(data: Any) -> Section:
             each["model"],
             each["variant"],
             format_size(each["bytes"]),
-            f"{each['bits_per_weight']:.2f}",
+            f"{8 * each['bytes'] / each['parameters']:.2f}",
             *((format_size(each["cache_bytes"]),) if with_caches else ()),
             f"{each['perplexity']:.3f} ± {each['perplexity_error']:.3f}",
             f"{each['divergence']:.6f} ± {each['divergence_error']:.6f}" if each["divergence"] else "0",

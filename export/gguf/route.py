@@ -53,7 +53,7 @@ from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import GgufSource, open_gguf_source, write_gguf_source, written_bytes
-from edgeinfer.export.options import COPY, PACKED_KIND, ExportConfig, find_file_type
+from edgeinfer.export.options import COPY, NO_TEXT, PACKED_KIND, ExportConfig, find_file_type
 from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.packed import MXFP4
@@ -290,10 +290,12 @@ def write_float_file(source: Path, target: Path, calibration: str) -> Importance
         words = read_vocabulary(source, described.config, described.spec.vocab_size)
         kind = _float_type(checkpoint, described)
         write_gguf_source(checkpoint, described, words, target, kind, name=source.resolve().name)
-        config = ExportConfig(format="gguf", calibration=calibration)
-        text = _read_text(config, described, sidecar.files["tokenizer.json"])
+        if calibration == NO_TEXT:
+            return None
+        tokens, tokenizer = default_tokens(described.parameters), sidecar.files["tokenizer.json"]
+        text = read_calibration_text(calibration, tokenizer, tokens, described.spec.max_positions)
         model = _Model.of(checkpoint, described)
-        return None if text is None else gather_importance(model.spec, model.reader, text.texts, model.tensors)
+        return gather_importance(model.spec, model.reader, text.texts, model.tensors)
 
 
 def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:

@@ -52,16 +52,14 @@ _SHOWN: Mapping[str, Sequence[int]] = {
 
 @dataclass(frozen=True)
 class Places:
-    """Inputs of the runs: trained checkpoints (the built-in model's first), data sets, a folder for models, checkpoints
-    of published models, and interpreters of other engines as ENGINE=PATH; `quick` measures so little that figures only
-    show that runs work."""
+    """Inputs of the runs: trained checkpoints (the built-in model's first), data sets, a folder for models, and
+    interpreters of other engines as ENGINE=PATH; `quick` measures so little that figures only show that runs work."""
 
     checkpoints: tuple[Path, ...]
     data: Path | None
     work: Path
     pythons: tuple[str, ...] = ()
     quick: bool = False
-    models: tuple[Path, ...] = ()
 
     def checkpoint(self, shape: str = SHAPE) -> Path:
         """A checkpoint of random weights at published sizes."""
@@ -141,23 +139,6 @@ def _quality(places: Places) -> list[str]:
     return ["bench", "quality", *models, *widths, "--data", str(places.data), *sizes]
 
 
-def _published(places: Places) -> list[str]:
-    models = [part for path in places.models for part in ("--checkpoint", str(path))]
-    forms = ["--bits", "auto,8,5,4,3", "--types", "Q8_0,Q6_K,Q4_K_M,IQ4_XS,Q2_K", "--pieces", "12"]
-    if places.quick:
-        forms = ["--bits", "8", "--pieces", "1"]
-    return [
-        "bench",
-        "quality",
-        *models,
-        *forms,
-        "--text",
-        str(places.data) + "/wikitext2/valid.txt",
-        "--questions",
-        "0",
-    ]
-
-
 def _kv(places: Places) -> list[str]:
     text = ["--text", str(Path(str(places.data), STORIES_FILE))]
     return ["bench", "memory", "kv", *text, "--stories", "2" if places.quick else "40"]
@@ -193,7 +174,6 @@ RUNS = (
     Run("memory-plans", "random plans, each inside an enforced limit", 30, _plans),
     Run("memory-smallest", "speed against budget, at the shape of a 0.5B", 6, _smallest),
     Run("quality", "what fewer bits cost", 8, _quality, needs=("checkpoints", "data")),
-    Run("quality-published", "what fewer bits cost published models", 60, _published, needs=("models", "data")),
     Run("kv", "caches in fewer bits", 1, _kv, needs=("data",)),
     Run("tune", "what tuning the built-in model gains", 3, _tune, ()),
 )
@@ -238,7 +218,7 @@ def _result(run: Run, arguments: Sequence[str], folder: Path) -> tuple[Any, str]
 def _words(places: Places) -> dict[str, str]:
     """Replacements for paths of this machine in published files."""
     words = {str(places.work): "WORK", str(Path(edgeinfer.__file__).resolve().parents[1]): "."}
-    words |= {str(path.parent): "CHECKPOINTS" for path in (*places.checkpoints, *places.models)}
+    words |= {str(path.parent): "CHECKPOINTS" for path in places.checkpoints}
     words |= {str(places.data): "DATA"} if places.data else {}
     words |= {python.partition("=")[2]: "PYTHON" for python in places.pythons}
     return words | {str(Path.home()): "~", tempfile.gettempdir(): "TEMPORARY"}
@@ -348,10 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=lambda text: text.split(","), default=names, help=f"of {', '.join(names)}")
     text = "a trained checkpoint, the built-in model's first; can be repeated"
     parser.add_argument("--checkpoint", action="append", type=Path, default=[], metavar="PATH", help=text)
-    text = "a checkpoint of a published model; can be repeated"
-    parser.add_argument("--model", action="append", type=Path, default=[], metavar="PATH", help=text)
-    text = "folder with tinystories/, tales_dialogues/ and wikitext2/"
-    parser.add_argument("--data", type=Path, metavar="PATH", help=text)
+    parser.add_argument("--data", type=Path, metavar="PATH", help="folder with tinystories/ and tales_dialogues/")
     parser.add_argument(
         "--python", action="append", default=[], metavar="ENGINE=PATH", help="for peers; can be repeated"
     )
@@ -373,12 +350,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             page.write_text(fill(page.read_text("utf-8"), args.out), "utf-8")
         write_page(args.out)
         return 0
-    for path in (*args.checkpoint, *args.model, *([args.data] if args.data else [])):
+    for path in (*args.checkpoint, *([args.data] if args.data else [])):
         if not path.is_dir():
             raise UsageError(f"{path} is no folder.", "Give the folder of a checkpoint, or of data sets.")
-    checkpoints, models = (tuple(path.resolve() for path in given) for given in (args.checkpoint, args.model))
-    places = Places(checkpoints, args.data and args.data.resolve(), args.work.expanduser().resolve(),
-                    tuple(args.python), args.quick, models)  # fmt: skip
+    places = Places(tuple(path.resolve() for path in args.checkpoint), args.data and args.data.resolve(),
+                    args.work.expanduser().resolve(), tuple(args.python), args.quick)  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for run in [run for run in RUNS if run.name in args.only]:

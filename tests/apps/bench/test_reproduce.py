@@ -71,8 +71,7 @@ def test_results_name_their_machine_and_command_but_no_folders(path: Path) -> No
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     for name in ("bundle", "expanded", "checkpoint"):
         monkeypatch.setattr(Places, name, lambda self, shape="": self.work / f"model{shape}")
-    folders = ((tmp_path / "checkpoints" / "small",), tmp_path / "data", tmp_path / "work", ("genai=/x/python",))
-    return Places(*folders, models=(tmp_path / "checkpoints" / "published",))
+    return Places((tmp_path / "checkpoints" / "small",), tmp_path / "data", tmp_path / "work", ("genai=/x/python",))
 
 
 def test_every_run_has_its_command(places: Places) -> None:
