@@ -111,7 +111,7 @@ BUDGETS = {
     "export": 920,  # bundles are checked, and written again where they are too far from the float model
     "export/architectures": 3160,  # GGUF files on our own kernel: their rows in another order
     "export/drafters": 740,
-    "export/gguf": 4900,  # GGUF files on our own kernel: read back into descriptions and bundles, or sketches of them
+    "export/gguf": 4910,  # GGUF files on our own kernel: read back into bundles, or sketches of them; bench quality
     "export/graph": 2220,  # GGUF files on our own kernel
     "export/options": 436,  # bits that are chosen by what they cost, with a text or by rules
     "export/source": 1300,  # GGUF files on our own kernel; the text that models are calibrated with
