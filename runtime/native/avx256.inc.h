@@ -150,7 +150,10 @@ INLINE void add_piece(piece p, const tile_view *t, int64_t b, int part, int64_t 
 INLINE void panel(int format, int block, int rows, const tile_view *t, int64_t from, int64_t to, int64_t ahead,
                   int64_t first, float *sums) {
     const int step = block * k_bytes(format), width = rows <= (has_fours(format) ? 1 : 2) ? 4 : 2;
-    for (int64_t b = from; b < to; b++)
+    for (int64_t b = from; b < to; b++) {
+        /* The line of inline scales, which lies between those of the values. */
+        const char *scales = (const char *)(t->scales + b * t->scale_step);
+        if (t->scale_step != LOWBIT_TILE) _mm_prefetch(scales + ahead, _MM_HINT_T1);
         for (int part = 0; part < REGISTERS; part += width) {
             piece p = {.format = format, .block = block, .width = width, .rows = rows};
             p.data = t->data + b * t->data_step + part * 32;
@@ -158,6 +161,7 @@ INLINE void panel(int format, int block, int rows, const tile_view *t, int64_t f
             p.ahead = ahead + part * (step / REGISTERS - 32);
             add_piece(p, t, b, part, first, sums);
         }
+    }
 }
 
 /* One function per format, block and number of rows: the compiler then addresses all rows from one register and keeps

@@ -29,10 +29,9 @@ static void span_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 
 /* Rows whose integer sums, two registers each, stay in registers beside the weights, and whose float sums do as well. */
 enum { PANEL = 8, HELD = 6 };
-/* Bytes that are asked for early: AHEAD_L2 ahead into the second-level cache, of whose requests more can wait than of the
- * first's, and from L1_FROM rows on, where loads wait for arithmetic too, AHEAD_L1 ahead into the first
+/* Bytes that are asked for early, into the second-level cache, of whose requests more can wait than of the first's
  * (docs/LOG.md, 2026-11-26). */
-enum { AHEAD_L2 = 6144, AHEAD_L1 = 1024, L1_FROM = 3 };
+enum { AHEAD = 6144 };
 INLINE int slot_bits(int format) { return has_fours(format) ? 2 : 4; }
 
 /* Rows whose sums fit the registers even once per slot of the weights' bytes. */
@@ -84,10 +83,7 @@ INLINE void unpack(int format, int count, const uint8_t *data, const uint8_t *lo
 }
 
 /* Asks for the lines that come some time after this one. */
-INLINE void fetch(int count, const uint8_t *line) {
-    _mm_prefetch((const char *)(line + AHEAD_L2), _MM_HINT_T1);
-    if (count >= L1_FROM) _mm_prefetch((const char *)(line + AHEAD_L1), _MM_HINT_T0);
-}
+INLINE void fetch(const uint8_t *line) { _mm_prefetch((const char *)(line + AHEAD), _MM_HINT_T1); }
 
 INLINE __m512i four(const int8_t *values) {
     int32_t word;
@@ -135,8 +131,8 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
         for (int g = 0; g < 2; g++) {
             int at = v * LOWBIT_TILE + g * 64;
             unpack(format, count, data + at, low + (format == BITS8 ? at : 0), weights[g]);
-            fetch(count, data + at);
-            if (format == BITS8) fetch(count, low + at);
+            fetch(data + at);
+            if (format == BITS8) fetch(low + at);
         }
         for (int s = 0; s < slots; s++)
             for (int r = 0; r < count; r++) {
@@ -181,7 +177,7 @@ INLINE void dot_block3(int count, const uint8_t *data, const int8_t *values, int
             for (int g = 0; g < 2; g++) {
                 __m512i low = _mm512_loadu_si512(data + (2 * h + g) * 64);
                 __m512i high = _mm512_loadu_si512(data + LOWBIT_CHUNK_HIGH + g * 64);
-                fetch(count, data + (3 * h + g) * 64);
+                fetch(data + (3 * h + g) * 64);
                 for (int odd = 0; odd < 2; odd++) {
                     __m512i both = nibbles3(low, high, h, odd);
                     weights[g][odd] = _mm512_and_si512(both, lower);
@@ -189,7 +185,7 @@ INLINE void dot_block3(int count, const uint8_t *data, const int8_t *values, int
                                                 : _mm512_and_si512(_mm512_srli_epi16(both, 4), lower);
                 }
             }
-            fetch(count, data + (3 * h + 2) * 64);
+            fetch(data + (3 * h + 2) * 64);
             for (int s = 0; s < 4; s++)
                 for (int r = 0; r < count; r++) {
                     __m512i a = four(values + r * block + k + h * 16 + s * 4);
@@ -224,6 +220,8 @@ INLINE void panel(int format, int block, int count, const tile_view *view, int64
         int64_t at = b * t.m + first;
         __m512i dots[PANEL][2];
         less_zeros(format, count, &t, b, t.row_sums + at, dots);
+        /* The line of inline scales, which lies between those of the values. */
+        if (t.scale_step != LOWBIT_TILE) fetch((const uint8_t *)(t.scales + b * t.scale_step));
         if (format == BITS3)
             dot_block3(count, t.data + b * t.data_step, t.values + at * block, block, dots);
         else

@@ -10,8 +10,11 @@ INLINE void span_floats(const uint8_t *halves, float *out) {
         _mm256_storeu_ps(out + 8 * c, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + 16 * c))));
 }
 
-INLINE void fetch_head(const uint8_t *head, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)(head + AHEAD + i), _MM_HINT_T1);
+INLINE void fetch_head(const uint8_t *head, int64_t bytes, int64_t size) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+        _mm_prefetch((const char *)(head + AHEAD + i), _MM_HINT_T1);
+        if (i < SOON) _mm_prefetch((const char *)(head + size + i), _MM_HINT_T0);
+    }
 }
 
 /* Columns of a block: `width` registers from one on that `data` points to, and some rows. */

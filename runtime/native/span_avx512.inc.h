@@ -4,16 +4,23 @@
  */
 #include "span_tile.inc.h"
 
+/* Scales that one conversion makes floats are not stored as such. Of minima they are: read by blocks, not in one run, their
+ * heads come from memory more slowly. */
+INLINE int reads_groups(int form) { return form != FORM_4_MINIMUM && form != FORM_5_MINIMUM && !facts_of(form).levels; }
+
 /* Sums of groups of 16 of 2 and 3 bits fit 16 bits, so that two are multiplied by their scales and added at once. */
-INLINE int reads_groups(int form) { return form == FORM_2_HALVES_MINIMUM || form == FORM_3_HALVES; }
+INLINE int by_pairs(form_facts f) { return f.bits < 4; }
 
 INLINE void span_floats(const uint8_t *halves, float *out) {
     for (int g = 0; g < 2; g++)
         _mm512_storeu_ps(out + 16 * g, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + 32 * g))));
 }
 
-INLINE void fetch_head(const uint8_t *head, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)(head + AHEAD_L2 + i), _MM_HINT_T1);
+INLINE void fetch_head(const uint8_t *head, int64_t bytes, int64_t size) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+        fetch(head + i);
+        if (i < SOON) _mm_prefetch((const char *)(head + size + i), _MM_HINT_T0);
+    }
 }
 
 /* Few rows sum each half of a block apart in any form. */
@@ -110,21 +117,47 @@ INLINE __m512 pairs_added(form_facts f, const span_view *t, int64_t at, int g, _
     return _mm512_fnmadd_ps(minima, _mm512_mul_ps(_mm512_load_ps(t->scales->dmin + 16 * g), a), sum);
 }
 
-/* Adds a block's products of 16 columns to the sum of a row. */
-INLINE __m512 span_added(form_facts f, const span_view *t, int64_t b, int64_t at, int g, const __m512i dots[2],
-                         __m512 sum) {
-    const span_scales *s = t->scales;
+/* Scales and minima of a block and 16 columns, or the scales of its two halves. */
+typedef struct {
+    __m512 scale, other;
+} column_groups;
+
+INLINE column_groups groups_of(int form, const span_view *t, int64_t b, int g) {
+    const form_facts f = facts_of(form);
+    const int at = g * LOWBIT_GROUP, step = f.halves ? 2 : 1;
+    column_groups made = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    if (!reads_groups(form)) {
+        made.scale = _mm512_load_ps(t->scales->scales[step * b] + at);
+        if (f.halves) made.other = _mm512_load_ps(t->scales->scales[2 * b + 1] + at);
+        if (f.minimum) made.other = _mm512_load_ps(t->scales->minima[b] + at);
+    } else if (f.halves) {
+        const __m128i *bytes = (const __m128i *)(t->head + (2 + 2 * b) * SPAN_COLUMNS + at);
+        made.scale = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+        made.other = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + SPAN_COLUMNS / 16)));
+    } else {
+        made.scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(t->head + 2 * (b * SPAN_COLUMNS + at))));
+    }
+    return made;
+}
+
+/* Adds a block's products of 16 columns to the sum of a row; `whole` is its scale times its sum. */
+INLINE __m512 span_added(form_facts f, const span_view *t, column_groups s, int64_t at, int g, float whole,
+                         const __m512i dots[2], __m512 sum) {
     const __m512 a = _mm512_set1_ps(t->row_scales[at]);
     if (!f.halves) {
-        const __m512 scale = _mm512_mul_ps(_mm512_load_ps(s->scales[b] + 16 * g), a);
-        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0]), scale, sum);
-        const float whole = t->row_scales[at] * (float)t->row_sums[at];
-        return f.minimum ? _mm512_fnmadd_ps(_mm512_load_ps(s->minima[b] + 16 * g), _mm512_set1_ps(whole), sum) : sum;
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0]), _mm512_mul_ps(s.scale, a), sum);
+        return f.minimum ? _mm512_fnmadd_ps(s.other, _mm512_set1_ps(whole), sum) : sum;
     }
-    const __m512 first = _mm512_mul_ps(_mm512_load_ps(s->scales[2 * b] + 16 * g), _mm512_cvtepi32_ps(dots[0]));
-    const __m512 second = _mm512_load_ps(s->scales[2 * b + 1] + 16 * g);
-    const __m512 both = _mm512_fmadd_ps(second, _mm512_cvtepi32_ps(dots[1]), first);
-    return _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(s->d + 16 * g), a), sum);
+    const __m512 first = _mm512_mul_ps(s.scale, _mm512_cvtepi32_ps(dots[0]));
+    const __m512 both = _mm512_fmadd_ps(s.other, _mm512_cvtepi32_ps(dots[1]), first);
+    return _mm512_fmadd_ps(both, _mm512_mul_ps(_mm512_load_ps(t->scales->d + 16 * g), a), sum);
+}
+
+/* Scales times sums of `count` rows. */
+INLINE void products_of_sums(int count, const span_view *t, int64_t at, float *out) {
+    const __mmask8 all = (__mmask8)((1 << count) - 1);
+    const __m256i sums = _mm256_maskz_loadu_epi32(all, t->row_sums + at);
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_maskz_loadu_ps(all, t->row_scales + at), _mm256_cvtepi32_ps(sums)));
 }
 
 /* Adds the products of a span and `count` <= PANEL rows to their sums. Groups of 16 have twice as many integer sums, so more
@@ -138,18 +171,23 @@ INLINE void span_panel(int form, int count, const span_view *view, int64_t first
         UNROLL for (int g = 0; g < 2; g++) totals[r][g] = _mm512_loadu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP);
     for (int64_t b = 0; b < t.blocks; b++) {
         const int64_t at = b * t.m + first;
-        for (int line = 0; line < 2 * f.bits; line++) fetch(count, t.data + (b * 2 * f.bits + line) * 64);
+        for (int line = 0; line < 2 * f.bits; line++) fetch(t.data + (b * 2 * f.bits + line) * 64);
         UNROLL for (int g = 0; g < 2; g += width) {
             __m512i dots[PANEL][2][2];
             span_dots(f, count, g, width, &t, b, at, dots);
+            float wholes[PANEL];
+            if (f.minimum && !f.halves) products_of_sums(count, &t, at, wholes);
             if (!held) FENCE();
             UNROLL for (int i = g; i < g + width; i++) {
-                const __m512i pairs = reads_groups(form) ? group_pairs(f, &t, b, i) : _mm512_setzero_si512();
+                __m512i pairs;
+                column_groups scales;
+                if (by_pairs(f)) pairs = group_pairs(f, &t, b, i);
+                else scales = groups_of(form, &t, b, i);
                 UNROLL for (int r = 0; r < count; r++) {
                     float *sum = sums + r * LOWBIT_TILE + i * LOWBIT_GROUP;
                     const __m512 before = held ? totals[r][i] : _mm512_loadu_ps(sum);
-                    totals[r][i] = reads_groups(form) ? pairs_added(f, &t, at + r, i, pairs, dots[r][i - g], before)
-                                                      : span_added(f, &t, b, at + r, i, dots[r][i - g], before);
+                    totals[r][i] = by_pairs(f) ? pairs_added(f, &t, at + r, i, pairs, dots[r][i - g], before)
+                                               : span_added(f, &t, scales, at + r, i, wholes[r], dots[r][i - g], before);
                     if (!held) _mm512_storeu_ps(sum, totals[r][i]);
                 }
             }

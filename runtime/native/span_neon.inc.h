@@ -19,7 +19,7 @@ INLINE void span_floats(const uint8_t *halves, float *out) {
     for (int q = 0; q < QUADS; q++) vst1q_f32(out + 4 * q, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(halves + 8 * q))));
 }
 
-INLINE void fetch_head(const uint8_t *head, int64_t bytes) { (void)head, (void)bytes; }
+INLINE void fetch_head(const uint8_t *head, int64_t bytes, int64_t size) { (void)head, (void)bytes, (void)size; }
 
 INLINE int zero_of(form_facts f) { return f.levels ? SPAN_LEVEL_ZERO - BIAS8 : f.zero; }
 
