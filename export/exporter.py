@@ -114,7 +114,7 @@ _MARGIN = 0.9
 _MORE_BITS = (6, 8)
 _STEPS = 10_000  # of progress
 # About how long planning, writing and checking take, of all.
-_CALIBRATED, _PLAIN = (0.35, 0.5, 0.15), (0.0, 0.4, 0.6)
+_CALIBRATED, _PLAIN = (0.6, 0.3, 0.1), (0.0, 0.4, 0.6)
 
 
 @dataclass
