@@ -122,7 +122,8 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     print_table(_summary(bundle, engine), title=str(_path(bundle)))
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
-    _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
+    given = {name: value for name, value in bundle.manifest.export.items() if name == "bits" or value is not None}
+    _section("made with", [(name, "auto" if value is None else _plain(value)) for name, value in given.items()])
     _section("figures", [(name, f"{value:.6g}") for name, value in bundle.manifest.figures.items()])
     _section("quality", quality_rows(bundle.manifest.quality))
     _section("bits", plan_rows(bundle.manifest), header=PLAN_HEADER)
@@ -173,7 +174,7 @@ def _engine_rows(bundle: Bundle, engine: Mapping[str, str | None]) -> Iterator[t
         size = "when it is first loaded, once, in about as many bytes"
         yield "prepared", size if prepared is None else f"in {prepared}"
         bits = bundle.manifest.bits_per_weight
-        yield "speed", f"that of {bits:.2f} bits per parameter; a checkpoint that edgeinfer converts has about 4.2"
+        yield "speed", f"that of {bits:.2f} bits per parameter"
 
 
 def _summary(bundle: Bundle, engine: Mapping[str, str | None] | None) -> list[tuple[str, str]]:
@@ -245,9 +246,9 @@ def _facts(bundle: Bundle, *, with_tensors: bool) -> dict[str, Any]:
     return data | {"kv_bytes_per_token": manifest.geometry.kv_bytes_per_token()}
 
 
-def _plain(value: str | int | float | bool | None) -> str:
-    if value is None or isinstance(value, bool):
-        return {True: "yes", False: "no", None: "none"}[value]
+def _plain(value: str | int | float | bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(value)
 
 
