@@ -81,7 +81,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def export(kind: str, layout: Layout) -> Bundle:
         architecture, options = KINDS[kind]
         out = tmp_path_factory.mktemp(kind) / layout
-        return open_bundle(export_checkpoint(checkpoint(architecture), out, ExportConfig(**options, layout=layout)))
+        return open_bundle(
+            export_checkpoint(checkpoint(architecture), out, ExportConfig(**options, layout=layout, calibration="none"))
+        )
 
     return export
 
@@ -419,7 +421,7 @@ def test_converting_mixed_widths_keeps_every_value(mixed: Bundle, tmp_path: Path
 
 def test_exporting_mixed_widths_in_the_portable_layout_is_converting_them(tmp_path: Path) -> None:
     # All but those of 2 bits, which are vectors in the native layout and 4 bits once converted.
-    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED[1:])
+    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED[1:], calibration="none")
     checkpoint = made(make_mixed) / "checkpoint"
     exported = open_bundle(export_checkpoint(checkpoint, tmp_path / "portable", replace(config, layout=PORTABLE)))
     convert_bundle(

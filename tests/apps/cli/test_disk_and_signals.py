@@ -176,7 +176,7 @@ def test_ctrl_c_while_exporting(vast_checkpoint: Path, bundle: Path, tmp_path: P
         assert process.poll() is None
         return any(path.stat().st_size for path in tmp_path.glob(f".{out.name}.*/new/weights.bin"))
 
-    with start("export", vast_checkpoint, out, "--force") as process:
+    with start("export", vast_checkpoint, out, "--force", "--no-calibration") as process:
         wait_until(has_begun, "the file of weights")
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=TIME_LIMIT)
