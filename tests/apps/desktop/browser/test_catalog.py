@@ -70,7 +70,7 @@ def test_from_the_first_start_to_a_chat_with_a_downloaded_model(
         )
         entry = card(window, "smollm2-360m")
         expect(entry).to_contain_text("362M parameters · 724 MB to download · Apache-2.0")
-        expect(entry).to_contain_text("needs 560 MB")
+        expect(entry).to_contain_text("needs 630 MB")
         window.button("Download smollm2-360m").click()
         expect(entry.get_by_role("status")).to_contain_text(re.compile(r"Downloading, [\d.]+ [KM]?B of [\d.]+ [KM]?B"))
         window.button("Cancel the download of smollm2-360m", entry).click()
