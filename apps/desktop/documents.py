@@ -19,7 +19,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.options import format_size
 
 MOST_FILE_BYTES = 16 * 1000**2
-_READ_PDF = (sys.executable, "-m", "edgeinfer.apps.desktop.pdf_text")
+_READ_PDF = (sys.executable, "-P", "-m", "edgeinfer.apps.desktop.pdf_text")
 _PDF_SECONDS = 30.0
 _PDF_MEMORY = 1_000_000_000
 _WATCH_S = 0.05

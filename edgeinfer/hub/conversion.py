@@ -29,7 +29,8 @@ Choose = Callable[[list[Offer]], str]
 
 _log = logging.getLogger("edgeinfer.hub")
 
-_PROGRAM = (sys.executable, "-m", "edgeinfer.tools.conversion")
+# -P: what lies in the folder that a user happens to be in is not imported.
+_PROGRAM = (sys.executable, "-P", "-m", "edgeinfer.tools.conversion")
 # How often a caller is asked whether to continue while the process prints nothing.
 _ASK_SECONDS = 0.2
 # Characters of the process's last line that explain an end without an error.

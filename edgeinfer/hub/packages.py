@@ -54,7 +54,7 @@ def _downloading(package: Package, folder: Path) -> Iterator[subprocess.Popen[st
     """Runs pip until the block ends; only wheels, as a source distribution would run its own code to be built."""
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pip", "download", "-qq", *options, "-d", str(folder), package.requirement],
+        [sys.executable, "-P", "-m", "pip", "download", "-qq", *options, "-d", str(folder), package.requirement],
         env=os.environ | {"TMPDIR": str(folder)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

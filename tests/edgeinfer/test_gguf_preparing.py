@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from edgeinfer import hub
+from edgeinfer.apps.desktop.documents import _READ_PDF
 from edgeinfer.errors import BundleError, StorageError
-from edgeinfer.hub.conversion import FetchJob
+from edgeinfer.hub.conversion import _PROGRAM, FetchJob
 from edgeinfer.tools import conversion
 from tests.cli import TIME_LIMIT, command, environment
 from tests.gguf_damage import whole_model
@@ -148,3 +149,11 @@ def test_two_at_once_prepare_once(path: Path) -> None:
     assert done[0][0] == done[1][0]
     assert sum("Preparing model.gguf" in errors for _, errors in done) == 1
     assert written() == {"source.json", "gguf"}
+
+
+@pytest.mark.parametrize("program", [_PROGRAM, _READ_PDF], ids=["conversion", "documents"])
+def test_processes_import_nothing_of_the_folder_that_they_start_in(program: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("edgeinfer.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit('not ours')")
+    done = subprocess.run(program, cwd=tmp_path, input=b"", capture_output=True, timeout=TIME_LIMIT)
+    assert b"not ours" not in done.stderr
