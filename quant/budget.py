@@ -103,7 +103,7 @@ def plan_below(
     """The plan of fewest bytes whose predicted cost is at most `divergence`, or the least that can be had; of least
     cost within `most` bytes where it takes more."""
     names = list(names)
-    options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
+    options = _grouped(candidates, names, layout)
     plain = [_choice(members, partial(_plain_bytes, layout=layout), outline) for members in options]
     # The same programme with costs and bytes in each other's places.
     turned = [Choice(tuple(PricedOption(round(o.cost / _NAT), o.nbytes) for o in c.options)) for c in plain]
@@ -126,7 +126,7 @@ def plan_within(
     """The plan of least cost whose weights file takes at most `budget` bytes, padding included; `names` are those of
     all tensors with bytes of their own, in the file's order."""
     names = list(names)
-    options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
+    options = _grouped(candidates, names, layout)
 
     def measure(chosen: Sequence[int]) -> int:
         by_name = _chosen(options, chosen)
@@ -161,11 +161,13 @@ def _group(name: str, layout: Layout) -> str:
     return name if expert is None else f"layers.{expert.layer}.mlp.experts"
 
 
-def _grouped(candidates: Mapping[str, Sequence[Candidate]], layout: Layout) -> list[dict[str, Sequence[Candidate]]]:
-    """Tensors that share a decision, with their candidates in one order."""
+def _grouped(
+    candidates: Mapping[str, Sequence[Candidate]], names: Iterable[str], layout: Layout
+) -> list[dict[str, Sequence[Candidate]]]:
+    """Tensors that share a decision, with their candidates in one order; those without any stay float32."""
     groups: defaultdict[str, dict[str, Sequence[Candidate]]] = defaultdict(dict)
-    for name, found in candidates.items():
-        groups[_group(name, layout)][name] = found
+    for name in names:
+        groups[_group(name, layout)][name] = candidates.get(name, [Candidate(None, 0.0)])
     return [_aligned(group, members) for group, members in groups.items()]
 
 

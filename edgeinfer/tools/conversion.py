@@ -68,10 +68,8 @@ from edgeinfer.options import format_size
 from edgeinfer.records import dataclass
 
 if TYPE_CHECKING:
-    from edgeinfer.export.options import ExportConfig
-
-if TYPE_CHECKING:
     from edgeinfer.export.gguf.reading import GgufModel
+    from edgeinfer.export.options import ExportConfig
 
 _PROGRESS_S = 0.1
 _LOCK_SECONDS = 1.0
