@@ -11,7 +11,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from make_reference import write_reference  # noqa: E402
 
-from edgeinfer.version import VERSION  # noqa: E402
+from edgeinfer.core.version import VERSION  # noqa: E402
 
 project = "edgeinfer"
 author = copyright = "The edgeinfer authors"

@@ -14,9 +14,9 @@ from typing import Any, is_typeddict
 import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS, build_parser
 from edgeinfer.apps.cli.parser import Parser
-from edgeinfer.options import ConfigOption, options_of
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.options import ConfigOption, options_of
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
 
 _WIDTH = "88"
 # What everybody uses stands before the rest.

@@ -7,7 +7,7 @@ import os as _os
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
-from edgeinfer.version import VERSION as _VERSION
+from edgeinfer.core.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
     from edgeinfer import tools
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
     from edgeinfer.context_model import ContextModel
-    from edgeinfer.contexts import Context
-    from edgeinfer.errors import (
+    from edgeinfer.core.contexts import Context
+    from edgeinfer.core.errors import (
         AdapterError,
         BackendError,
         BudgetError,
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
+    from edgeinfer.core.options.decoding import ReducedCompute, Search, Speculation
+    from edgeinfer.core.options.load import Cache, LoadConfig
+    from edgeinfer.core.options.reply import GenerationConfig, Sampling
+    from edgeinfer.core.options.types import GenerationOptions, LoadOptions
+    from edgeinfer.core.results import Chunk, Result
     from edgeinfer.generation import TokenStream
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
     from edgeinfer.installed import LocalModel, ModelFacts, describe, list_models, pull, remove_model, verify
-    from edgeinfer.options.decoding import ReducedCompute, Search, Speculation
-    from edgeinfer.options.load import Cache, LoadConfig
-    from edgeinfer.options.reply import GenerationConfig, Sampling
-    from edgeinfer.options.types import GenerationOptions, LoadOptions
-    from edgeinfer.results import Chunk, Result
     from edgeinfer.runtime.planning.plan import MemoryPlan
     from edgeinfer.tools import evaluate, list_devices
     from edgeinfer.verification_round import VerificationStream
@@ -78,8 +78,8 @@ _NAMES = {
     "batching": "ReplyBatch Slot",
     "chat": "Chat",
     "context_model": "ContextModel",
-    "contexts": "Context",
-    "errors": (
+    "core.contexts": "Context",
+    "core.errors": (
         "AdapterError BackendError BudgetError BundleError CapabilityError CheckpointError ContextLengthError "
         "DeviceError EdgeInferError GrammarError HubError InternalError ModelError NativeUnavailableError "
         "PromptError RemoteError StorageError TemplateError TokenizerError UnshareableError "
@@ -87,11 +87,11 @@ _NAMES = {
     ),
     "hub": "CatalogModel FoundModel Offer catalog offers search_hub",
     "installed": "LocalModel ModelFacts describe list_models pull remove_model verify",
-    "options.decoding": "ReducedCompute Search Speculation",
-    "options.load": "Cache LoadConfig",
-    "options.reply": "GenerationConfig Sampling",
-    "options.types": "GenerationOptions LoadOptions",
-    "results": "Chunk Result",
+    "core.options.decoding": "ReducedCompute Search Speculation",
+    "core.options.load": "Cache LoadConfig",
+    "core.options.reply": "GenerationConfig Sampling",
+    "core.options.types": "GenerationOptions LoadOptions",
+    "core.results": "Chunk Result",
     "tools": "evaluate list_devices",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

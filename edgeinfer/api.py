@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.batching import ReplyBatch, SlotThreads, Turns, batch_backend
 from edgeinfer.chat import Chat
-from edgeinfer.contexts import Context
-from edgeinfer.errors import UsageError
+from edgeinfer.core.contexts import Context
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.types import GenerationOptions, LoadOptions, Prompt
+from edgeinfer.core.results import Placement, Progress, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
 from edgeinfer.loaded import LoadedModel
 from edgeinfer.loading import Bundles, LoadRequest, make_parts, planned_by
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.options.types import GenerationOptions, LoadOptions, Prompt
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
-from edgeinfer.results import Placement, Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.runtime.text.streaming import CallMark

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from edgeinfer.batching import ReplyBatch, Slot
-from edgeinfer.errors import EdgeInferError, UnshareableError, UsageError
+from edgeinfer.core.errors import EdgeInferError, UnshareableError, UsageError
+from edgeinfer.core.results import Chunk, Result
 from edgeinfer.generation import TokenStream
-from edgeinfer.results import Chunk, Result
 from edgeinfer.runtime.system.forks import renewed_in_children
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.core.errors import CapabilityError, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine

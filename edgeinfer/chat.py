@@ -9,11 +9,11 @@ from typing import Any, Protocol, Unpack
 
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.errors import PromptError, TemplateError, UsageError, shown
+from edgeinfer.core.errors import PromptError, TemplateError, UsageError, shown
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.types import GenerationOptions
+from edgeinfer.core.results import ModelInfo, Result
 from edgeinfer.generation import TokenStream
-from edgeinfer.options import format_size
-from edgeinfer.options.types import GenerationOptions
-from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 
 _FORMAT = "edgeinfer-chat"

@@ -13,16 +13,16 @@ from typing import Any, TypeVar, Unpack
 
 from edgeinfer.async_replies import ReplyThread
 from edgeinfer.chat import Chat
-from edgeinfer.contexts import Context, UnreadContextError
-from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.core.contexts import Context, UnreadContextError
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options import require
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.types import GenerationOptions
+from edgeinfer.core.results import ContextUse, ModelInfo, Placement, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.loaded import LoadedModel
-from edgeinfer.options import require
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.options.types import GenerationOptions
 from edgeinfer.reply_decoding import GenerationRequest
-from edgeinfer.results import ContextUse, ModelInfo, Placement, Result
 from edgeinfer.runtime.backends.contract import PreemptedError, adapters_of
 from edgeinfer.runtime.decoding.contexts import ContextMaker
 from edgeinfer.runtime.kv_cache.contexts import (

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from edgeinfer.batching import Turns
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Chunk, FinishReason, MemoryUse, Result, Timings, TokenLogprob, Usage
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.reply_decoding import (
     GenerationRequest,
@@ -22,7 +23,6 @@ from edgeinfer.reply_decoding import (
     make_strategy,
     steered,
 )
-from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, Timings, TokenLogprob, Usage
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary

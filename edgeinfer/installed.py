@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from edgeinfer import hub
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import EdgeInferError, HubError, ModelError, UsageError
+from edgeinfer.core.errors import EdgeInferError, HubError, ModelError, UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub import local, resolve
 from edgeinfer.hub.catalog_models import gguf_memory
 from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import Bundles
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.weights.verification import Outcome, VerifiedFiles, accept_file, check_file, files_of
 from edgeinfer.tokenizing import recommended_sampling
 

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import BackendError, EdgeInferError, StorageError, UsageError
-from edgeinfer.records import dataclass
-from edgeinfer.results import LoadCosts, ModelInfo
+from edgeinfer.core.errors import BackendError, EdgeInferError, StorageError, UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import LoadCosts, ModelInfo
+from edgeinfer.core.user_files import user_cache
+from edgeinfer.core.version import SAMPLING
 from edgeinfer.runtime.backends.contract import adapters_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -41,8 +43,6 @@ from edgeinfer.runtime.text.contract import TokenizerLike, longest_token, vocabu
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.weights.verification import Verification
-from edgeinfer.user_files import user_cache
-from edgeinfer.version import SAMPLING
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies

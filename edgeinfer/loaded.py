@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.batching import Turns
-from edgeinfer.errors import ModelError, PromptError, TemplateError, shown
+from edgeinfer.core.errors import ModelError, PromptError, TemplateError, shown
+from edgeinfer.core.results import ExpertUse, LoadCosts, ModelInfo
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts, resume, save
-from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan

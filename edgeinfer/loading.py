@@ -15,13 +15,13 @@ from edgeinfer.bundle.additions import read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
+from edgeinfer.core.errors import BackendError, DeviceError, ModelError, StorageError
+from edgeinfer.core.options.decoding import NO_DRAFT_MODEL
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.hub.cache import note_use, ready
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.options.decoding import NO_DRAFT_MODEL
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.records import dataclass
-from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine

@@ -8,11 +8,11 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.additions import read_steering
-from edgeinfer.errors import Setting, UnshareableError, UsageError
+from edgeinfer.core.errors import Setting, UnshareableError, UsageError
+from edgeinfer.core.options.reply import MOST_BIASES, GenerationConfig, steering_in
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import Result
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.options.reply import MOST_BIASES, GenerationConfig, steering_in
-from edgeinfer.records import dataclass
-from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.contexts import JoinedContexts
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, TextCheck

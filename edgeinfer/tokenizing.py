@@ -9,11 +9,11 @@ from numbers import Integral
 from typing import Any
 
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, PromptError, Setting, shown
+from edgeinfer.core.errors import BundleError, ContextLengthError, EdgeInferError, PromptError, Setting, shown
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.types import Prompt
+from edgeinfer.core.records import dataclass
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.options.types import Prompt
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.plan_input import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
 from edgeinfer.runtime.text.contract import TokenizerLike, surely_longer

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.batching import Turns
+from edgeinfer.core.options import Range, require
+from edgeinfer.core.results import FinishReason
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
-from edgeinfer.options import Range, require
 from edgeinfer.reply_decoding import GenerationRequest
-from edgeinfer.results import FinishReason
 from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError, RotatingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, DraftAdvice, draft_advice

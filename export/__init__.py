@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 if find_spec("onnx") is None:
     raise UsageError("Converting a checkpoint needs the onnx package, which is not there.", "pip install onnx")

@@ -16,7 +16,9 @@ from edgeinfer.bundle.manifest import Capabilities, Manifest, QualityRecord, Ten
 from edgeinfer.bundle.opening import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.load import FLOAT_BITS
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -31,9 +33,7 @@ from edgeinfer.export.source.sidecar import Sidecar, read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.float_model import FloatModel
 from edgeinfer.export.weights.planning import Costs, outline, plan_weights, with_defaults
-from edgeinfer.options.load import FLOAT_BITS
 from edgeinfer.quant.policy import QuantPlan
-from edgeinfer.results import Progress
 
 
 def export_checkpoint(

@@ -21,14 +21,14 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import MODEL
 from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.writing import seal, write_bundle
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.quant.methods import quantize
 from edgeinfer.quant.policy import QuantPolicy
-from edgeinfer.results import Progress
 
 _CONTRIB = "com.microsoft"
 # int8 activations: the fast path of MatMulNBits on every CPU.

@@ -19,7 +19,8 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraph, StaticGraphs
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, read_spec, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -31,7 +32,6 @@ from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.planning import outline, plan_weights, with_defaults
 from edgeinfer.quant.policy import QuantPlan, QuantScheme
-from edgeinfer.results import Progress
 
 # The first with DequantizeLinear in blocks and with types of four bits; what devices take lags behind ONNX.
 _OPSET = 21

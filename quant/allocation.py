@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError
-from edgeinfer.options import format_size
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.options import format_size
 
 # A plan this close to the best is the best for all that predictions are worth, and found in a second.
 _GAP = 1e-3

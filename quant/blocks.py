@@ -21,7 +21,7 @@ from edgeinfer.bundle.packing import (
     pack,
     read_vectors,
 )
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.quant.policy import QuantScheme
 
 Floats = NDArray[np.float32]

@@ -13,8 +13,8 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.packing import find_expert, portable_bits
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
-from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.options.load import BITS, WIDTHS
+from edgeinfer.core.errors import BudgetError, UsageError
+from edgeinfer.core.options.load import BITS, WIDTHS
 from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate, allocate_exactly
 from edgeinfer.quant.policy import (
     PROTECTED_BITS,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.quant.calibration_layers import ExpertTokens, LayerWalk
 from edgeinfer.quant.statistics import InputStatistics
 

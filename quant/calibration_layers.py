@@ -29,7 +29,7 @@ from edgeinfer.bundle.arithmetic import (
 from edgeinfer.bundle.packing import expert_biases
 from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec
 from edgeinfer.bundle.spec import Activation, DecoderSpec
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
 Floats = NDArray[np.float32]

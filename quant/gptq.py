@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.quant import block_types, rtn
 from edgeinfer.quant.blocks import Codes, Grid, Solver
 from edgeinfer.quant.forms import BlockForm, State, inverse

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.quant import block_types, gptq, rtn, vectors
 from edgeinfer.quant.blocks import Grid, Solver, packed, restored
 from edgeinfer.quant.policy import QuantScheme

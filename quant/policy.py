@@ -11,8 +11,8 @@ from typing import Self, TypeVar
 from edgeinfer.bundle.kinds import KINDS, Segment, join_segments
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.packing import BLOCK_SIZES
-from edgeinfer.errors import UsageError
-from edgeinfer.options.load import BITS, FLOAT_BITS
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.load import BITS, FLOAT_BITS
 
 # The fewest bits of a shared expert.
 PROTECTED_BITS = 8

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.core.results import Progress
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.core.results import Progress
 from edgeinfer.quant.blocks import Grid
 from edgeinfer.quant.budget import Candidate
 from edgeinfer.quant.calibration import ModelReader
@@ -20,7 +21,6 @@ from edgeinfer.quant.methods import approximate
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import Probe, expert_group, joint_factor, probe_decoder, rounded
 from edgeinfer.quant.statistics import StatisticsAccumulator
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 Floats = NDArray[np.float32]
 # Tokens per product: short enough that float32 sums stay exact to 1e-6, long enough for matrix kernels.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.core.errors import EdgeInferError
 
 
 def near(value: Any) -> list[Any]:

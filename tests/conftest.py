@@ -19,7 +19,7 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from edgeinfer import methods  # noqa: E402
+from edgeinfer.core import methods  # noqa: E402
 from tests.methods import declared_entries  # noqa: E402
 from tests.tiers import divide, longest_first  # noqa: E402
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import edgeinfer.options.load
+import edgeinfer.core.options.load
 import edgeinfer.tools.devices
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -36,7 +36,9 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
     found = (*(DeviceEntry((device,), f"{device.name}-package", False, "", **entry) for device in devices), cpu)
     for module in (registry, edgeinfer.tools.devices):
         patch.setattr(module, "ENTRIES", found)
-    patch.setattr(edgeinfer.options.load, "DEVICES", tuple(device.name for each in found for device in each.devices))
+    patch.setattr(
+        edgeinfer.core.options.load, "DEVICES", tuple(device.name for each in found for device in each.devices)
+    )
 
 
 def feed(backend: Backend, tokens: Sequence[int]) -> Floats:  # (S, V)

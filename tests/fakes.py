@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import Self
 
-from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
+from edgeinfer.core.results import Chunk, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 
 
 class FakeStream:

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.methods import find_method, product_methods
+from edgeinfer.core.methods import find_method, product_methods
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

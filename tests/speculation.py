@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import edgeinfer
+from edgeinfer.core.methods import product_methods
+from edgeinfer.core.results import Result, SpeculationUse
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.methods import product_methods
-from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation import costs as device_costs

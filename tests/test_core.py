@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import NativeUnavailableError
+from edgeinfer.core.errors import NativeUnavailableError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import native_kernel

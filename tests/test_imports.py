@@ -15,33 +15,16 @@ from importlib import import_module
 from pathlib import Path
 
 import edgeinfer
-from edgeinfer import errors
+from edgeinfer.core import errors
 from tests.cli import TIME_LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CORE = {
-    "edgeinfer.records",
-    "edgeinfer.errors",
-    "edgeinfer.options",
-    "edgeinfer.methods",
-    "edgeinfer.contexts",
-    "edgeinfer.results",
-    "edgeinfer.bundle",
-    "edgeinfer.version",
-    "edgeinfer.user_files",
-}
+CORE = {"edgeinfer.core", "edgeinfer.bundle"}
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
-    "edgeinfer.records": set[str](),
-    "edgeinfer.errors": {"edgeinfer.records"},
-    "edgeinfer.version": set[str](),
-    "edgeinfer.options": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.methods"},
-    "edgeinfer.methods": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options"},
-    "edgeinfer.user_files": {"edgeinfer.errors"},
-    "edgeinfer.contexts": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.user_files"},
-    "edgeinfer.results": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.version"},
+    "edgeinfer.core": {"edgeinfer.core"},
     # The kernel's library defines the tiles of GGUF's types, and moves blocks into them and back.
     "edgeinfer.bundle": CORE | {"edgeinfer.runtime.native"},
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
@@ -58,19 +41,9 @@ ALLOWED = {
     "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
-    "edgeinfer.apps": {
-        "edgeinfer.user_files",
-        "edgeinfer.options",
-        "edgeinfer.errors",
-        "edgeinfer.results",
-        "edgeinfer.hub",
-        "edgeinfer.openai",
-        "edgeinfer.apps",
-    },
+    "edgeinfer.apps": {"edgeinfer.core", "edgeinfer.hub", "edgeinfer.openai", "edgeinfer.apps"},
     "edgeinfer.__main__": {"edgeinfer.apps.cli"},
 }
-# Files of edgeinfer/ itself that everything may build on; the others are the face.
-GROUND = CORE - {"edgeinfer.bundle"}
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}
 # Making a bundle needs these; running one does not.
 HEAVY = {"torch", "transformers", "onnx", "safetensors", "optimum", "ml_dtypes"}
@@ -102,11 +75,11 @@ BUDGETS = {
     "apps/desktop": 4500,  # GGUF files that are not prepared yet
     "apps/server": 4560,
     "apps/terminal": 440,
-    "edgeinfer": 5200,  # GGUF files that are prepared or not; bits and divergence of models
+    "edgeinfer": 4090,  # GGUF files that are prepared or not; bits and divergence of models
     "edgeinfer/bundle": 7450,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
     "edgeinfer/hub": 2180,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/openai": 3100,
-    "edgeinfer/options": 1840,  # which engine runs a GGUF file
+    "edgeinfer/core": 2950,  # errors, options, results: of the face until now
     "edgeinfer/tools": 2760,  # GGUF files are prepared whole or not at all, packages fetched, conversions checked
     "export": 920,  # bundles are checked, and written again where they are too far from the float model
     "export/architectures": 3160,  # GGUF files on our own kernel: their rows in another order
@@ -244,13 +217,11 @@ def test_imports_point_downwards() -> None:
 
 
 def room(module: str) -> str:
-    """The folder of a module by its import name; files of edgeinfer/ are the ground, as options, or the face."""
-    if module == "edgeinfer":
-        return module
-    if module.startswith("edgeinfer.options"):
-        return "ground"
-    if MODULES[module].parent == ROOT / "edgeinfer":
-        return "ground" if module in GROUND else "face"
+    """The folder of a module by its import name; core is one room, and files of edgeinfer/ are the face."""
+    if within(module, "edgeinfer.core"):
+        return "edgeinfer.core"
+    if module != "edgeinfer" and MODULES[module].parent == ROOT / "edgeinfer":
+        return "face"
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
@@ -322,7 +293,8 @@ def modules_after(code: str) -> set[str]:
 def test_import_is_light() -> None:
     """The names that are public come in when they are asked for, so nothing has to wait for libraries before."""
     found = modules_after("import edgeinfer") - modules_after("pass")
-    assert {name for name in found if within(name, "edgeinfer")} == {"edgeinfer", "edgeinfer.version"}
+    ours = {"edgeinfer", "edgeinfer.core", "edgeinfer.core.version"}
+    assert {name for name in found if within(name, "edgeinfer")} == ours
     assert {name.partition(".")[0] for name in found} <= sys.stdlib_module_names | {"edgeinfer"}
     # How many of the standard library are there before depends on the environment; of a bare one 32 are new.
     assert len(found) < 40

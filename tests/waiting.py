@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.core.errors import EdgeInferError
 
 # Seconds after which what is waited for has failed to come: far more than it takes on however busy a machine.
 TIME_LIMIT = 60.0

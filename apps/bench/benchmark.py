@@ -143,7 +143,7 @@ class Benchmark:
     help: str  # one line
     description: str  # shown above the options; ends in an example
     options: type[Any]  # a frozen dataclass whose fields are made by `option`
-    run: Callable[[Any, BenchContext], BenchResult]  # measures; raises the errors of `edgeinfer.errors`
+    run: Callable[[Any, BenchContext], BenchResult]  # measures; raises the errors of `edgeinfer.core.errors`
     section: Callable[[Any], Section]  # shows the JSON of a run with the header of its result file
     loads: bool = False  # whether the options of `edgeinfer.load` are options of this benchmark too
     chart: Callable[[Any], Chart] | None = None  # drawn by --svg; None where there is no --svg

@@ -18,8 +18,8 @@ import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
 from edgeinfer.apps.bench.render import Chart, Paragraph, Part, Section, Table, commands, divergence_chart, run_facts
 from edgeinfer.apps.bench.texts import BUILTIN_STORIES, STORIES_FILE, Material, all_stories, exact_prompts, story_ids
-from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.results import ComputeUse
+from edgeinfer.core.errors import EdgeInferError, UsageError
+from edgeinfer.core.results import ComputeUse
 
 # Tokens of a story that stand for a prompt, and tokens that are read after them at most.
 _PROMPT, _READ = 32, 96

@@ -24,9 +24,9 @@ from edgeinfer.apps.bench.benchmark import (
 from edgeinfer.apps.bench.processes import Worker, token_ids
 from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import SpeedTest, describe_run, device_limits, floor_ns, median_limits
-from edgeinfer.errors import UsageError
-from edgeinfer.options.load import KV_TYPES
-from edgeinfer.results import DeviceLimits
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.load import KV_TYPES
+from edgeinfer.core.results import DeviceLimits
 
 if TYPE_CHECKING:
     from edgeinfer import Model

@@ -20,8 +20,8 @@ from edgeinfer.apps.bench.render import Section, Table, commands, machine_facts,
 from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.options import format_size
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.options import format_size
 
 _DESCRIPTION = """\
 Run the built-in model on every device of this machine, and compare its predictions and greedy replies with the numpy

@@ -15,8 +15,8 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.processes import set_limit
 from edgeinfer.apps.bench.texts import BUILTIN_STORIES
-from edgeinfer.errors import BudgetError
-from edgeinfer.results import Result
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.results import Result
 
 # A form whose reply goes on for as long as it may.
 _FORM = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 900}

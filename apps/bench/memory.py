@@ -19,9 +19,9 @@ from edgeinfer.apps.bench.memory_plans import PLANS, run_enclosed
 from edgeinfer.apps.bench.processes import run_job
 from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.texts import read_stories, story_ids
-from edgeinfer.errors import UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import ONNX_KV_TYPES
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import ONNX_KV_TYPES
 
 # Help and description of `edgeinfer bench memory` itself.
 GROUP = (

@@ -25,9 +25,9 @@ from edgeinfer.apps.bench.processes import (
 )
 from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 
 Run = Mapping[str, Any]
 _OUTCOMES = ("kept", "exceeded", "refused", "failed", "killed")

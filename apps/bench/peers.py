@@ -24,8 +24,8 @@ from edgeinfer.apps.bench.peers_engines import (
 )
 from edgeinfer.apps.bench.processes import Worker, drop_cached, enclosure, files_in
 from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
-from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.options import format_size
+from edgeinfer.core.errors import BackendError, UsageError
+from edgeinfer.core.options import format_size
 
 # The share of an engine's tokens that must agree with the reference for its speed to count.
 LEAST_AGREEMENT = 0.8

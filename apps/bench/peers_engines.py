@@ -27,8 +27,8 @@ from edgeinfer.apps.bench.processes import (
 from edgeinfer.apps.bench.texts import builtin_prompts, tokenize_prompts
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import BackendError, CheckpointError, Setting, UsageError
-from edgeinfer.options import parse_size
+from edgeinfer.core.errors import BackendError, CheckpointError, Setting, UsageError
+from edgeinfer.core.options import parse_size
 
 BUILTIN = "tales"
 # llama.cpp's types with as many bits as our bundles, and the values that share a scale in the others' formats.

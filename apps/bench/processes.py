@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 import psutil
 
 import edgeinfer
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 
 INTERVAL_SECONDS = 0.01
 ENGINES_SCRIPT = Path(__file__).with_name("engines.py")

@@ -31,9 +31,9 @@ from edgeinfer.apps.bench.texts import (
 )
 from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.gguf.reader import read_gguf
-from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
-from edgeinfer.options import format_size, parse_size
-from edgeinfer.options.load import KV_TYPES
+from edgeinfer.core.errors import EdgeInferError, TemplateError, UsageError
+from edgeinfer.core.options import format_size, parse_size
+from edgeinfer.core.options.load import KV_TYPES
 
 _BEYOND = 4  # tokens after an answer that show whether a reply says more
 _AUTO, _FLOAT_BITS = "auto", 32

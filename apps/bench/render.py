@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from edgeinfer.options import format_size
+from edgeinfer.core.options import format_size
 
 Facts = tuple[tuple[str, str], ...]
 Point = tuple[float, float]

@@ -32,7 +32,7 @@ from edgeinfer.apps.bench.render import (
 )
 from edgeinfer.apps.bench.spec import SPEC
 from edgeinfer.apps.bench.speed import SPEED
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 # In the order of the help.
 BENCHMARKS: tuple[Benchmark, ...] = (SPEC, *MEMORY, SPEED, CURVE, QUALITY, COMPUTE, PEERS_BENCHMARK, DEVICES)

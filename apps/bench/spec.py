@@ -18,7 +18,7 @@ import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option, rotated
 from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.texts import Prompt, TokenizedPrompt, builtin_prompts, load_prompts, tokenize_prompts
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.core.errors import EdgeInferError, UsageError
 
 PLAIN = "off"
 # Plain decoding measured a second time, which shows the noise of the machine.

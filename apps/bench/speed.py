@@ -25,9 +25,9 @@ from edgeinfer.apps.bench.benchmark import (
     timestamp,
 )
 from edgeinfer.apps.bench.render import Chart, Line, Section, Table, commands, markdown_table, run_facts
-from edgeinfer.errors import BackendError, NativeUnavailableError, Setting, UsageError
-from edgeinfer.options import format_size
-from edgeinfer.results import DeviceLimits
+from edgeinfer.core.errors import BackendError, NativeUnavailableError, Setting, UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.results import DeviceLimits
 
 if TYPE_CHECKING:
     from edgeinfer import Model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
-from edgeinfer.errors import PromptError, TemplateError, UsageError
+from edgeinfer.core.errors import PromptError, TemplateError, UsageError
 
 SEPARATOR = "<|endoftext|>"
 Message = Mapping[str, Any]

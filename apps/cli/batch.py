@@ -12,8 +12,8 @@ from edgeinfer.apps.cli.inputs import prepared
 from edgeinfer.apps.cli.options import add_load_options, add_options, given_options, load_options
 from edgeinfer.apps.cli.output import print_json, print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers

@@ -12,7 +12,7 @@ from edgeinfer.apps.cli.options import add_load_options, load_model, load_option
 from edgeinfer.apps.cli.output import print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, command_line
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from edgeinfer.hub import resolve
 
 if TYPE_CHECKING:

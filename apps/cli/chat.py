@@ -21,7 +21,7 @@ from edgeinfer.apps.cli.options import (
 from edgeinfer.apps.cli.parser import add_command, missing_extra
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL
 from edgeinfer.apps.terminal.app import TerminalChat
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.core.errors import EdgeInferError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers

@@ -15,7 +15,7 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.core.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers

@@ -15,9 +15,9 @@ from edgeinfer.apps.cli.inputs import read_paragraphs, read_text
 from edgeinfer.apps.cli.options import add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import Progress, print_result, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.errors import PromptError, UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import PromptError, UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import LoadConfig
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers

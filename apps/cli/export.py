@@ -16,9 +16,9 @@ from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import LAYOUTS, PORTABLE
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options import format_size, parse_size
-from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options import format_size, parse_size
+from edgeinfer.core.options.load import CONVERTED_BITS, FLOAT_BITS
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers

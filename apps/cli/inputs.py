@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
-from edgeinfer.errors import PromptError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import ENGINE_OPTIONS, LoadConfig
-from edgeinfer.user_files import decode_text
+from edgeinfer.core.errors import PromptError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import ENGINE_OPTIONS, LoadConfig
+from edgeinfer.core.user_files import decode_text
 
 if TYPE_CHECKING:
     from edgeinfer.hub import Offer

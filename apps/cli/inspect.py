@@ -26,7 +26,7 @@ from edgeinfer.bundle.manifest import Manifest, PlannedTensor, QualityRecord, Te
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.options import format_size
+from edgeinfer.core.options import format_size
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers

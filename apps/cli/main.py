@@ -25,12 +25,12 @@ from edgeinfer.apps.cli.process import (
     refusal,
     supervised,
 )
-from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
-from edgeinfer.version import VERSION
+from edgeinfer.core.errors import BudgetError, EdgeInferError, StorageError, UsageError
+from edgeinfer.core.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
-    from edgeinfer.errors import Setting
+    from edgeinfer.core.errors import Setting
 
 
 INTERRUPTED = 130
@@ -134,7 +134,7 @@ def _answer_at_once(arguments: list[str]) -> str | None:
         return None
     if first.startswith("-"):
         raise UsageError(f"There is no command before {first}.", f"Write one first, such as: edgeinfer run {first}")
-    from edgeinfer.options import nearest
+    from edgeinfer.core.options import nearest
 
     meant = _ELSEWHERE.get(first) or nearest(first, COMMANDS)
     hint = f"Did you mean {meant}?" if meant else "edgeinfer --help lists all commands."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.methods import KINDS, DeclaredMethod, product_methods, research_methods
+from edgeinfer.core.methods import KINDS, DeclaredMethod, product_methods, research_methods
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers

@@ -16,10 +16,10 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.inputs import show_notes, type_question
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_result, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.errors import UsageError, one_of
+from edgeinfer.core.errors import UsageError, one_of
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import CONVERTED_BITS
 from edgeinfer.hub.resolving import name_of
-from edgeinfer.options import format_size
-from edgeinfer.options.load import CONVERTED_BITS
 
 if TYPE_CHECKING:
     from edgeinfer import CatalogModel, LocalModel

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import edgeinfer
 from edgeinfer.apps.cli.inputs import prepared, read_stdin, read_text, utf8
 from edgeinfer.apps.cli.output import progress_bar
-from edgeinfer.errors import Setting, UsageError, shown
-from edgeinfer.options import ConfigOption, is_integer, options_of, parse_size
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import Setting, UsageError, shown
+from edgeinfer.core.options import ConfigOption, is_integer, options_of, parse_size
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
 
 if TYPE_CHECKING:
     from edgeinfer import Model

@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from edgeinfer.errors import Setting, UsageError, shown
-from edgeinfer.options import nearest
+from edgeinfer.core.errors import Setting, UsageError, shown
+from edgeinfer.core.options import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,16 +13,16 @@ from edgeinfer.apps.cli.inputs import engine_of, engine_words, planned
 from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_result, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.errors import BudgetError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import ENGINE_OPTIONS, LoadConfig
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import ENGINE_OPTIONS, LoadConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from edgeinfer import MemoryPlan
     from edgeinfer.apps.cli.parser import Subparsers
-    from edgeinfer.results import DeviceFacts
+    from edgeinfer.core.results import DeviceFacts
 
 
 _DESCRIPTION = """\

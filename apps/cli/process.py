@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from edgeinfer.errors import BudgetError
+from edgeinfer.core.errors import BudgetError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,7 +133,7 @@ def is_refused(error: BaseException) -> bool:
 def refusal(limit: int | None) -> BudgetError:
     if limit is None:
         return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
-    from edgeinfer.options import format_size  # imported late, as it imports others
+    from edgeinfer.core.options import format_size  # imported late, as it imports others
 
     message = f"The system limits this process to {format_size(limit)} of address space, which is too little."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))

@@ -21,9 +21,9 @@ from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.process import end_start
 from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
-from edgeinfer.errors import PromptError, TemplateError, UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import PromptError, TemplateError, UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.reply import GenerationConfig
 
 if TYPE_CHECKING:
     from edgeinfer import Model, Result, TokenStream

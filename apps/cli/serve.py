@@ -14,8 +14,8 @@ from edgeinfer.apps.cli.inputs import prepared, read_text
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.output import abandon_stdout
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.options import format_size, options_of, parse_size
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.options import format_size, options_of, parse_size
+from edgeinfer.core.options.load import LoadConfig
 
 if TYPE_CHECKING:
     from edgeinfer import Model

@@ -14,7 +14,7 @@ from edgeinfer.apps.cli.inputs import read_text
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, print_result, print_table, progress_bar, stage
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.core.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers

@@ -38,7 +38,7 @@ from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, while_connected
-from edgeinfer.errors import TemplateError, UsageError
+from edgeinfer.core.errors import TemplateError, UsageError
 
 # Saves a new reply; returns it after its question if that is new too.
 _Recorder = Callable[[], tuple[Message | None, Message]]

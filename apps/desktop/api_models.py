@@ -25,7 +25,7 @@ from edgeinfer.apps.desktop.library import (
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoints, Table, event_stream, fields, optional, search_text, whole_number
 from edgeinfer.apps.desktop.settings import AppSettings
-from edgeinfer.errors import HubError, UsageError
+from edgeinfer.core.errors import HubError, UsageError
 
 _TEXT = str | None
 _NUMBER = int | None

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import Any, ClassVar
 
-from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError, UserError
+from edgeinfer.core.errors import BudgetError, EdgeInferError, StorageError, UsageError, UserError
 
 
 class NotFoundError(UserError):

@@ -18,7 +18,7 @@ from edgeinfer.apps.desktop.replies import why_not_apart
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import HostState, ModelHost
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.core.errors import EdgeInferError
 from edgeinfer.hub import shown_name
 
 _log = logging.getLogger("edgeinfer.desktop")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.apps.desktop.checks import DiskFullError
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 
 # Other processes lock the file for a few milliseconds at a time.
 _BUSY_S = 15.0

@@ -15,8 +15,8 @@ import psutil
 
 from edgeinfer.apps.desktop.checks import TooLargeError
 from edgeinfer.apps.desktop.history import MOST_CHARACTERS
-from edgeinfer.errors import UsageError
-from edgeinfer.options import format_size
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import format_size
 
 MOST_FILE_BYTES = 16 * 1000**2
 _READ_PDF = (sys.executable, "-P", "-m", "edgeinfer.apps.desktop.pdf_text")

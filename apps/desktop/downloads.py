@@ -20,7 +20,7 @@ from typing import Any, Literal
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError, error_view
-from edgeinfer.errors import EdgeInferError, StorageError
+from edgeinfer.core.errors import EdgeInferError, StorageError
 
 _log = logging.getLogger("edgeinfer.desktop")
 

@@ -32,7 +32,7 @@ from edgeinfer.apps.desktop.records import (
     Summary,
     from_json,
 )
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 MOST_ATTACHMENTS = 10
 # In all files of a message: some 100,000 tokens, more than models on a device hold.

@@ -21,7 +21,7 @@ import psutil
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.server.host import with_room
-from edgeinfer.errors import EdgeInferError, ModelError
+from edgeinfer.core.errors import EdgeInferError, ModelError
 from edgeinfer.hub.catalog_models import gguf_memory
 from edgeinfer.hub.ids import first_part, is_gguf_model
 

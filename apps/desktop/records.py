@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
-from edgeinfer.errors import UsageError
-from edgeinfer.results import Result
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Result
 
 _T = TypeVar("_T", "ReplyFailure", "Figures")
 Role = Literal["user", "assistant"]

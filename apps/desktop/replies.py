@@ -24,7 +24,7 @@ from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Figures, Message, ReplyFailure, Status
 from edgeinfer.apps.desktop.settings import WHEN_FULL
 from edgeinfer.apps.server.host import HostReply, ModelHost
-from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, EdgeInferError, UserError
+from edgeinfer.core.errors import BudgetError, CapabilityError, ContextLengthError, EdgeInferError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Model, TokenStream

@@ -19,7 +19,7 @@ from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, while_connected
 from edgeinfer.apps.server.security import Security
-from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
+from edgeinfer.core.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 from edgeinfer.openai.errors import Kinds, status_and_code
 
 _log = logging.getLogger("edgeinfer.desktop")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.apps.desktop.checks import DiskFullError, check_name, check_text
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options import options_of, parse_size
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.user_files import user_data
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options import options_of, parse_size
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.user_files import user_data
 
 # Generation options in the window.
 OPTIONS = (

@@ -24,8 +24,8 @@ from edgeinfer.apps.desktop.records import (
     from_json,
 )
 from edgeinfer.apps.desktop.settings import checked_options
-from edgeinfer.errors import UsageError
-from edgeinfer.options import format_size
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import format_size
 
 MOST_BYTES = 16 * 1000**2
 _FORMAT, _VERSION = "edgeinfer-conversation", 1

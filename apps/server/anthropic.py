@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from edgeinfer.apps.server.bodies import json_body
 from edgeinfer.apps.server.completions import NAMED_EVENTS, CompletionKind
 from edgeinfer.apps.server.service import Service
+from edgeinfer.core.results import Chunk, Result
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, form, sampling, thinking, warnings
@@ -22,7 +23,6 @@ from edgeinfer.openai.messages import Message, read_message, split_prefill
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece, dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
-from edgeinfer.results import Chunk, Result
 
 LeaveOut = Callable[[str], None]
 

@@ -27,7 +27,7 @@ from edgeinfer.apps.server.security import KeyUse, Security
 from edgeinfer.apps.server.service import Endpoint, NamedModels, Service
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.apps.server.verify import VerifySessions, verify_kinds
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.core.errors import EdgeInferError, UsageError
 from edgeinfer.openai.errors import RequestError
 
 

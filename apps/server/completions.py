@@ -30,10 +30,10 @@ from edgeinfer.apps.server.events import (
 from edgeinfer.apps.server.guard import KEY_USE
 from edgeinfer.apps.server.host import HostReply
 from edgeinfer.apps.server.service import Service
+from edgeinfer.core.results import Result
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.contract import Completion
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.results import Result
 
 Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
 # Streams whose events are named by their type and have no end mark.

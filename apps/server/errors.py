@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from edgeinfer.errors import BundleError, EdgeInferError, InternalError
+from edgeinfer.core.errors import BundleError, EdgeInferError, InternalError
 from edgeinfer.openai.errors import error_body
 
 logger = logging.getLogger("edgeinfer.server")

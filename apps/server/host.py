@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import edgeinfer
 from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
-from edgeinfer.errors import CapabilityError, EdgeInferError, InternalError, Setting, UsageError, UserError
+from edgeinfer.core.errors import CapabilityError, EdgeInferError, InternalError, Setting, UsageError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
-    from edgeinfer.results import Progress
+    from edgeinfer.core.results import Progress
 
 
 T = TypeVar("T")

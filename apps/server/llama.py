@@ -18,7 +18,9 @@ from edgeinfer.apps.server.bodies import ignored_header, json_body, read_json
 from edgeinfer.apps.server.completions import CompletionKind, NoFrame
 from edgeinfer.apps.server.events import SERVER_SENT
 from edgeinfer.apps.server.service import Endpoint, Service
-from edgeinfer.errors import CapabilityError
+from edgeinfer.core.errors import CapabilityError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sampling, warnings
@@ -28,8 +30,6 @@ from edgeinfer.openai.replies import Reply, dialect_of, timings, token_text
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.text import is_id
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.results import Chunk, Result, TokenLogprob
 
 _SEEDS = 2**64
 _ANY_SEED = 2**32 - 1

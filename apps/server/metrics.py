@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from edgeinfer import MemoryPlan
-from edgeinfer.results import Result
+from edgeinfer.core.results import Result
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "edgeinfer:"

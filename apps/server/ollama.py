@@ -20,7 +20,8 @@ from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.completions import CompletionKind, NoFrame, completion_endpoint
 from edgeinfer.apps.server.events import JSON_LINES
 from edgeinfer.apps.server.service import Endpoint, NamedModel, Service
-from edgeinfer.errors import CapabilityError
+from edgeinfer.core.errors import CapabilityError
+from edgeinfer.core.results import Chunk, Result
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling, thinking, warnings
@@ -29,7 +30,6 @@ from edgeinfer.openai.prompt import ChatPrompt, PromptReplies, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece, dialect_of, entries, timings
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
-from edgeinfer.results import Chunk, Result
 
 _TEXT_ONLY = "This model reads text only."
 # Options of loading and of the machine, ignored for a model that is loaded already.

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
-from edgeinfer.errors import Setting, UsageError
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.results import Result
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.results import Result
 
 _SHORTEST = 8
 _MINUTE_S = 60.0

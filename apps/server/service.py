@@ -23,7 +23,7 @@ from edgeinfer.apps.server.host import ModelHost, NotReadyError
 from edgeinfer.apps.server.metrics import Load, Metrics
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch, load_refusal
-from edgeinfer.errors import EdgeInferError, HubError, shown
+from edgeinfer.core.errors import EdgeInferError, HubError, shown
 from edgeinfer.openai.errors import RequestError, unknown_model
 
 # Seconds for which a listing is cached: making it plans every model, and clients request it often.

@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgeinfer.errors import Setting, UsageError
+from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.openai.errors import RequestError, error_body
 
 # Seconds for open streams to end by themselves once the server stops.

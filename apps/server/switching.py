@@ -12,7 +12,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.server.host import HostState, ModelHost, NotReadyError
-from edgeinfer.errors import BudgetError, EdgeInferError
+from edgeinfer.core.errors import BudgetError, EdgeInferError
 from edgeinfer.openai.errors import RequestError
 
 # Load options of the served model that also apply to others.

@@ -20,13 +20,13 @@ from typing import Any
 
 from edgeinfer import Model, VerificationStream
 from edgeinfer.apps.server.completions import CompletionKind, NoFrame
+from edgeinfer.core.options import LARGEST_COUNT
+from edgeinfer.core.options.load import VERIFIED_OPTIONS
+from edgeinfer.core.results import Chunk, Result
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.text import is_id
-from edgeinfer.options import LARGEST_COUNT
-from edgeinfer.options.load import VERIFIED_OPTIONS
-from edgeinfer.results import Chunk, Result
 
 # Most tokens of a draft: more than any client drafts, and few enough not to delay others.
 _MOST_DRAFTED = 64

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from edgeinfer.errors import EdgeInferError, UnshareableError
+from edgeinfer.core.errors import EdgeInferError, UnshareableError
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, ReplyBatch, Result, Slot, TokenStream

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
 from rich.cells import cell_len
 
 from edgeinfer.apps.terminal.endings import EndingHints, cancel_on_interrupt, ending
-from edgeinfer.errors import PromptError, Setting, UsageError, UserError
-from edgeinfer.options import format_size, nearest, options_of
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.user_files import decode_text, marked_encoding
+from edgeinfer.core.errors import PromptError, Setting, UsageError, UserError
+from edgeinfer.core.options import format_size, nearest, options_of
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
     from edgeinfer import Chat, Model, Result

@@ -37,8 +37,8 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.store import Bundle, reading
 from edgeinfer.bundle.writing import MANIFEST, write_bundle
-from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.records import dataclass
 
 MOST_HEADS = 8
 # Epsilon of the norm of the states that heads read; they are trained with it, whatever the model's own is.

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 Arrays = Mapping[str, NDArray[Any]]
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # the type, as the format spells it, and the shape of each array

@@ -32,7 +32,7 @@ from edgeinfer.bundle.layouts import (
 )
 from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, blocks_of_file, packed_bytes
-from edgeinfer.errors import BundleError
+from edgeinfer.core.errors import BundleError
 
 # Values of a matrix that are unpacked at a time.
 _RUN_VALUES = 1 << 20

@@ -20,7 +20,7 @@ from edgeinfer.bundle.protobuf import fields, length_delimited
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors
 from edgeinfer.bundle.writing import new_file, seal, write_bundle
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.core.errors import BundleError, UsageError
 
 Progress = Callable[[str, int, int], None]  # a tensor's name, how many tensors are done and how many there are
 _COPY_VALUES = 1 << 18

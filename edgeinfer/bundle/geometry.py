@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import packed_bytes
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.records import dataclass
 
 Floats = NDArray[np.float32]
 

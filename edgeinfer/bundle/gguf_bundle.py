@@ -20,7 +20,7 @@ from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
 from edgeinfer.bundle.names import file_name
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError
+from edgeinfer.core.errors import BundleError
 
 # Types of weights that llama.cpp has no product for, and the tables of integers that some architectures have.
 _NOT_MULTIPLIED = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
-from edgeinfer.errors import BundleError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.native.library import library
 
 Bytes = NDArray[np.uint8]

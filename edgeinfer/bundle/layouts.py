@@ -41,7 +41,7 @@ from edgeinfer.bundle.packing import (
     portable_parts,
     unpack,
 )
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 Layout = Literal["native", "portable", "static"]
 NATIVE: Layout = "native"

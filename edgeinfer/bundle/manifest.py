@@ -45,9 +45,9 @@ from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.spec import DecoderSpec, DraftModule
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.strict_json import DAMAGED, read, require, wrong
-from edgeinfer.errors import BundleError
-from edgeinfer.options.load import BITS, CONVERTED_BITS, FLOAT_BITS, KvType
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.options.load import BITS, CONVERTED_BITS, FLOAT_BITS, KvType
+from edgeinfer.core.records import dataclass
 
 
 def _require_plan(condition: bool, what: str) -> None:

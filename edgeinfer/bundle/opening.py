@@ -13,7 +13,7 @@ from edgeinfer.bundle.manifest import FileEntry, Manifest
 from edgeinfer.bundle.store import GGUF_MODEL, GGUF_SUFFIX, Bundle, reading
 from edgeinfer.bundle.tables import check_graphs, check_tensors
 from edgeinfer.bundle.writing import MANIFEST, seal, storage_errors, write_bundle, write_file
-from edgeinfer.errors import BundleError, Setting, UsageError
+from edgeinfer.core.errors import BundleError, Setting, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.kinds import Segment, read_blocks
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.native import binding
 
 Bytes = NDArray[np.uint8]

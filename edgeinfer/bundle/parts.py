@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import KVLayer, StateLayer, require_described
 from edgeinfer.bundle.geometry import require_described as _require
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 
 @dataclass(frozen=True)

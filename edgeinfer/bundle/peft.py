@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.array_file import NUMPY_TYPES, ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.bundle.bfloat16 import from_bits
 from edgeinfer.bundle.strict_json import require
-from edgeinfer.errors import AdapterError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import AdapterError
+from edgeinfer.core.records import dataclass
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _ROOT = "base_model.model."

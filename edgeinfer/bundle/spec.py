@@ -23,7 +23,7 @@ from edgeinfer.bundle.parts import (
     check_mixers,
     parts_of,
 )
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]

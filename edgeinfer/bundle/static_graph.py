@@ -27,8 +27,8 @@ import itertools
 from collections.abc import Iterator
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import BundleError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.records import dataclass
 
 BACKEND = "onnx-static"
 

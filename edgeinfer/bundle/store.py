@@ -20,8 +20,8 @@ from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, WEIGHTS, Layout, model_nam
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dense_rows
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.records import dataclass
 
 if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile

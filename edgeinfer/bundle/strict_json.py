@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from edgeinfer.errors import BundleError
+from edgeinfer.core.errors import BundleError
 
 DAMAGED = "The bundle is damaged or was edited by hand; export or download it again."
 

@@ -27,8 +27,8 @@ from edgeinfer.bundle.packing import (
     plain_shape,
 )
 from edgeinfer.bundle.spec import DecoderSpec, DraftModule
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.records import dataclass
 
 # The table of per-layer embeddings: a row for each token and layer, all rows of a token in sequence.
 PER_LAYER_TABLE = "embed.per_layer"

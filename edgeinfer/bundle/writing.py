@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgeinfer.bundle.manifest import FileEntry, Manifest
-from edgeinfer.errors import StorageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import StorageError
+from edgeinfer.core.records import dataclass
 
 _PIECE = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")

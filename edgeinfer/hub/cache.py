@@ -11,11 +11,11 @@ from typing import Literal
 
 from edgeinfer.bundle.names import part_of, quantization_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST, write_file
-from edgeinfer.errors import BundleError, HubError, ModelError, StorageError
+from edgeinfer.core.errors import BundleError, HubError, ModelError, StorageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import user_data
 from edgeinfer.hub.client import library
 from edgeinfer.hub.ids import CONFIG_PATTERNS, GGUF, WEIGHT_PATTERNS, gguf_models, gguf_parts, listed_files, literal
-from edgeinfer.records import dataclass
-from edgeinfer.user_files import user_data
 
 BUILTIN = "tales"
 Kind = Literal["bundle", "gguf", "checkpoint"]

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub.cache import Kind
 from edgeinfer.hub.client import hub_errors, library
 from edgeinfer.hub.ids import AUTO, Bits, HubName, parse_name
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import machine_memory
 
 # Python, its libraries and the activations of a pass, as `edgeinfer plan` counts them for models of 0.1 to 8 billion

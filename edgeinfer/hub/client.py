@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from edgeinfer.errors import HubError, StorageError
+from edgeinfer.core.errors import HubError, StorageError
 
 Progress = Callable[[str, int, int], None]
 

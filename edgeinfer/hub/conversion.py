@@ -17,13 +17,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
-import edgeinfer.errors
-from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalError
+import edgeinfer.core.errors
+from edgeinfer.core.errors import BudgetError, EdgeInferError, HubError, InternalError
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub.client import Progress
 from edgeinfer.hub.download import Offer
 from edgeinfer.hub.folder import remove_leftovers
 from edgeinfer.hub.ids import Bits
-from edgeinfer.records import dataclass
 
 Choose = Callable[[list[Offer]], str]
 
@@ -160,7 +160,7 @@ def _heard(
 
 
 def _error(data: dict[str, Any]) -> EdgeInferError:
-    kind = getattr(edgeinfer.errors, str(data["kind"]), InternalError)
+    kind = getattr(edgeinfer.core.errors, str(data["kind"]), InternalError)
     if kind is BudgetError:
         return BudgetError(data["message"], data["hint"], minimum_bytes=int(data["minimum_bytes"]))
     error: EdgeInferError = kind(data["message"], data["hint"])

@@ -13,7 +13,9 @@ from typing import Any
 
 from edgeinfer.bundle.names import quantization_of
 from edgeinfer.bundle.writing import MANIFEST, digest_of
-from edgeinfer.errors import BudgetError, HubError
+from edgeinfer.core.errors import BudgetError, HubError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub.cache import Kind, gguf_name
 from edgeinfer.hub.catalog_models import gguf_memory, room
 from edgeinfer.hub.client import Progress, bar_class, hub_errors, library
@@ -28,8 +30,6 @@ from edgeinfer.hub.ids import (
     literal,
     parse_name,
 )
-from edgeinfer.options import format_size
-from edgeinfer.records import dataclass
 
 _CHECKPOINT = (*CONFIG_PATTERNS, *WEIGHT_PATTERNS)
 # Smaller files are not worth a request of their own; the hub serves no larger ones this way.

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from edgeinfer.bundle.names import part_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
+from edgeinfer.core.options.load import CONVERTED_BITS
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import user_data
+from edgeinfer.core.version import VERSION
 from edgeinfer.hub.cache import is_bundle
 from edgeinfer.hub.ids import AUTO, WEIGHT_PATTERNS, Bits
-from edgeinfer.options.load import CONVERTED_BITS
-from edgeinfer.records import dataclass
-from edgeinfer.user_files import user_data
-from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from filelock import FileLock

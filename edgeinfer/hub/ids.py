@@ -12,9 +12,9 @@ from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.names import part_of, quantization_of, stem_of
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import BundleError, HubError
-from edgeinfer.options.load import CONVERTED_BITS
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, HubError
+from edgeinfer.core.options.load import CONVERTED_BITS
+from edgeinfer.core.records import dataclass
 
 GGUF = ".gguf"
 # Kinds of data a bundle may hold. Pickles, Python and shared libraries are not among them, whatever a manifest lists.

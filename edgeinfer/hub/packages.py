@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgeinfer.bundle.writing import digest_of, storage_errors
-from edgeinfer.errors import HubError
+from edgeinfer.core.errors import HubError
 from edgeinfer.hub.catalog_models import Package
 from edgeinfer.hub.client import Progress
 

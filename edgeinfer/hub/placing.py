@@ -16,11 +16,11 @@ from typing import Any, Literal
 from edgeinfer.bundle.names import display_name, stem_of
 from edgeinfer.bundle.opening import is_gguf, open_bundle
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import EdgeInferError, ModelError
+from edgeinfer.core.errors import EdgeInferError, ModelError
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub.cache import BUILTIN, CachedModel, builtin, cached_models, is_bundle, last_uses
 from edgeinfer.hub.folder import Converted, converted_models, models_folder, source_of
 from edgeinfer.hub.ids import GGUF, first_part, gguf_models, named_bits
-from edgeinfer.records import dataclass
 
 Origin = Literal["built-in", "converted", "hub", "folder", "ollama", "lm-studio"]
 # Of the layers in Ollama's manifests, a GGUF file, and one without which it is another model.

@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle.opening import is_gguf
-from edgeinfer.errors import ModelError, UnsupportedArchitectureError, UsageError, one_of
+from edgeinfer.core.errors import ModelError, UnsupportedArchitectureError, UsageError, one_of
+from edgeinfer.core.options.load import CONVERTED_BITS
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub.cache import (
     BUILTIN,
     builtin,
@@ -29,8 +31,6 @@ from edgeinfer.hub.conversion import Choose, FetchJob, fetch, unread_because
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import ModelSource, bits_of, find_converted, refusal_of
 from edgeinfer.hub.ids import GGUF, Bits, HubName, parse_name
-from edgeinfer.options.load import CONVERTED_BITS
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import is_usable
 
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from edgeinfer.errors import EdgeInferError, shown
+from edgeinfer.core.errors import EdgeInferError, shown
+from edgeinfer.core.records import dataclass
 from edgeinfer.openai.contract import Event
 from edgeinfer.openai.errors import RequestError, error_body
-from edgeinfer.records import dataclass
 
 # The endpoints that a line may name, and the kinds of their requests.
 _KINDS = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}

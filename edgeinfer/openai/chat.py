@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from edgeinfer.contexts import Context
+from edgeinfer.core.contexts import Context
+from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import (
@@ -42,7 +43,6 @@ from edgeinfer.openai.replies import (
     timings,
 )
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
-from edgeinfer.results import Chunk, Result, TokenLogprob
 
 
 class ChatCompletion(CompletionReplies):

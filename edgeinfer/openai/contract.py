@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NotRequired, Protocol, Self, TypedDict, TypeVar
 
-from edgeinfer.contexts import Context
-from edgeinfer.options.types import RequestOptions
-from edgeinfer.results import Chunk, ModelInfo, Result
+from edgeinfer.core.contexts import Context
+from edgeinfer.core.options.types import RequestOptions
+from edgeinfer.core.results import Chunk, ModelInfo, Result
 
 
 class ChatRequest(RequestOptions, total=False):

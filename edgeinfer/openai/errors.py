@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgeinfer.errors import (
+from edgeinfer.core.errors import (
     BudgetError,
     CapabilityError,
     ContextLengthError,
@@ -14,7 +14,7 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
-from edgeinfer.options import nearest
+from edgeinfer.core.options import nearest
 
 # Status and code of errors, by the first class that an error is of; the last is EdgeInferError.
 Kinds = tuple[tuple[type[EdgeInferError], int, str | None], ...]

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.errors import UsageError, shown
+from edgeinfer.core.errors import UsageError, shown
+from edgeinfer.core.options import flat_options, is_integer, nearest, options_of
+from edgeinfer.core.options.reply import FORMS, REPLY_GROUPS, GenerationConfig
+from edgeinfer.core.version import VERSION
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.schemas import closed
-from edgeinfer.options import flat_options, is_integer, nearest, options_of
-from edgeinfer.options.reply import FORMS, REPLY_GROUPS, GenerationConfig
-from edgeinfer.version import VERSION
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 

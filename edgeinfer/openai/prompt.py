@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from edgeinfer.contexts import Context, UnreadContextError
-from edgeinfer.errors import ContextLengthError, GrammarError
+from edgeinfer.core.contexts import Context, UnreadContextError
+from edgeinfer.core.errors import ContextLengthError, GrammarError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import FINGERPRINT, Fields
 from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader, timings, usage
 from edgeinfer.openai.tools import ToolUse
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
 
 _log = logging.getLogger("edgeinfer")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Any, Protocol
 
-from edgeinfer.records import dataclass
-from edgeinfer.results import Chunk, Result, TokenLogprob
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import Chunk, Result, TokenLogprob
 
 _ID_LENGTH = 24
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import Chunk, Result, TokenLogprob
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import IGNORED, MOST_ALTERNATIVES, Fields, form, limit, sampling, thinking, warnings
@@ -24,8 +26,6 @@ from edgeinfer.openai.replies import (
     timings,
 )
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.results import Chunk, Result, TokenLogprob
 
 _KEPT = "It holds a picture, or what only the server that wrote it can read: send the messages themselves."
 # Items that the model does not see: reasoning, and the work of tools that another server ran.

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-from edgeinfer.errors import GrammarError
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import GrammarError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.grammar import fault
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words, json_rule
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from edgeinfer.core.options import LARGEST_COUNT
+from edgeinfer.core.results import Chunk, Result
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.fields import (
     IGNORED,
@@ -19,8 +21,6 @@ from edgeinfer.openai.fields import (
 )
 from edgeinfer.openai.prompt import CompletionReplies, TextPrompt
 from edgeinfer.openai.replies import timings, token_table
-from edgeinfer.options import LARGEST_COUNT
-from edgeinfer.results import Chunk, Result
 
 # OpenAI's default.
 _DEFAULT_LENGTH = 16

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from edgeinfer.errors import GrammarError
+from edgeinfer.core.errors import GrammarError
+from edgeinfer.core.records import dataclass
 from edgeinfer.openai.contract import ChatModel
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import CallReader, Dialect, PlainReader, ReplyReader, ToolFormat
 from edgeinfer.openai.schemas import ArgumentRules, argument_rules, closed
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
 from edgeinfer.runtime.text.fitting import calls_in_text
 from edgeinfer.runtime.text.streaming import CallMark

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from filelock import FileLock, Timeout
 
 from edgeinfer.bundle.writing import new_file, storage_errors
-from edgeinfer.errors import PromptError, TemplateError, UnshareableError, UsageError
+from edgeinfer.core.errors import PromptError, TemplateError, UnshareableError, UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import Progress
+from edgeinfer.core.user_files import decode_text, marked_encoding
 from edgeinfer.openai import make_completion, whole
 from edgeinfer.openai.batch import BatchRequest, answer_line, damaged_line, read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.options import format_size
-from edgeinfer.records import dataclass
-from edgeinfer.results import Progress
-from edgeinfer.user_files import decode_text, marked_encoding
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model

@@ -18,12 +18,12 @@ from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import CacheQuality, Manifest, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.core.errors import EdgeInferError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import KvType
+from edgeinfer.core.results import Progress
 from edgeinfer.export.source.calibration_text import read_builtin_text
 from edgeinfer.export.weights.float_model import FloatModel
-from edgeinfer.options import format_size
-from edgeinfer.options.load import KvType
-from edgeinfer.results import Progress
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.native.library import is_usable
 

@@ -29,7 +29,7 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import storage_errors, sync_tree
-from edgeinfer.errors import (
+from edgeinfer.core.errors import (
     BudgetError,
     BundleError,
     CheckpointError,
@@ -38,6 +38,8 @@ from edgeinfer.errors import (
     InternalError,
     StorageError,
 )
+from edgeinfer.core.options import format_size
+from edgeinfer.core.records import dataclass
 from edgeinfer.hub.cache import cached_snapshot, is_bundle
 from edgeinfer.hub.catalog_models import DecoderSizes, catalog_model, room
 from edgeinfer.hub.client import Progress, library
@@ -64,8 +66,6 @@ from edgeinfer.hub.folder import (
 )
 from edgeinfer.hub.ids import AUTO, Bits, gguf_parts, parse_name
 from edgeinfer.hub.packages import fetch_package
-from edgeinfer.options import format_size
-from edgeinfer.records import dataclass
 
 if TYPE_CHECKING:
     from edgeinfer.export.gguf.reading import GgufModel

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
+from edgeinfer.core.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import DeviceFacts, DeviceLimits
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, located, profiles_of
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.types import LoadOptions
-from edgeinfer.records import dataclass
-from edgeinfer.results import DeviceFacts, DeviceLimits
 from edgeinfer.runtime.backends.llamacpp.graphics import check_processor, graphics_device, listed_processors
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine

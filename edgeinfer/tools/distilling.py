@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
-from edgeinfer.errors import NativeUnavailableError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import NativeUnavailableError, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.native.library import native_kernel
 
 Progress = Callable[[str, int, int], None]

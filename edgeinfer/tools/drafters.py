@@ -11,9 +11,9 @@ from statistics import median
 import numpy as np
 
 from edgeinfer.api import Model
-from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.records import dataclass
-from edgeinfer.results import Result
+from edgeinfer.core.errors import CapabilityError, UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import Result
 from edgeinfer.runtime.speculation.drafters.contract import State
 from edgeinfer.runtime.speculation.drafters.method import drafter_method, drafter_methods
 from edgeinfer.runtime.tuning.search import GAIN

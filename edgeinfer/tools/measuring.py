@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from edgeinfer.api import Model
-from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.options.types import GenerationOptions
-from edgeinfer.results import PassWork
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.options.types import GenerationOptions
+from edgeinfer.core.results import PassWork
 from edgeinfer.runtime.backends.wrapped import ExpertCounts
 from edgeinfer.runtime.layer_skip.reduced_compute import compute_method
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from edgeinfer.api import load
 from edgeinfer.bundle.additions import MOST_STEERED, SteeringVector, add_steering, require_steering_name
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.types import LoadOptions
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tools.evaluation import Predictor
 

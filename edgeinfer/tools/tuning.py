@@ -11,11 +11,11 @@ import numpy as np
 from edgeinfer.api import Model, load
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import nested_drafter, open_bundle
-from edgeinfer.errors import Setting, UsageError
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.types import LoadOptions
+from edgeinfer.core.records import dataclass
 from edgeinfer.loading import located
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.types import LoadOptions
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.verification.rule import Lesson, find_verification
 from edgeinfer.runtime.tuning.drafting_search import Sample, TuneResult, calibrate_entropy, calibrate_skips, tune

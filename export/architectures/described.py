@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
-from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.tensors import HeadPadding, Source, TensorPlan
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint

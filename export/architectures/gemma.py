@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import HeadsSpec, MoESpec, PerLayerSpec, RopeSpec, StreamsSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import (
     SEEING_IGNORABLE,
     SEEING_ROOTS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import LatentSpec, MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec, flag, reader
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid, dense_layers
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig, yarn_scale

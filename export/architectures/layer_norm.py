@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import (
     ALL_BIASES,
     ATTENTION_BIASES,

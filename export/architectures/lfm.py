@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import ConvSpec, Mixer
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec, mixture, rope_fields
 from edgeinfer.export.architectures.tensors import MixtureNaming
 from edgeinfer.export.source.hf_config import CONFIG_HINT, HFConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import Mamba2Spec, Mixer, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE, refine_granite
 from edgeinfer.export.architectures.tensors import MixtureNaming, TensorPlan

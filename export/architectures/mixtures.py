@@ -14,7 +14,7 @@ from typing import Any
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import ATTENTION_BIASES, Architecture, Naming, common_spec, mixture, reader
 from edgeinfer.export.architectures.latent import latent_spec
 from edgeinfer.export.architectures.layer_norm import read_cohere2, refine_cohere

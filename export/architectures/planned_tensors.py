@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import Rows
 from edgeinfer.bundle.packing import QuantizedMatrix
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures.described import pad_values
 from edgeinfer.export.architectures.tensors import Source, TensorPlan
 from edgeinfer.export.source.checkpoint import TensorFile

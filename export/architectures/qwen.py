@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import DeltaSpec, Mixer, MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures.base import (
     ATTENTION_BIASES,
     MTP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 _RUN_GGUF = "Run a GGUF of it, as llama.cpp has such models: -m OWNER/NAME:Q4_K_M"

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import (
     ALL_BIASES,
     ATTENTION_BIASES,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.additions import tokens_fault
 from edgeinfer.bundle.spec import DecoderSpec, DraftModule
-from edgeinfer.errors import BundleError, CheckpointError
+from edgeinfer.core.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.tensors import Source, TensorPlan, plan
 from edgeinfer.export.source.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 from edgeinfer.bundle.spec import MOST_BLOCK, DraftModule
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
 from edgeinfer.export.architectures.qwen import QWEN3
 from edgeinfer.export.architectures.tensors import TensorPlan, plan

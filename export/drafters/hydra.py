@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from edgeinfer.bundle.spec import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS, DraftModule
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
 from edgeinfer.export.architectures.llama import LLAMA
 from edgeinfer.export.architectures.tensors import TensorPlan, plan

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.bundle.spec import DraftModule
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures.base import MTP, NEXT_LAYER, Architecture
 from edgeinfer.export.architectures.described import stored_tensors
 from edgeinfer.export.architectures.tensors import TensorPlan, plan

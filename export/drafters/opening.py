@@ -20,7 +20,9 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.options.load import CONVERTED_BITS
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
@@ -38,9 +40,7 @@ from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.planning import outline
-from edgeinfer.options.load import CONVERTED_BITS
 from edgeinfer.quant.policy import QuantPlan
-from edgeinfer.results import Progress
 
 _log = logging.getLogger("edgeinfer")
 

@@ -21,17 +21,17 @@ from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.metadata import GgmlType, ggml_type
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import BudgetError
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.results import Progress
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, TensorRows
 from edgeinfer.export.gguf.writer import gguf_package
 from edgeinfer.export.options import fitting
-from edgeinfer.options import format_size
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import output_energy, sample_size, share_of, spread_rows
 from edgeinfer.quant.statistics import InputStatistics
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.parts import MoESpec, RopeSpec, Router
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.tensors import Shape, TensorPlan
 from edgeinfer.export.gguf.keys import GgufKeys
 from edgeinfer.export.source.hf_config import HFConfig

@@ -16,7 +16,7 @@ from edgeinfer.bundle.gguf.metadata import damaged
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.parts import MoESpec, RopeSpec, Router
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import BundleError
+from edgeinfer.core.errors import BundleError
 from edgeinfer.export.gguf.architectures import GATING, YARN_SCALE, GgufArchitecture, GgufMixture, every
 from edgeinfer.export.gguf.keys import GgufKeys, unread, written
 from edgeinfer.export.gguf.tensors import ROPE_TENSORS, gguf_tensor_names

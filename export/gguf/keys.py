@@ -8,7 +8,7 @@ import numpy as np
 
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 
 LLAMA_HINT = "Run it with llama.cpp: pip install 'edgeinfer[gguf]', then --backend llamacpp."
 _WHOLE = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")

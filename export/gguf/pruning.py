@@ -13,10 +13,10 @@ from edgeinfer.bundle.arithmetic import log_softmax, rms_norm
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

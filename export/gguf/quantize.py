@@ -22,10 +22,10 @@ from edgeinfer.bundle.gguf.library import listening, llama_library
 from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
+from edgeinfer.core.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.gguf.pruning import check_prunable, is_pruned, renumbered
 from edgeinfer.export.options import COPY, PACKED_KIND, FileType, find_file_type, find_tensor_type, needs_importance
-from edgeinfer.results import Progress
 
 Floats = npt.NDArray[np.float32]
 

@@ -28,7 +28,8 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.bundle.writing import seal, write_bundle
-from edgeinfer.errors import BundleError, EdgeInferError, StorageError
+from edgeinfer.core.errors import BundleError, EdgeInferError, StorageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.described import Described, pad_heads
@@ -51,7 +52,6 @@ from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.planning import outline
 from edgeinfer.quant.policy import QuantPlan, QuantScheme, is_quantizable
-from edgeinfer.results import Progress
 
 # What `TensorPlan.kept` is asked for; a file's types have bits of their own.
 _BITS = 4

@@ -28,10 +28,10 @@ from edgeinfer.bundle.gguf.vocabulary import (
     read_vocabulary,
 )
 from edgeinfer.bundle.gguf_bundle import texts_of
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
+from edgeinfer.core.records import dataclass
 from edgeinfer.export.gguf.vocabulary import UNDERLINE
 from edgeinfer.export.source.sidecar import Sidecar
-from edgeinfer.records import dataclass
 
 _BYTE_PAIRS, _SENTENCE_PIECE, _RAW_PAIRS = "gpt2", "llama", "gemma4"
 _SPECIAL, _ADDED = (CONTROL, UNKNOWN), (CONTROL, UNKNOWN, USER_DEFINED)

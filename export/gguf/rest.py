@@ -23,10 +23,10 @@ from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.store import Bundle, reading
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures.planned_tensors import places_of
 from edgeinfer.export.architectures.tensors import Source, TensorPlan
-from edgeinfer.results import Progress
 
 # What a bundle's weights lack of the file that it was made of; without it there is no way back.
 REST = "source.gguf.rest"

@@ -30,7 +30,8 @@ from edgeinfer.bundle.manifest import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import GGUF_MODEL
 from edgeinfer.bundle.writing import seal, write_bundle
-from edgeinfer.errors import BackendError, CheckpointError, StorageError, UsageError
+from edgeinfer.core.errors import BackendError, CheckpointError, StorageError, UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.allocation import (
     Importance,
@@ -62,7 +63,6 @@ from edgeinfer.quant.calibration import ModelReader, default_tokens
 from edgeinfer.quant.policy import match_patterns
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -15,7 +15,7 @@ from typing import Any
 
 from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, PRE_TOKENIZERS, default_steps
 from edgeinfer.bundle.gguf.vocabulary import BYTE, CONTROL, NORMAL, STRIP_KEYS, UNKNOWN, UNUSED, USER_DEFINED
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.gguf.architectures import ONNX_HINT
 from edgeinfer.export.source.checkpoint import parse_object
 from edgeinfer.export.source.hf_config import HFConfig

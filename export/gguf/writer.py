@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CheckpointError, StorageError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import CheckpointError, StorageError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.described import describe, read_spec, require_plain
@@ -34,7 +35,6 @@ from edgeinfer.export.gguf.tensors import MXFP4_SCHEME, PlannedGgufTensor, gguf_
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 

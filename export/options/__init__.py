@@ -13,9 +13,9 @@ from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, Layout
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraphs
-from edgeinfer.errors import BundleError, Setting, UsageError
+from edgeinfer.core.errors import BundleError, Setting, UsageError
+from edgeinfer.core.options.load import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.export.source.calibration_text import DEFAULT_TEXT
-from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
 from edgeinfer.quant.methods import METHODS

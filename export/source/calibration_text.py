@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.core.errors import CheckpointError, UsageError
 
 # Tokens of a text that the model reads at a time: attention costs little at this length, and most contexts are there.
 LENGTH = 512

@@ -24,7 +24,7 @@ from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index,
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.core.errors import CheckpointError, UsageError
 
 FLOATS = ("F32", "F16", "BF16", "F64")
 _WIDER: dict[str, type[np.generic]] = {"F16": np.float16, "F64": np.float64}

@@ -14,7 +14,7 @@ from typing import Any
 
 from edgeinfer.bundle.parts import Mixer, RopeSpec
 from edgeinfer.bundle.spec import Activation
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."

@@ -24,7 +24,7 @@ from edgeinfer.bundle.packing import (
     midpoint,
     pack,
 )
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import FLOATS, FP8_BLOCK, TensorFile
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.quant.policy import QuantScheme, effective_block

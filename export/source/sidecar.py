@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 from edgeinfer.export.source.hf_config import HFConfig
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgeinfer.bundle.spec import MOST_BLOCK
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
 from edgeinfer.export.drafters.dflash import spread_layers
 from edgeinfer.export.training.distill import KindOptions
 from edgeinfer.export.training.losses import in_pieces
@@ -34,7 +35,6 @@ from edgeinfer.export.training.modules import (
     sizes_like,
 )
 from edgeinfer.export.training.text import TokenFile
-from edgeinfer.options import require
 
 _EPS = 1e-6
 # The weight of place k is exp(-(k - 1) / gamma) (arXiv 2602.06036, equation 4). Gamma as a share of a block's rows: 4

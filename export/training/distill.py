@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
+from edgeinfer.core.results import Progress
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, open_text, sample
 from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer, TrainOptions
-from edgeinfer.options import require
-from edgeinfer.results import Progress
 
 # Share of text and replies that is set aside for validation, and windows that are read for it.
 VALIDATION_SHARE, _MEASURED_WINDOWS = 0.04, 24

@@ -22,7 +22,8 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.training.distill import VALIDATION_SHARE, DistillOptions, saved_schedule, step_seconds
 from edgeinfer.export.training.losses import (
     TeacherProbabilities,
@@ -34,7 +35,6 @@ from edgeinfer.export.training.models import Target, hidden_states, layer_states
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, TrainingText, open_text, sample
 from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Trained, Trainer
-from edgeinfer.results import Progress
 
 # Windows that are read at a time, so that few logits are in memory.
 _ROWS = 4

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from edgeinfer.core.options import require
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
@@ -28,7 +29,6 @@ from edgeinfer.export.training.modules import (
     draw_matrices,
 )
 from edgeinfer.export.training.text import TokenFile
-from edgeinfer.options import require
 
 _EPS = 1e-5
 # Shallower targets are read before other layers than EAGLE-3 reads (eagle/model/modeling_llama_kv.py).

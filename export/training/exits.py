@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
+from edgeinfer.core.results import Progress
 from edgeinfer.export.training.distill import VALIDATION_SHARE, StepOptions
 from edgeinfer.export.training.losses import TeacherProbabilities, taught_divergence, teacher_probabilities
 from edgeinfer.export.training.models import Target, layer_states, require_plain, save_checkpoint
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.trainer import Trained, Trainer
-from edgeinfer.options import require
-from edgeinfer.results import Progress
 
 # Windows for measuring.
 _WINDOWS = 32

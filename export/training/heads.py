@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from edgeinfer.bundle.additions import STATE_EPS, Heads
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
 from edgeinfer.export.training.distill import DistillTask, KindOptions
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
-from edgeinfer.options import require
 
 # A later place is reached less often, and counts so much less (Medusa).
 _FADING = 0.8

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgeinfer.bundle.spec import MOST_DRAFT_HEADS, MOST_HEAD_LAYERS
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.modules import (
     ChainModule,
@@ -29,7 +30,6 @@ from edgeinfer.export.training.modules import (
     draw_matrices,
 )
 from edgeinfer.export.training.text import TokenFile
-from edgeinfer.options import require
 
 _USUAL_EPS = 1e-5
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from edgeinfer.bundle.writing import new_file
+from edgeinfer.core.results import Progress
 from edgeinfer.export.training.models import Target, hidden_states
 from edgeinfer.export.training.text import TokenFile
-from edgeinfer.results import Progress
 
 # Logits in memory at a time: 64 MB in float32, and as much again for intermediate results.
 _MOST_LOGITS = 1 << 24

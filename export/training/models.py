@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST, storage_errors
-from edgeinfer.errors import CheckpointError, ModelError, StorageError, TokenizerError, UsageError
+from edgeinfer.core.errors import CheckpointError, ModelError, StorageError, TokenizerError, UsageError
 from edgeinfer.export.source.checkpoint import (
     Checkpoint,
     checkpoint_config,

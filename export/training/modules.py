@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
 from edgeinfer.export.training.distill import DistillOptions, DistillTask, KindOptions, T
 from edgeinfer.export.training.losses import divergence_from_logits
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
-from edgeinfer.options import require
 
 _THETA = 10_000.0
 # Initial deviation of matrices, as Llama's and Qwen3's.

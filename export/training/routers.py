@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from edgeinfer.bundle.additions import Heads
+from edgeinfer.core.options import require
 from edgeinfer.export.training.distill import DistillTask, KindOptions
 from edgeinfer.export.training.heads import final_states
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TokenFile
-from edgeinfer.options import require
 
 # Initial bias: routers start sure that their layers are needed.
 _SURE = 2.0

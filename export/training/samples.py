@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import require
+from edgeinfer.core.results import Progress
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.text import TextSource, TokenFile, open_tokens, write_tokens
-from edgeinfer.options import require
-from edgeinfer.results import Progress
 
 Ints = NDArray[np.int64]
 # Most prompts of a text, and one in so many that is set aside for validation.

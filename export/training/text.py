@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.writing import digest_of, new_file
-from edgeinfer.errors import StorageError, TemplateError, UsageError
+from edgeinfer.core.errors import StorageError, TemplateError, UsageError
 from edgeinfer.export.training.models import Target
 
 Ints = NDArray[np.int64]

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from edgeinfer.bundle.writing import storage_errors, sync_tree
-from edgeinfer.errors import DeviceError, StorageError, UsageError
-from edgeinfer.options import require
-from edgeinfer.results import Progress
+from edgeinfer.core.errors import DeviceError, StorageError, UsageError
+from edgeinfer.core.options import require
+from edgeinfer.core.results import Progress
 
 DEVICES = ("auto", "cpu", "cuda")
 _STATE = "training.safetensors"

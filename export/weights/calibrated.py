@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.weights.planning import WeightPlan, quantized_rows, stored_rows, write_floats, write_quantized
 from edgeinfer.quant.blocks import dequantized
@@ -20,7 +21,6 @@ from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibra
 from edgeinfer.quant.methods import METHODS, quantize
 from edgeinfer.quant.policy import QuantPlan
 from edgeinfer.quant.statistics import InputStatistics
-from edgeinfer.results import Progress
 
 Floats = NDArray[np.float32]
 _RowsT = TypeVar("_RowsT")

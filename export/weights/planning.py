@@ -16,14 +16,15 @@ from edgeinfer.bundle.kinds import KINDS, Segment
 from edgeinfer.bundle.manifest import PlanRecord, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, find_expert, widen
 from edgeinfer.bundle.tables import Outline, is_looked_up
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.core.errors import BudgetError, UsageError
+from edgeinfer.core.options.load import CONVERTED_BITS, FLOAT_BITS, WIDTHS
+from edgeinfer.core.results import Progress
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.architectures.tensors import TensorPlan
 from edgeinfer.export.options import NO_TEXT, ExportConfig
 from edgeinfer.export.source.calibration_text import DEFAULT_TEXT, CalibrationText, read_calibration_text
 from edgeinfer.export.source.sidecar import Sidecar
-from edgeinfer.options.load import CONVERTED_BITS, FLOAT_BITS, WIDTHS
 from edgeinfer.quant.blocks import Grid, packed
 from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_below, plan_within
 from edgeinfer.quant.calibration_layers import uncomputed
@@ -32,7 +33,6 @@ from edgeinfer.quant.policy import QuantPlan, QuantScheme
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import expected_costs, measure_costs
 from edgeinfer.quant.statistics import InputStatistics
-from edgeinfer.results import Progress
 
 # Of the divergence that is allowed, what is planned, as texts differ: planned for 0.03, SmolLM2-135M has 0.032 on
 # WikiText-2, 0.027 on code and 0.045 on chats.

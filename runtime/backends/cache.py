@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
-from edgeinfer.errors import BackendError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.

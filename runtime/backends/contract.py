@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.manifest import Capabilities, Manifest
-from edgeinfer.errors import BackendError, CapabilityError, Setting, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError, CapabilityError, Setting, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import ForkableCache, KVCache
 from edgeinfer.runtime.backends.paged_cache import PagedCache

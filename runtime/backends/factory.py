@@ -10,8 +10,8 @@ from typing import ClassVar
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend

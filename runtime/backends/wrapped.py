@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.records import dataclass
-from edgeinfer.results import ExpertUse
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import ExpertUse
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, adapters_of, choose_adapter

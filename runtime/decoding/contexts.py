@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
-from edgeinfer.errors import CapabilityError, ContextLengthError, Setting
+from edgeinfer.core.errors import CapabilityError, ContextLengthError, Setting
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting
+from edgeinfer.core.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import (

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 # Rows of devices' drafts in a pass where the model drafts nothing itself: one device's longest draft.
 VERIFIED_ROWS = 64

@@ -11,8 +11,8 @@ from statistics import fmean
 
 import numpy as np
 
-from edgeinfer.records import dataclass
-from edgeinfer.results import ComputeUse, DrafterUse, RemoteUse, SearchUse
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import ComputeUse, DrafterUse, RemoteUse, SearchUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.sampling.sampler import Sampler

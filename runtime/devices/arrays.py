@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.options import format_size
+from edgeinfer.core.options import format_size
 from edgeinfer.runtime.devices.providers import CPU_MEMORY, Device, device_error, require
 from edgeinfer.runtime.system.memory import is_refusal
 

@@ -12,8 +12,8 @@ from io import StringIO
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
-from edgeinfer.errors import DeviceError, Setting
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import DeviceError, Setting
+from edgeinfer.core.records import dataclass
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -3,8 +3,8 @@ one in which "auto" looks for a device: what computes most comes first, the CPU 
 
 from __future__ import annotations
 
-from edgeinfer.errors import DeviceError, Setting, UsageError
-from edgeinfer.options.load import LoadConfig, is_graphics
+from edgeinfer.core.errors import DeviceError, Setting, UsageError
+from edgeinfer.core.options.load import LoadConfig, is_graphics
 from edgeinfer.runtime.devices.providers import (
     CPU,
     CPU_MEMORY,

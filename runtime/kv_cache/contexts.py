@@ -25,15 +25,15 @@ import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.contexts import rows_folder
-from edgeinfer.errors import ModelError, UsageError
-from edgeinfer.records import dataclass
-from edgeinfer.results import ContextUse
+from edgeinfer.core.contexts import rows_folder
+from edgeinfer.core.errors import ModelError, UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import ContextUse
+from edgeinfer.core.user_files import make_private, written
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, Stamp, open_session, write_session
-from edgeinfer.user_files import make_private, written
 
 # Runs that stay inside an edit have this many tokens at least: fewer are sooner evaluated than turned.
 _LEAST = 16

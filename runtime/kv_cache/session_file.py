@@ -42,11 +42,11 @@ from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.layouts import WEIGHTS, Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import new_file
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.version import SAMPLING, VERSION
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
-from edgeinfer.version import SAMPLING, VERSION
 
 _FORMAT = "edgeinfer-session"
 _VERSION = "2"

@@ -9,8 +9,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 
 _LONGEST = 8

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.records import dataclass
-from edgeinfer.results import ComputeUse
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.decoding.strategy import Run

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError
-from edgeinfer.results import ComputeUse
+from edgeinfer.core.errors import StorageError
+from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import (

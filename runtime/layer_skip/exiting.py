@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.errors import UsageError
-from edgeinfer.results import ComputeUse
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require

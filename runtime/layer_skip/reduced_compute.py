@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.additions import Heads
-from edgeinfer.errors import CapabilityError, Setting, StorageError, UsageError
-from edgeinfer.methods import DeclaredMethod, find_method
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import CapabilityError, Setting, StorageError, UsageError
+from edgeinfer.core.methods import DeclaredMethod, find_method
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import require
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy

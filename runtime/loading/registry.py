@@ -6,8 +6,8 @@ from functools import cache
 from importlib import import_module
 
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
 from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration, PlanInput, memory_on, weights_modes_on

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 # Of gguf.c: no row has scales that are not finite.
 _NONE = -1

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from edgeinfer.errors import NativeUnavailableError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import NativeUnavailableError, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.native.binding import VERSION, Binding
 from edgeinfer.runtime.native.selftest import agrees_with_portable, portable_is_right
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from edgeinfer.errors import UsageError
-from edgeinfer.results import DeviceLimits
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import DeviceLimits
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import pack, unpack
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 
 # Channels of an int4 row that share a scale and a zero point. In the same bytes as a half scale and a half minimum for

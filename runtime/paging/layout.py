@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
 from edgeinfer.bundle.graph import PAGE_SLOTS
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 

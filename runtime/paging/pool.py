@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.paging.layout import PageLayout, PageRows
 from edgeinfer.runtime.system.memory import refused

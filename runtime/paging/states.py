@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry, StateLayer
-from edgeinfer.errors import BackendError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.pool import BlockPool
 

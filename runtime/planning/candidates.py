@@ -11,9 +11,9 @@ from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import ContextLengthError, Setting, UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import ContextLengthError, Setting, UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.planning.plan_input import Configuration, GrammarMode, PlanInput
 from edgeinfer.runtime.weights.experts import ExpertBytes
 from edgeinfer.runtime.weights.streaming import layer_runs, window_bytes

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.profile.drafting import DrafterRecord
 
 # A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.

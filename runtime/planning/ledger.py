@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from edgeinfer.errors import BudgetError, Setting
-from edgeinfer.options import format_size
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BudgetError, Setting
+from edgeinfer.core.options import format_size
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import Replan
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 
 from edgeinfer.bundle.peft import adapter_bytes
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, PlanInput

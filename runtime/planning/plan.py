@@ -10,9 +10,9 @@ from dataclasses import field
 from typing import Any
 
 from edgeinfer.bundle.layouts import Layout
-from edgeinfer.errors import BudgetError
-from edgeinfer.options import format_size
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import DiskReads, Speed

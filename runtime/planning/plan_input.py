@@ -17,7 +17,7 @@ from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations, weights_ways
 from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel

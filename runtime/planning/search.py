@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.bundle.manifest import Manifest
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.options import format_size
-from edgeinfer.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.options import format_size
+from edgeinfer.core.options.decoding import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.candidates import (
     USUAL_CONTEXT,
     Drafting,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from edgeinfer.bundle.geometry import FLOAT32, Geometry
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate
 from edgeinfer.runtime.planning.plan_input import Configuration
 from edgeinfer.runtime.profile.costs import PassCosts

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 
 from edgeinfer.bundle.strict_json import MisfitError, read_whole
-from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError, StorageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 
 # A day: no pass takes longer.

@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.user_files import make_private, user_cache, written
+from edgeinfer.core.version import VERSION
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.system.machine import processor_name
-from edgeinfer.user_files import make_private, user_cache, written
-from edgeinfer.version import VERSION
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError
-from edgeinfer.records import dataclass
-from edgeinfer.results import DrafterUse
+from edgeinfer.core.errors import StorageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import DrafterUse
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 
 # Tokens of a window: texts of their own seldom share so many in a row.

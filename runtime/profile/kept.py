@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.strict_json import read_whole
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options.load import OVERFLOWS, LoadConfig
-from edgeinfer.records import dataclass
-from edgeinfer.user_files import make_private, user_cache
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options.load import OVERFLOWS, LoadConfig
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import make_private, user_cache
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

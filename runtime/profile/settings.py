@@ -18,12 +18,12 @@ from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.strict_json import MisfitError, read_whole
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import make_private, user_cache, written
+from edgeinfer.core.version import VERSION
 from edgeinfer.runtime.system.machine import processor_name, usable_cores, usable_processors
-from edgeinfer.user_files import make_private, user_cache, written
-from edgeinfer.version import VERSION
 
 # Of WEIGHTS_MODES: the others are concessions to a budget.
 TUNED_WEIGHTS = ("packed", "mapped")

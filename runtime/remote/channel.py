@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import deque
 from statistics import median
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.decoding.shares import DraftAdvice
 
 # Samples kept of each kind; the least of them says what it takes, as other work makes the rest longer.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from edgeinfer.records import dataclass
-from edgeinfer.results import FinishReason
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import FinishReason
 from edgeinfer.runtime.decoding.shares import DraftAdvice
 from edgeinfer.runtime.text.contract import TokenizerLike
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import CapabilityError, ContextLengthError, RemoteError
-from edgeinfer.options import options_of
-from edgeinfer.options.load import VERIFIED_OPTIONS, LoadConfig
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.results import ComputeUse, RemoteUse
+from edgeinfer.core.errors import CapabilityError, ContextLengthError, RemoteError
+from edgeinfer.core.options import options_of
+from edgeinfer.core.options.load import VERIFIED_OPTIONS, LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import ComputeUse, RemoteUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.engine import Engine

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgeinfer.errors import RemoteError, shown
+from edgeinfer.core.errors import RemoteError, shown
 from edgeinfer.runtime.decoding.shares import DraftAdvice
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, UnansweredError, tokens_in

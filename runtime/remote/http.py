@@ -13,9 +13,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 import httpcore
 
-from edgeinfer.errors import CapabilityError, RemoteError, shown
+from edgeinfer.core.errors import CapabilityError, RemoteError, shown
+from edgeinfer.core.version import VERSION
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
-from edgeinfer.version import VERSION
 
 # Seconds for which an unused connection is kept: no longer than servers keep theirs.
 _KEPT_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from edgeinfer.errors import CapabilityError, RemoteError, Setting, UsageError, shown
+from edgeinfer.core.errors import CapabilityError, RemoteError, Setting, UsageError, shown
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.search.branches import Branch, Branches

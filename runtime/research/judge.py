@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.additions import STATE_EPS, Heads, read_heads
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import require
 from edgeinfer.runtime.speculation.drafters.contract import Draft, TargetView, Verdict, Verifier

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, kept_layers, layers_mask, skipping
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies

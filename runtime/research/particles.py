@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.methods import method_option
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.methods import method_option
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.scoring import SCORER, asked_score
 from edgeinfer.runtime.sampling.distributions import draw_from

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from edgeinfer.errors import UsageError
-from edgeinfer.methods import method_option
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.methods import method_option
 
 # A program's own code: requests cannot give one.
 SCORER = method_option(

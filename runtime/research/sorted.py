@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.methods import method_option
-from edgeinfer.results import ComputeUse
+from edgeinfer.core.methods import method_option
+from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies

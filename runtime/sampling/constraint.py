@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.special_tokens import LiteralEncoder
 

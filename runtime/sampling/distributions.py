@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendError
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
 
 Logits = NDArray[np.floating[Any]]
 Ids = NDArray[np.int64]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendError, GrammarError, UsageError
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError, GrammarError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, NumberLimit, engine

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from edgeinfer.errors import GrammarError
+from edgeinfer.core.errors import GrammarError
 
 # By Unicode's categories: Zl and Zp are one line end each. No four digits stand side by side here and below, which
 # would look like a large number to the trial.

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote
 
-from edgeinfer.errors import GrammarError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import GrammarError
+from edgeinfer.core.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
-from edgeinfer.errors import GrammarError
+from edgeinfer.core.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated, without_assertions
 from edgeinfer.runtime.sampling.grammar_rewrites import (
     NEWEST,

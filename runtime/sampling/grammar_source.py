@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from edgeinfer.errors import GrammarError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import GrammarError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.grammar_schema import has_open_escapes, mended
 from edgeinfer.runtime.sampling.grammar_tokens import engine
 

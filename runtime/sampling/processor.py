@@ -8,9 +8,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.sampling.constraint import Accepts, first_accepted
 from edgeinfer.runtime.sampling.distributions import GumbelNoise, Ids, Logits, argmax, truncated
 

@@ -14,8 +14,8 @@ from dataclasses import field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchMethod, SearchParts, SearchStrategy, logprob

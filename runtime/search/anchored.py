@@ -15,9 +15,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ContextLengthError
-from edgeinfer.records import dataclass
-from edgeinfer.results import SearchUse
+from edgeinfer.core.errors import ContextLengthError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import SearchUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchMethod, SearchParts, SearchStrategy, logprob

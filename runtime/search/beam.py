@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces
 from edgeinfer.runtime.search.branches import Branch, Branches

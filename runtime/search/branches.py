@@ -7,8 +7,8 @@ from dataclasses import field
 
 import numpy as np
 
-from edgeinfer.errors import BackendError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import ForkableCache
 from edgeinfer.runtime.backends.contract import ForwardInput, PreemptedError, TogetherBackend

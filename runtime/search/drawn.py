@@ -7,8 +7,8 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
-from edgeinfer.records import dataclass
-from edgeinfer.results import SearchUse
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import SearchUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches

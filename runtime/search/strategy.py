@@ -13,11 +13,11 @@ from typing import ClassVar, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CapabilityError, Setting, UsageError
-from edgeinfer.methods import DeclaredMethod, find_method, product_methods
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.records import dataclass
-from edgeinfer.results import SearchedText, SearchUse
+from edgeinfer.core.errors import CapabilityError, Setting, UsageError
+from edgeinfer.core.methods import DeclaredMethod, find_method, product_methods
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import SearchedText, SearchUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
 from edgeinfer.runtime.backends.forks import can_fork, copied_bytes

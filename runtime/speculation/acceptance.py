@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, Guess
 
 # How fast weights follow what comes, and the terms of a reply.

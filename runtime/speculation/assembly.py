@@ -6,9 +6,9 @@ import dataclasses
 
 from edgeinfer.bundle.opening import nested_drafter, trained_depths
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import ModelError
-from edgeinfer.options.decoding import drafters_in
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import ModelError
+from edgeinfer.core.options.decoding import drafters_in
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.kv_cache import prefix_cache

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput

@@ -11,10 +11,10 @@ from dataclasses import replace
 from statistics import median
 from weakref import WeakSet
 
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options.decoding import drafters_in
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.results import SpeculationUse
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options.decoding import drafters_in
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationStatistics
 from edgeinfer.runtime.planning.economics import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from itertools import count
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.controller import Asked, DraftController, RoundCosts
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round

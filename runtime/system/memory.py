@@ -23,9 +23,9 @@ from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError, EdgeInferError, Setting
-from edgeinfer.options import format_size
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BudgetError, EdgeInferError, Setting
+from edgeinfer.core.options import format_size
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.system.forks import RenewedLock
 
 _HINT = "Free memory, or load the model with a smaller " + Setting("context") + " or " + Setting("memory") + " budget."

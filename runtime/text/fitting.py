@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 Message = dict[str, Any]
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 
-from edgeinfer.errors import PromptError, TokenizerError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import PromptError, TokenizerError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, SPECIAL, TokenizerLike, byte_token, bytes_of
 from edgeinfer.runtime.text.template import ChatTemplate
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
 from edgeinfer.runtime.text.special_tokens import SpecialTokens
 

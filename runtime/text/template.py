@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import PromptError, TemplateError
+from edgeinfer.core.errors import PromptError, TemplateError
 from edgeinfer.runtime.text.fitting import AS_GIVEN, Form, ProbeConversation, forms
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from tokenizers import AddedToken
 from edgeinfer.bundle.array_file import ArrayFileError
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tokenizer_table import TABLE, TokenizerTable
-from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
+from edgeinfer.core.errors import EdgeInferError, PromptError, TokenizerError
 from edgeinfer.runtime.system.memory import allocating, apart, require_room
 from edgeinfer.runtime.text.contract import SPECIAL
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import is_looked_up
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
-from edgeinfer.results import ComputeUse, PassWork
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import ComputeUse, PassWork
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, ForwardOutput, require
 from edgeinfer.runtime.decoding.engine import Engine

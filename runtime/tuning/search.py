@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from edgeinfer.errors import BudgetError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.stopwatch import LOAD, LOADED, PREFILL, PROMPTS, TURN, TURNS, Times
 

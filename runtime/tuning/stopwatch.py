@@ -9,8 +9,8 @@ from statistics import mean
 from types import TracebackType
 from typing import Self
 
-from edgeinfer.errors import BudgetError, Setting, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BudgetError, Setting, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.economics import prospects_by
 from edgeinfer.runtime.planning.plan import MemoryPlan

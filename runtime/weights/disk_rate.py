@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.errors import StorageError
-from edgeinfer.user_files import make_private, user_cache
+from edgeinfer.core.errors import StorageError
+from edgeinfer.core.user_files import make_private, user_cache
 
 _log = logging.getLogger("edgeinfer")
 

@@ -13,7 +13,7 @@ from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.weights.weight_pages import WeightPages
 

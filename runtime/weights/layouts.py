@@ -25,12 +25,12 @@ from edgeinfer.bundle.layouts import (
 )
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import storage_errors, write_file
-from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, NativeUnavailableError, StorageError, UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import user_cache
 from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.system.forks import finalize_here
 from edgeinfer.runtime.weights.verification import FileCheck, VerifiedFiles, accept_file, check_file
-from edgeinfer.user_files import user_cache
 
 Progress = Callable[[str, int, int], None]
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import FileIdentity, hash_file, published_digest, write_file
-from edgeinfer.errors import BundleError, EdgeInferError, InternalError, StorageError, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError, EdgeInferError, InternalError, StorageError, UsageError
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import make_private, user_cache, written
 from edgeinfer.runtime.system.memory import has_room
-from edgeinfer.user_files import make_private, user_cache, written
 
 _log = logging.getLogger("edgeinfer")
 

@@ -181,7 +181,7 @@ def installs(words: list[str], place: str) -> None:
 def parses(words: list[str], place: str) -> None:
     """Checks that a command that is not run has no options but those that there are."""
     from edgeinfer.apps.cli.main import build_parser
-    from edgeinfer.errors import UsageError
+    from edgeinfer.core.errors import UsageError
 
     try:
         build_parser(words[0]).parse_args(words)

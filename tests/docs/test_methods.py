@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from edgeinfer.methods import product_methods
+from edgeinfer.core.methods import product_methods
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.speculation import drafters
@@ -108,7 +108,7 @@ NAMING = {
     "apps/bench/compute.py": "levels that the benchmark measures",
     "apps/cli/distill.py": "kinds of heads that are trained",
     "edgeinfer/bundle/additions.py": "files of heads in a bundle",
-    "edgeinfer/options/decoding.py": "the option that only this search has",
+    "edgeinfer/core/options/decoding.py": "the option that only this search has",
 }
 
 

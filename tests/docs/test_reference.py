@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from edgeinfer.errors import BudgetError, EdgeInferError, ModelError, UsageError
-from edgeinfer.methods import product_methods
-from edgeinfer.options.load import DEVICES, KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.core.errors import BudgetError, EdgeInferError, ModelError, UsageError
+from edgeinfer.core.methods import product_methods
+from edgeinfer.core.options.load import DEVICES, KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 from tests.docs.pages import DOCS, ROOT
 
 

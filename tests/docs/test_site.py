@@ -14,9 +14,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS
-from edgeinfer.options import options_of
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.options import options_of
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
 from tests.cli import TIME_LIMIT
 from tests.docs.pages import DOCS, ROOT, pages
 

@@ -14,7 +14,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.array_file import encode_arrays
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.cli import edgeinfer as command
 from tests.kernel import require_kernel
 

@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import (
+from edgeinfer.core.errors import (
     BackendError,
     BudgetError,
     ContextLengthError,

@@ -21,8 +21,8 @@ from edgeinfer.apps.cli.inputs import read_text
 from edgeinfer.bundle.layouts import MODEL, WEIGHTS
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import MANIFEST, seal
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.user_files import user_cache
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.user_files import user_cache
 from tests.cache import export_checkpoint, made
 from tests.cli import TIME_LIMIT, contents, edgeinfer, refuses
 from tests.factories import make_checkpoint

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import edgeinfer
 from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
+from edgeinfer.core.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache

@@ -12,10 +12,10 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.opening import nest_drafter, open_bundle
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.core.errors import BudgetError, UsageError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
-from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.method import priors_of
@@ -224,7 +224,7 @@ def test_a_model_in_a_tight_budget_drafts_less(small_bundle: Path) -> None:
 RUN = """
 import json, sys
 import edgeinfer
-from edgeinfer.errors import BudgetError
+from edgeinfer.core.errors import BudgetError
 options = json.loads(sys.argv[1])
 who = options["speculation"]
 if options.pop("tight"):

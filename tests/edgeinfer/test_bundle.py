@@ -22,7 +22,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
-from edgeinfer.errors import BundleError, StorageError
+from edgeinfer.core.errors import BundleError, StorageError
 from tests.tables import each_row
 
 SPEC = DecoderSpec(

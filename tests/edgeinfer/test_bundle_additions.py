@@ -20,7 +20,7 @@ from edgeinfer.bundle.manifest import FileEntry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from tests.heads import random_heads
 
 

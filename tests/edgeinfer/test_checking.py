@@ -11,11 +11,11 @@ import pytest
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities, Manifest, QualityRecord
 from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.core.results import Progress
 from edgeinfer.export.exporter import Check, export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.calibration_text import read_builtin_text
 from edgeinfer.export.weights.float_model import FloatModel
-from edgeinfer.results import Progress
 from edgeinfer.tools.checking import described, measure_quality
 from edgeinfer.tools.evaluation import evaluate
 from tests.factories import make_checkpoint

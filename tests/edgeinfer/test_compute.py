@@ -14,8 +14,8 @@ import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.additions import Heads, add_heads
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import BundleError, CapabilityError, UsageError
-from edgeinfer.results import Result
+from edgeinfer.core.errors import BundleError, CapabilityError, UsageError
+from edgeinfer.core.results import Result
 from tests.compute import even_costs
 from tests.factories import make_bigram_bundle
 from tests.speculation import known_costs, plain, random_bundle

@@ -14,8 +14,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.context_model import ContextModel
-from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, StorageError, UsageError
-from edgeinfer.results import ContextUse, Placement
+from edgeinfer.core.errors import CapabilityError, ContextLengthError, ModelError, PromptError, StorageError, UsageError
+from edgeinfer.core.results import ContextUse, Placement
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.contexts import EditPart, parts_of_edit

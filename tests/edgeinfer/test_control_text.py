@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.hub import resolve
 from edgeinfer.openai import make_completion, whole
-from edgeinfer.options.reply import GenerationConfig
 from tests.cli import edgeinfer as command
 from tests.tables import each_row
 

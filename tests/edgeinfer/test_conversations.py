@@ -14,7 +14,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.geometry import PAGED_KV
-from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelError, PromptError, StorageError, UsageError
+from edgeinfer.core.errors import ContextLengthError, EdgeInferError, ModelError, PromptError, StorageError, UsageError
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.kv_cache.session_file import is_session
 from tests.edgeinfer.conftest import TEMPLATE
@@ -369,7 +369,7 @@ STORY = "Once upon a time there was a dog. The dog liked to play with a ball in 
 def test_a_text_goes_on_and_says_what_was_lost(policy: str) -> None:
     with load_eager(context=64, overflow=policy, remember=False) as model:
         short = model.generate("Once", max_tokens=10, speculation="off")
-        assert short.overflow == edgeinfer.results.Overflow(policy)
+        assert short.overflow == edgeinfer.core.results.Overflow(policy)
         assert short.overflow.lossless
         long = model.generate(STORY * 4, max_tokens=50, ignore_eos=True, seed=1, temperature=0.5)
         assert len(long.token_ids) == 50

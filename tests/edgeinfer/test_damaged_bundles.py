@@ -18,7 +18,7 @@ from edgeinfer import loading
 from edgeinfer.bundle.layouts import MODEL, WEIGHTS
 from edgeinfer.bundle.opening import nest_drafter, open_bundle
 from edgeinfer.bundle.writing import hash_file, seal
-from edgeinfer.errors import BundleError, ModelError, TemplateError
+from edgeinfer.core.errors import BundleError, ModelError, TemplateError
 from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.runtime.text import render_process
 from edgeinfer.runtime.weights import verification

@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import BackendError, DeviceError, UsageError
+from edgeinfer.core.errors import BackendError, DeviceError, UsageError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.results import ModelInfo
 from edgeinfer.loading import Bundles, profiles_of
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.results import ModelInfo
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.devices import STANDIN, install, lacking
 from tests.tables import each_row

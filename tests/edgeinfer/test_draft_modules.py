@@ -18,10 +18,10 @@ import edgeinfer
 from edgeinfer.bundle.array_file import encode_arrays
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import ModelError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import ModelError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.results import SpeculationUse, TokenLogprob
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.results import SpeculationUse, TokenLogprob
 from tests.cache import made
 from tests.dflash_drafters import ReferenceDrafter, make_drafter
 from tests.draft_modules import (

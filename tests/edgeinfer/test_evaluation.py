@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 import edgeinfer
 from edgeinfer import tools
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import ModelError, UsageError
+from edgeinfer.core.errors import ModelError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.tools.evaluation import Divergence, Evaluation, compare_predictions, read_predictions
 from tests.cache import export_checkpoint, made

@@ -19,7 +19,7 @@ pytestmark = [needs_builtin, pytest.mark.skipif(not hasattr(os, "fork"), reason=
 _SCRIPT = """
 import asyncio, os, signal, sys, threading, traceback
 import edgeinfer
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 OPTIONS = dict(max_tokens=12, ignore_eos=True)
 model = edgeinfer.load({model!r}, context=256, threads=2, parallel=2{options})

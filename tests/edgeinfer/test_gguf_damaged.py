@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edgeinfer import hub
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.core.errors import EdgeInferError
 from edgeinfer.export.gguf.reading import convert_gguf
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.tools import conversion

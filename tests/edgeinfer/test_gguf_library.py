@@ -15,7 +15,7 @@ import pytest
 
 from edgeinfer.bundle.gguf import library
 from edgeinfer.bundle.gguf.library import extra_buffer_types, functions
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.cli import TIME_LIMIT
 from tests.tables import each_row
 

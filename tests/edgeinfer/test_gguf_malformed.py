@@ -20,7 +20,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError, TemplateError
+from edgeinfer.core.errors import BundleError, TemplateError
 from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.cli import edgeinfer, edgeinfer_process, refuses
 from tests.gguf_builder import ARRAY, INT32, STRING, UINT32, Builder, Tensor, small_model

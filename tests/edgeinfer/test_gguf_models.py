@@ -11,7 +11,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.geometry import LLAMA_KV
-from edgeinfer.errors import BudgetError, CapabilityError, ModelError
+from edgeinfer.core.errors import BudgetError, CapabilityError, ModelError
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint

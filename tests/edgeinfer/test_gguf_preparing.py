@@ -15,7 +15,7 @@ import pytest
 
 from edgeinfer import hub
 from edgeinfer.apps.desktop.documents import _READ_PDF
-from edgeinfer.errors import BundleError, StorageError
+from edgeinfer.core.errors import BundleError, StorageError
 from edgeinfer.hub.conversion import _PROGRAM, FetchJob
 from edgeinfer.tools import conversion
 from tests.cli import TIME_LIMIT, command, environment

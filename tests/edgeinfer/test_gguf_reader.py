@@ -22,7 +22,7 @@ from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.core.errors import BundleError, UsageError
 from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.gguf_builder import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Builder, Tensor, small_model
 from tests.tables import each_row

@@ -20,7 +20,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.desktop.library import Library, Planner
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import HubError, StorageError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import HubError, StorageError, UnsupportedArchitectureError, UsageError
 from edgeinfer.hub.catalog_models import Package, catalog_model
 from edgeinfer.hub.conversion import FetchJob
 from edgeinfer.tools import conversion

@@ -18,7 +18,7 @@ from huggingface_hub import constants, errors
 from edgeinfer import hub
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
-from edgeinfer.errors import BundleError, EdgeInferError, HubError, InternalError, ModelError, StorageError
+from edgeinfer.core.errors import BundleError, EdgeInferError, HubError, InternalError, ModelError, StorageError
 from edgeinfer.hub.conversion import FetchJob, fetch
 from tests.cli import python
 from tests.hub_server import COMMIT, bundle_files, hub_environment, serving

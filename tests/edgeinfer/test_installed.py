@@ -16,7 +16,8 @@ from edgeinfer import hub
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.names import display_name, file_name, quantization_of
 from edgeinfer.bundle.writing import seal
-from edgeinfer.errors import BudgetError, HubError, ModelError, UsageError
+from edgeinfer.core.errors import BudgetError, HubError, ModelError, UsageError
+from edgeinfer.core.options.load import CONVERTED_BITS
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.hub.catalog_models import CONVERTED, DecoderSizes
 from edgeinfer.hub.conversion import FetchJob
@@ -26,7 +27,6 @@ from edgeinfer.hub.ids import AUTO, HubName, gguf_parts, parse_name
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.installed import list_models, remove_model
 from edgeinfer.openai import make_completion
-from edgeinfer.options.load import CONVERTED_BITS
 from tests.gguf_builder import FLOAT32, INT32, small_model
 from tests.speculation import BUILTIN, needs_builtin
 from tests.tables import each_row

@@ -17,7 +17,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, STATIC
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, blocks_of_file
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.core.errors import BundleError, UsageError
 from edgeinfer.quant.policy import QuantScheme
 from tests.gguf_blocks import HALVES, Bytes, random_rows, values_of
 from tests.kernel import require_kernel

@@ -42,7 +42,7 @@ from edgeinfer.bundle.parts import MoESpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
 from edgeinfer.bundle.writing import MANIFEST, seal
-from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from edgeinfer.export import exporter
 from edgeinfer.export.options import ExportConfig
 from tests.cache import export_checkpoint, made

@@ -23,11 +23,11 @@ from edgeinfer.bundle.geometry import KVLayer, StateLayer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.parts import ConvSpec, HeadsSpec
-from edgeinfer.errors import UsageError
-from edgeinfer.options import Range, options_of, parse_size
-from edgeinfer.options.decoding import ReducedCompute, Search, Speculation
-from edgeinfer.options.load import Cache, LoadConfig
-from edgeinfer.options.reply import GenerationConfig, Sampling
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options import Range, options_of, parse_size
+from edgeinfer.core.options.decoding import ReducedCompute, Search, Speculation
+from edgeinfer.core.options.load import Cache, LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig, Sampling
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
 from tests.bounds import bounds, facts

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import edgeinfer
 from edgeinfer.apps.cli.options import as_flag
 from edgeinfer.chat import Chat
-from edgeinfer.errors import PromptError, Setting, UsageError, joined
+from edgeinfer.core.errors import PromptError, Setting, UsageError, joined
+from edgeinfer.core.options import format_size, options_of, parse_size, types
+from edgeinfer.core.options.load import LOAD_GROUPS, Cache, LoadConfig
+from edgeinfer.core.options.reply import REPLY_GROUPS, GenerationConfig
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, sampling
-from edgeinfer.options import format_size, options_of, parse_size, types
-from edgeinfer.options.load import LOAD_GROUPS, Cache, LoadConfig
-from edgeinfer.options.reply import REPLY_GROUPS, GenerationConfig
 from tests.tables import each_row
 from tests.tools import option_types
 

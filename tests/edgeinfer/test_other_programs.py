@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import is_gguf, open_bundle
-from edgeinfer.errors import BundleError, ModelError, UsageError
+from edgeinfer.core.errors import BundleError, ModelError, UsageError
 from edgeinfer.hub.placing import find_place, places
 from edgeinfer.installed import list_models, remove_model
 from edgeinfer.runtime.kv_cache.session_file import origin_of

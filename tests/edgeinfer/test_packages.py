@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.errors import HubError
+from edgeinfer.core.errors import HubError
 from edgeinfer.hub.catalog_models import Package
 from edgeinfer.hub.packages import fetch_package
 from tests.tables import each_row

@@ -54,8 +54,8 @@ from edgeinfer.bundle.packing import (
     unpack,
 )
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.options.load import ONNX_KV_TYPES
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.options.load import ONNX_KV_TYPES
 from tests.tables import each_row
 
 

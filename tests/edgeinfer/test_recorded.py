@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.results import SpeculationUse
+from edgeinfer.core.results import SpeculationUse
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 from tests.methods import nested

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from edgeinfer import records
+from edgeinfer.core import records
 from tests.tables import each_row
 
 WAYS: list[dict[str, Any]] = [{}, {"frozen": True}, {"eq": False}, {"frozen": True, "kw_only": True}]

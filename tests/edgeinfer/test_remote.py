@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import CapabilityError, RemoteError, UsageError
-from edgeinfer.options.load import RemoteApi
+from edgeinfer.core.errors import CapabilityError, RemoteError, UsageError
+from edgeinfer.core.options.load import RemoteApi
 from edgeinfer.runtime.remote.channel import Channel
 from edgeinfer.runtime.speculation.speculator import Speculator
 from tests.edgeinfer.stub_engines import StubEngine, answering, stub

@@ -14,10 +14,10 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Result
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.results import Result
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.methods import all_methods

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import UsageError
-from edgeinfer.results import SpeculationUse
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import SpeculationUse
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, DENSE, PROMPT, check_figures, load_eager, needs_builtin, plain, same
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.profile import device_profile

@@ -12,9 +12,9 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle.additions import add_heads
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
+from edgeinfer.core.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
+from edgeinfer.core.results import DrafterUse
 from edgeinfer.export.exporter import export_checkpoint
-from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.speculation.drafters.method import drafter_method
 from tests.cache import made
 from tests.cli import contents

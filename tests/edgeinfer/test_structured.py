@@ -13,9 +13,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, run_case
-from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.results import read_reply
+from edgeinfer.core.errors import BudgetError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import read_reply
 from edgeinfer.runtime.sampling import grammar_trial
 from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
 from tests.tables import each_row

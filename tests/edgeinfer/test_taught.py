@@ -24,8 +24,8 @@ from edgeinfer.bundle.additions import (
     steering_names,
 )
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import BundleError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research import judge
 from edgeinfer.runtime.research.judge import Mismatch, RightReply, find_mismatches, read_questions

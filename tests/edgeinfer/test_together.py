@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import EdgeInferError, PromptError, UsageError
+from edgeinfer.core.errors import EdgeInferError, PromptError, UsageError
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.speculation import known_costs

@@ -14,9 +14,9 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import EdgeInferError, StorageError, UsageError
+from edgeinfer.core.errors import EdgeInferError, StorageError, UsageError
+from edgeinfer.core.results import Result
 from edgeinfer.hub import resolve
-from edgeinfer.results import Result
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.profile.kept import KEPT_POLICY, MeasuredPolicy

@@ -14,7 +14,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer import tools
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import costs as device_costs
 from edgeinfer.runtime.system.machine import usable_processors

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.generation import TokenStream

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.core.errors import StorageError, UsageError
 from tests.cli import TIME_LIMIT, python
 from tests.speculation import BUILTIN, known_costs, needs_builtin
 from tests.timers import Timers
@@ -243,7 +243,7 @@ def test_a_bundle_that_is_gone_is_told_and_may_come_back(
     fresh.unload()
     small_bundle.rename(tmp_path / "away")
     try:
-        with pytest.raises(edgeinfer.errors.ModelError):
+        with pytest.raises(edgeinfer.core.errors.ModelError):
             fresh.generate(PROMPT, **OPTIONS)
     finally:
         (tmp_path / "away").rename(small_bundle)

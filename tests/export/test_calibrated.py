@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.core.errors import CheckpointError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.calibration_text import builtin_text, read_builtin_text, read_calibration_text

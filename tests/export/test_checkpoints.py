@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import edgeinfer
 from edgeinfer.bundle.gguf_bundle import open_gguf
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers.utils import logging as library
 
-from edgeinfer.errors import ModelError, StorageError, TemplateError, UsageError
+from edgeinfer.core.errors import ModelError, StorageError, TemplateError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.drafter import (
     StudentSize,

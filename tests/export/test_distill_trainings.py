@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.errors import DeviceError, StorageError, UsageError
+from edgeinfer.core.errors import DeviceError, StorageError, UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export.training import drafter
 from edgeinfer.export.training import trainer as trainer_module
 from edgeinfer.export.training.drafter import DrafterOptions, StudentSize, train_drafter
@@ -24,7 +25,6 @@ from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.samples import SampleOptions
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.trainer import Trained, Trainer, TrainOptions, find_device
-from edgeinfer.results import Progress
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 from tests.tables import each_row

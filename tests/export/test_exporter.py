@@ -20,7 +20,7 @@ from edgeinfer.bundle.layouts import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import (
+from edgeinfer.core.errors import (
     BudgetError,
     CheckpointError,
     EdgeInferError,
@@ -263,7 +263,7 @@ def test_without_onnx_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['onnx'] = None\nimport edgeinfer.export"
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
-    assert "edgeinfer.errors.UsageError" in result.stderr
+    assert "edgeinfer.core.errors.UsageError" in result.stderr
     assert "pip install onnx" in result.stderr
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.metadata import ggml_type
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.manifest import Manifest
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.core.errors import BudgetError, UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf import allocation
 from edgeinfer.export.gguf.allocation import (

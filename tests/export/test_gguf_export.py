@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import CheckpointError, StorageError
+from edgeinfer.core.errors import CheckpointError, StorageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from tests.factories import make_checkpoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from tests.factories import make_checkpoint
 
 pytest.importorskip("gguf")

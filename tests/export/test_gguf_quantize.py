@@ -18,7 +18,7 @@ pytest.importorskip("llama_cpp")
 import gguf
 
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
-from edgeinfer.errors import BackendError, BundleError, StorageError, UsageError
+from edgeinfer.core.errors import BackendError, BundleError, StorageError, UsageError
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 from edgeinfer.export.options import FILE_TYPES

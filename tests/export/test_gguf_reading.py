@@ -24,7 +24,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import EdgeInferError, UnsupportedArchitectureError
+from edgeinfer.core.errors import EdgeInferError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.reading import GgufTensors, convert_gguf, convert_model, look, read_model
 from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf

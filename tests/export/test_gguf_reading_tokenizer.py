@@ -26,7 +26,7 @@ from edgeinfer.bundle.gguf.normalizer import (
 )
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.tokenizer_table import encode_table
-from edgeinfer.errors import BundleError, CheckpointError
+from edgeinfer.core.errors import BundleError, CheckpointError
 from edgeinfer.export.gguf.reading_tokenizer import read_tokenizer, tokenizer_refusal
 from edgeinfer.export.gguf.route import ORDINARY, RARE, llama_encoder
 from edgeinfer.export.gguf.vocabulary import add_vocabulary, byte_level_steps, pre_tokenizer_name, read_vocabulary

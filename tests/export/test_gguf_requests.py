@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from edgeinfer.bundle.gguf.reader import read_gguf
-from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers

@@ -11,7 +11,7 @@ pytest.importorskip("gguf")
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.opening import add_file, open_bundle
-from edgeinfer.errors import BundleError, EdgeInferError, StorageError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import BundleError, EdgeInferError, StorageError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.gguf.reading import convert_model, read_model, restore_gguf
 from edgeinfer.export.gguf.rest import REST
 from edgeinfer.export.gguf.writer import write_gguf

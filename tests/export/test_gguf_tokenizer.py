@@ -19,7 +19,7 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import open_gguf
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.tokenizer_table import encode_table
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.gguf.route import ORDINARY, RARE, check_tokenizer, llama_encoder
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary

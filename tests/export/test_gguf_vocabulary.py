@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
-from edgeinfer.errors import BundleError, CheckpointError, UsageError
+from edgeinfer.core.errors import BundleError, CheckpointError, UsageError
 from edgeinfer.export.gguf import writer
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf

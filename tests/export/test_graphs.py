@@ -21,7 +21,7 @@ from edgeinfer.bundle.conversion import convert_weights
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput

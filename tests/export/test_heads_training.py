@@ -14,7 +14,7 @@ import torch
 from edgeinfer.bundle.additions import Heads, add_heads, read_heads
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.heads import HeadsOptions, HydraOptions, MedusaOptions
 from edgeinfer.export.training.models import Target, load_target

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import BundleError, CheckpointError, EdgeInferError, UnsupportedArchitectureError
+from edgeinfer.core.errors import BundleError, CheckpointError, EdgeInferError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import ARCHITECTURES, find_architecture
 from edgeinfer.export.architectures.lfm import LFM2, LFM3
 from edgeinfer.export.architectures.qwen import QWEN3_5

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.results import Progress
 from edgeinfer.export import exporter
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.training.dflash import DflashOptions
@@ -29,7 +30,6 @@ from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.modules import ModuleTask
 from edgeinfer.export.training.routers import RoutersOptions
 from edgeinfer.export.training.text import TextSource
-from edgeinfer.results import Progress
 from tests.cache import export_checkpoint
 from tests.dflash_drafters import ReferenceDrafter
 from tests.draft_modules import change_tensors, drafted_logits, drafter_of

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.optimum_route import quantize_graph
 from edgeinfer.export.options import ExportConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.core.errors import EdgeInferError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.export.source.hf_config import HFConfig

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput

@@ -22,7 +22,7 @@ import edgeinfer
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.export import exporter
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import read_spec, require_graphs, require_plain

@@ -17,7 +17,7 @@ from edgeinfer.bundle.layouts import STATIC, WEIGHTS
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.core.errors import BundleError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from tests.cli import edgeinfer, refuses

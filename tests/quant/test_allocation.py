@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import BudgetError
+from edgeinfer.core.errors import BudgetError
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate, allocate_exactly
 
 OPTIONS = st.builds(PricedOption, st.integers(1, 200), st.floats(0, 10).map(lambda cost: round(cost, 3)))

@@ -10,7 +10,7 @@ from edgeinfer.bundle.kinds import Segment
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.packing import QuantizedShape
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.core.errors import BudgetError, UsageError
 from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_below, plan_within
 from edgeinfer.quant.policy import QuantScheme
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.parts import MoESpec, RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint

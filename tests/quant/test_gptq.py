@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.quant.blocks import Grid, restored
 from edgeinfer.quant.gptq import GptqOptions, damped, solver
 from edgeinfer.quant.methods import approximate

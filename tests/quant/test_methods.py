@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import blocks_per_row, packed_bytes, unpack
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.core.errors import CheckpointError, UsageError
 from edgeinfer.quant.blocks import Grid, dequantized
 from edgeinfer.quant.methods import METHODS, approximate, method_for, quantize
 from edgeinfer.quant.policy import QuantScheme

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.bundle.manifest import PlannedTensor, PlanRecord
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.core.errors import BundleError, UsageError
 from edgeinfer.quant.policy import (
     QuantPlan,
     QuantPolicy,

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize, unpack
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.quant.methods import quantize
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics, output_error

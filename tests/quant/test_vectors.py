@@ -20,7 +20,7 @@ from edgeinfer.bundle.packing import (
     split_codes,
     widen,
 )
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.quant.blocks import Grid, dequantized
 from edgeinfer.quant.budget import candidate_schemes
 from edgeinfer.quant.gptq import GptqOptions, damped

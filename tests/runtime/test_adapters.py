@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import encode_arrays
-from edgeinfer.errors import AdapterError
+from edgeinfer.core.errors import AdapterError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters

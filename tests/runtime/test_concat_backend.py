@@ -22,8 +22,8 @@ from edgeinfer.bundle.manifest import Capabilities, Manifest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
-from edgeinfer.errors import BackendError, BundleError, CapabilityError
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError

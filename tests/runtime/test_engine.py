@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
+from edgeinfer.core.errors import BackendError, BudgetError, ContextLengthError, PromptError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit, TrimmedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass

@@ -19,7 +19,7 @@ from edgeinfer.bundle.layouts import NATIVE, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST, seal
-from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
+from edgeinfer.core.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput

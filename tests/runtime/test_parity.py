@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.layouts import NATIVE
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.paged_cache import PagedCache

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.session_file import Origin, is_session, open_session, origin_of, write_session

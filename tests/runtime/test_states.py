@@ -16,11 +16,11 @@ import edgeinfer
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, CapabilityError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.errors import BackendError, BundleError, CapabilityError, UnsupportedArchitectureError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import checkpoint_tensors
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of

@@ -14,10 +14,10 @@ import pytest
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.writing import seal
-from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.core.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.core.options.decoding import MOST_DRAFTED, drafters_in
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig, StaticOptions
-from edgeinfer.options.decoding import MOST_DRAFTED, drafters_in
-from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

@@ -12,10 +12,10 @@ import pytest
 
 from edgeinfer.bundle import writing
 from edgeinfer.bundle.writing import FileIdentity, hash_file
-from edgeinfer.errors import BundleError
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.user_files import written
 from edgeinfer.runtime.weights import verification
 from edgeinfer.runtime.weights.verification import FileCheck, VerifiedFiles, accept_file, check_file
-from edgeinfer.user_files import written
 
 SIZE = 3 * 2**20 + 17
 Reads = Callable[[Callable[[], object]], int]

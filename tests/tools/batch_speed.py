@@ -26,7 +26,7 @@ from edgeinfer import Slot
 from edgeinfer.apps.bench.benchmark import numbers
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.bundle.gguf.library import llama_library
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from tests.tools.figures import percentile, script_json
 
 Prompts = list[list[int]]

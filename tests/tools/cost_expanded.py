@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.core.errors import CheckpointError, UsageError
 from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.tools.random_models import STANDARD_DEVIATION, Shape, find_shape, write_header
 

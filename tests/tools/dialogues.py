@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgeinfer.bundle.writing import write_file
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.export.training.text import SEPARATOR
 
 Message = dict[str, str]

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import GrammarError
+from edgeinfer.core.errors import GrammarError
 from tests.runtime.sampling.json_texts import accepts, follow
 
 DRAFTS = {

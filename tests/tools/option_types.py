@@ -1,4 +1,4 @@
-"""Writes edgeinfer/options/types.py from the declared options: python -m tests.tools.option_types"""
+"""Writes edgeinfer/core/options/types.py from the declared options: python -m tests.tools.option_types"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.options import OptionGroup, decoding, load, options_of, reply, types
+from edgeinfer.core.options import OptionGroup, decoding, load, options_of, reply, types
 
 _WIDTH = 120
 _HEAD = '''\
@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
-from edgeinfer.options.decoding import Answer, ReducedCompute, Search, SkipCache, Speculation
-from edgeinfer.options.load import Cache, CountedPages, KvType, OverflowPolicy, RemoteApi, RemoteLoss, WeightsMode
-from edgeinfer.options.reply import Sampling, SchemaClass
+from edgeinfer.core.options.decoding import Answer, ReducedCompute, Search, SkipCache, Speculation
+from edgeinfer.core.options.load import Cache, CountedPages, KvType, OverflowPolicy, RemoteApi, RemoteLoss, WeightsMode
+from edgeinfer.core.options.reply import Sampling, SchemaClass
 
 Prompt: TypeAlias = str | Sequence[int]
 JsonSchema: TypeAlias = Mapping[str, Any] | str | type[SchemaClass]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.bundle.array_file import encode_header
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

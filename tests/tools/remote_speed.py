@@ -27,9 +27,9 @@ import psutil
 
 import edgeinfer
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.errors import UsageError
-from edgeinfer.options.load import RemoteApi
-from edgeinfer.results import Result
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.load import RemoteApi
+from edgeinfer.core.results import Result
 from tests.tools.figures import script_json
 from tests.tools.link import Link
 

@@ -29,8 +29,8 @@ from edgeinfer.apps.bench.processes import child_environment
 from edgeinfer.apps.bench.render import machine_facts, markdown, markdown_table
 from edgeinfer.apps.bench.report import read_section, report_html
 from edgeinfer.apps.bench.texts import STORIES_FILE
-from edgeinfer.errors import BackendError, EdgeInferError, UsageError
-from edgeinfer.options import format_size
+from edgeinfer.core.errors import BackendError, EdgeInferError, UsageError
+from edgeinfer.core.options import format_size
 from tests.tools.cost_expanded import expand_checkpoint
 from tests.tools.random_models import find_shape, write_random_checkpoint
 from tests.tools.remote_speed import devices_together, links_table

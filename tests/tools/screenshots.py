@@ -27,7 +27,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwright
 
-from edgeinfer.errors import BackendError, EdgeInferError, UsageError
+from edgeinfer.core.errors import BackendError, EdgeInferError, UsageError
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDE, _NARROW, _REPORT = (1280, 800), (380, 760), (1100, 1500)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 
 # The first supported version and the first one after: llama.cpp's structures change with most releases.
 SUPPORTED = ("0.3.36", "0.3.37")

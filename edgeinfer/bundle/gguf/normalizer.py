@@ -12,8 +12,8 @@ from functools import cache, partial
 from typing import Any
 
 from edgeinfer.bundle.gguf.metadata import Metadata
-from edgeinfer.errors import BundleError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.records import dataclass
 
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"

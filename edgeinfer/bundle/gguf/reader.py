@@ -34,8 +34,8 @@ from edgeinfer.bundle.gguf.metadata import (
     Value,
     damaged,
 )
-from edgeinfer.errors import BundleError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.records import dataclass
 
 # The largest headers, of vocabularies of 260,000 tokens with their merges, have some 17 MB.
 MAX_HEADER_BYTES = 64_000_000

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.metadata import GgufArray, Metadata, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.errors import BundleError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.records import dataclass
 
 # Our own keys: ids of special tokens that take the white space before them, and after them.
 STRIP_KEYS = ("edgeinfer.tokenizer.lstrip", "edgeinfer.tokenizer.rstrip")

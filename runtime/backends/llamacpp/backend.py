@@ -16,7 +16,7 @@ from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import digest_of
-from edgeinfer.errors import AdapterError, BackendError
+from edgeinfer.core.errors import AdapterError, BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import KVLayer
-from edgeinfer.errors import BackendError, CapabilityError, Setting
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError, CapabilityError, Setting
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.bundle.gguf.library import listening, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.errors import BackendError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.llamacpp.memory import EXPERTS, is_head_packed, looks_up, packed_bytes
 from edgeinfer.runtime.system.machine import usable_processors

@@ -9,10 +9,10 @@ from edgeinfer.bundle.geometry import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, DeviceError, Setting
-from edgeinfer.options.decoding import MOST_DRAFTED
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import BackendError, BundleError, DeviceError, Setting
+from edgeinfer.core.options.decoding import MOST_DRAFTED
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.llamacpp.graphics import (

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from edgeinfer.bundle.gguf.library import SUPPORTED, device_fault, functions, is_installed, llama_library, logged_error
-from edgeinfer.errors import CapabilityError, DeviceError, RemoteError, UsageError, shown
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import CapabilityError, DeviceError, RemoteError, UsageError, shown
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.devices.providers import CPU_MEMORY, Device, Traits, device_error
 
 # ggml_backend_dev_type.

@@ -19,8 +19,8 @@ from edgeinfer.bundle.gguf.library import cpu_device, extra_buffer_types, functi
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import geometry_of, head_sizes, key_heads
-from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.state import CellRows
 
 # Matrices that only a product with activations reads; the embedding, whose rows are looked up, is none of them.

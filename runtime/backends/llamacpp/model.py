@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeinfer.bundle.gguf.library import llama_library, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.errors import BundleError, TokenizerError
+from edgeinfer.core.errors import BundleError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
 from edgeinfer.runtime.backends.llamacpp.memory import looks_up, packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import find_kv_type
 from edgeinfer.bundle.geometry import load as load_rows
 from edgeinfer.bundle.geometry import store as store_rows
-from edgeinfer.errors import BackendError, CapabilityError, Setting
+from edgeinfer.core.errors import BackendError, CapabilityError, Setting
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, check_rows, check_type
 

@@ -28,7 +28,7 @@ from edgeinfer.bundle.gguf.vocabulary import (
     GgufVocabulary,
     read_vocabulary,
 )
-from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.core.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.system.memory import allocating
 from edgeinfer.runtime.text.contract import SPECIAL, byte_token, token_bytes

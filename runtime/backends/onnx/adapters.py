@@ -17,8 +17,8 @@ from edgeinfer.bundle import graph
 from edgeinfer.bundle.manifest import Manifest, TensorEntry
 from edgeinfer.bundle.peft import AdapterFile, LowRank, Module, module_key, open_adapter
 from edgeinfer.bundle.protobuf import fields, length_delimited, number
-from edgeinfer.errors import AdapterError, BundleError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import AdapterError, BundleError
+from edgeinfer.core.records import dataclass
 
 # A place in the weights of both factors, rank, first output and number of outputs: a part of the operator's table.
 _ENTRY = 5

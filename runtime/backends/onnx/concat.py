@@ -17,7 +17,7 @@ from edgeinfer.bundle import concat_graph
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import MODEL
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, CapabilityError
+from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot, check_snapshot
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass

@@ -10,8 +10,8 @@ from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import CapabilityError
-from edgeinfer.options.load import MERGING, LoadConfig
+from edgeinfer.core.errors import CapabilityError
+from edgeinfer.core.options.load import MERGING, LoadConfig
 from edgeinfer.runtime.backends.contract import Backend, runs_apart
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
 from edgeinfer.runtime.backends.onnx.memory import memory_of

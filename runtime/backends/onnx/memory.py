@@ -15,7 +15,7 @@ from edgeinfer.bundle.spec import WAITING_ROWS
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
 from edgeinfer.bundle.tokenizer_table import TABLE
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout, pages_of
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.plan_input import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode

@@ -24,7 +24,7 @@ from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import (
     NO_ADAPTER,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import graph
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.parts import MoESpec
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows

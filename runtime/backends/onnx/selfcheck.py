@@ -10,7 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.protobuf import length_delimited, number
-from edgeinfer.errors import BackendError, DeviceError, EdgeInferError
+from edgeinfer.core.errors import BackendError, DeviceError, EdgeInferError
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.adapters import write_attribute, write_node
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession

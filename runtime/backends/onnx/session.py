@@ -10,7 +10,7 @@ from typing import TypeAlias
 import onnxruntime as ort
 
 from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
+from edgeinfer.core.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device, add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel

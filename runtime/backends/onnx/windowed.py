@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.errors import CapabilityError, Setting, StorageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import CapabilityError, Setting, StorageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend

@@ -39,8 +39,8 @@ from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec, with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
-from edgeinfer.errors import BundleError
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts

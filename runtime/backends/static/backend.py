@@ -24,7 +24,7 @@ from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, Setting, UsageError
+from edgeinfer.core.errors import BackendError, BundleError, Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows

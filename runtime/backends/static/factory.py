@@ -7,8 +7,8 @@ from typing import ClassVar
 from edgeinfer.bundle.geometry import FLOAT32
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory

@@ -13,7 +13,7 @@ from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint, TokenizerMode

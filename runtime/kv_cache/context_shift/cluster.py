@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.policy import (

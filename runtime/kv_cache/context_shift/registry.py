@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy

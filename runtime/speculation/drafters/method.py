@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal, cast
 from edgeinfer.bundle.additions import Heads, heads_bytes, read_heads
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import is_looked_up, tensors_in
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.methods import DeclaredMethod, find_method, product_methods
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.methods import DeclaredMethod, find_method, product_methods
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ObservedBackend
 from edgeinfer.runtime.backends.wrapped import uncounted

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import ModelError
+from edgeinfer.core.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.planning.economics import Prior

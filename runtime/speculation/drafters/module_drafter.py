@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import WAITING_ROWS, DraftModule
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round

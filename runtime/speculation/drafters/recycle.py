@@ -18,8 +18,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import StorageError
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import Setting, UsageError
+from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
 from edgeinfer.runtime.planning.plan_input import PlanInput

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from edgeinfer.bundle.additions import Heads
-from edgeinfer.methods import DeclaredMethod, find_method
-from edgeinfer.records import dataclass
+from edgeinfer.core.methods import DeclaredMethod, find_method
+from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Verifier
 from edgeinfer.runtime.speculation.drafters.method import DrafterParts

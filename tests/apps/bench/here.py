@@ -17,9 +17,9 @@ import edgeinfer as edgeinfer_api
 from edgeinfer.apps.bench.engines import ENGINES
 from edgeinfer.apps.bench.jobs import JOBS
 from edgeinfer.apps.bench.processes import Finished, Worker
-from edgeinfer.errors import BackendError, EdgeInferError
+from edgeinfer.core.errors import BackendError, EdgeInferError
+from edgeinfer.core.results import DeviceLimits
 from edgeinfer.export.source.checkpoint import Checkpoint
-from edgeinfer.results import DeviceLimits
 from tests.cli import edgeinfer
 
 

@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer.apps.bench.curve import Contender, CurveConfig, curve_chart, curve_section, run_curve
 from edgeinfer.apps.bench.render import chart_svg, markdown
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.core.errors import NativeUnavailableError, UsageError
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin

@@ -12,7 +12,7 @@ from edgeinfer.apps.bench import devices, jobs
 from edgeinfer.apps.bench.devices import devices_table, find_targets, judged
 from edgeinfer.apps.bench.processes import Finished
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.apps.bench.here import watch_here
 from tests.devices import install, lacking
 from tests.speculation import needs_builtin

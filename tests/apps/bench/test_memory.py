@@ -25,7 +25,7 @@ from edgeinfer.apps.bench.memory_plans import (
 )
 from edgeinfer.apps.bench.render import print_section
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.hub import resolve
 from tests.apps.bench.here import watch_here

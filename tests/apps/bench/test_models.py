@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.tables import each_row
 from tests.tools.cost_expanded import TrainedCheckpoint, expand_checkpoint, expanded_shape, final_norms
 from tests.tools.random_models import (

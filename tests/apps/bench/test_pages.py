@@ -15,7 +15,7 @@ from edgeinfer.apps.bench.benchmark import run_header
 from edgeinfer.apps.bench.render import Chart, Line, Paragraph, Section, Table, chart_svg, decades, ticks
 from edgeinfer.apps.bench.report import page_html, read_section
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.recorded import check_recorded
 from tests.tools.reproduce import RUNS, write_page
 

@@ -24,7 +24,7 @@ from edgeinfer.apps.bench.peers_engines import PEERS, PeerModel, PeersOptions, r
 from edgeinfer.apps.bench.processes import ENGINES_SCRIPT, Enclosure, Worker, enclosure, watch
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.core.errors import BackendError, UsageError
 from edgeinfer.export.options import ExportConfig
 from tests.apps.bench.here import Canned, LocalWorker, commands_here, read_tensors
 from tests.cache import export_checkpoint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.apps.bench.texts import Prompt, builtin_prompts, load_prompts, read_stories, tokenize_prompts
-from edgeinfer.errors import PromptError, TemplateError, UsageError
+from edgeinfer.core.errors import PromptError, TemplateError, UsageError
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "tales_dialogues/dialogues.jsonl": [

@@ -17,7 +17,7 @@ import edgeinfer
 from edgeinfer.apps.bench.quality import Measured, QualityOptions, Variant, measure_family, score_tasks
 from edgeinfer.apps.bench.texts import Material, Prompt
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import CheckpointError, NativeUnavailableError
+from edgeinfer.core.errors import CheckpointError, NativeUnavailableError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.native.library import native_kernel
 from tests.cache import export_checkpoint

@@ -25,8 +25,8 @@ from edgeinfer.apps.bench.spec import (
 )
 from edgeinfer.apps.bench.texts import Prompt, TokenizedPrompt
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import CapabilityError
-from edgeinfer.results import MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
+from edgeinfer.core.errors import CapabilityError
+from edgeinfer.core.results import MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 from tests.tables import each_row
 
 INFO = ModelInfo("stub", "Stub", 1, 4.0, "stub", "stub")

@@ -13,7 +13,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.speed import FORMATS, SpeedConfig, run_speed
 from edgeinfer.apps.cli.main import main
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.core.errors import BackendError, UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.apps.bench.here import known_limits

@@ -22,8 +22,8 @@ from rich.cells import cell_len
 import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.terminal.app import SwitchedModel, TerminalChat, WrappedText
-from edgeinfer.errors import BackendError, ContextLengthError, ModelError, UserError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import BackendError, ContextLengthError, ModelError, UserError
+from edgeinfer.core.options.reply import GenerationConfig
 from tests.cli import handling
 from tests.fakes import FakeStream
 from tests.tables import each_row

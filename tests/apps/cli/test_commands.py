@@ -18,10 +18,10 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities, Manifest, QualityRecord
 from edgeinfer.bundle.writing import seal
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
+from edgeinfer.core.methods import KINDS
 from edgeinfer.export.exporter import Check
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.methods import KINDS
 from edgeinfer.runtime.planning.plan import Alternative, BudgetPoint, MemoryPlan, SpeedCurve
 from edgeinfer.runtime.planning.plan_input import Configuration, Footprint
 from edgeinfer.runtime.planning.speed_model import Speed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.options.load import DEVICES
+from edgeinfer.core.options.load import DEVICES
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from tests import cli

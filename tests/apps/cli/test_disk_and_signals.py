@@ -234,7 +234,7 @@ sys.exit(main.main(["run", "-f", "-"]))
 """
 
 
-@each_row("module", ["edgeinfer.apps.cli.options", "edgeinfer.options.load", "edgeinfer.apps.cli.options"])
+@each_row("module", ["edgeinfer.apps.cli.options", "edgeinfer.core.options.load", "edgeinfer.apps.cli.options"])
 def test_ctrl_c_while_commands_are_imported(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPTED, module]
     with Child(line, interruptible_environment(), stdin=subprocess.PIPE) as process:

@@ -23,10 +23,10 @@ from edgeinfer.bundle.opening import (
 )
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST
-from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.loading import Bundles
-from edgeinfer.options.load import LoadConfig
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint
 from tests.cli import leave_out

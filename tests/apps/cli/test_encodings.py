@@ -18,10 +18,10 @@ import pytest
 from edgeinfer.apps.cli.inputs import utf8
 from edgeinfer.apps.cli.options import _schema
 from edgeinfer.apps.cli.output import print_json
-from edgeinfer.contexts import Context
-from edgeinfer.errors import PromptError
+from edgeinfer.core.contexts import Context
+from edgeinfer.core.errors import PromptError
+from edgeinfer.core.user_files import decode_text
 from edgeinfer.tools.batch import BatchInput
-from edgeinfer.user_files import decode_text
 from tests.cli import TIME_LIMIT, command, environment
 from tests.cli import edgeinfer as run
 from tests.speculation import needs_builtin

@@ -11,9 +11,9 @@ import pytest
 
 from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
 from edgeinfer.apps.cli.parser import Parser, help_text, usage
-from edgeinfer.options import options_of
-from edgeinfer.options.load import LoadConfig
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.options import options_of
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.core.options.reply import GenerationConfig
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.recorded import check_recorded
 

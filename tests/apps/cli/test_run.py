@@ -19,8 +19,8 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS, main
 from edgeinfer.apps.cli.output import print_json
-from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
-from edgeinfer.results import ModelInfo
+from edgeinfer.core.errors import BackendError, BudgetError, BundleError, PromptError
+from edgeinfer.core.results import ModelInfo
 from tests.cli import TIME_LIMIT, command, environment, handling, refuses, start
 from tests.cli import edgeinfer as run
 from tests.fakes import FakeStream

@@ -19,8 +19,8 @@ from edgeinfer.apps.desktop.transfer import MOST_BYTES
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import ApiKey, Security
 from edgeinfer.apps.server.serving import Server
+from edgeinfer.core.results import Chunk
 from edgeinfer.generation import TokenStream
-from edgeinfer.results import Chunk
 from tests.waiting import TIME_LIMIT
 
 

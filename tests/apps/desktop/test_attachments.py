@@ -21,7 +21,7 @@ from edgeinfer.apps.desktop.documents import MOST_FILE_BYTES, Documents, decode
 from edgeinfer.apps.desktop.history import MOST_ATTACHMENTS, MOST_CHARACTERS, Attachments, History
 from edgeinfer.apps.desktop.records import Attachment
 from edgeinfer.apps.desktop.replies import context_of
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.core.errors import CapabilityError, UsageError
 from tests.apps.desktop.documents import pdf
 from tests.apps.desktop.served import Window, served
 from tests.speculation import needs_builtin

@@ -15,7 +15,7 @@ from edgeinfer.apps.desktop import downloads
 from edgeinfer.apps.desktop.checks import ConflictError, DiskFullError, NotFoundError, hint_of
 from edgeinfer.apps.desktop.downloads import Download, Downloads
 from edgeinfer.apps.desktop.settings import SettingsFile
-from edgeinfer.errors import HubError
+from edgeinfer.core.errors import HubError
 from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 

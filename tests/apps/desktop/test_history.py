@@ -13,7 +13,7 @@ from edgeinfer.apps.desktop import transfer
 from edgeinfer.apps.desktop.checks import NotFoundError, TooLargeError
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.recorded import check_recorded
 from tests.tables import each_row
 

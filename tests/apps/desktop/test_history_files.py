@@ -22,7 +22,7 @@ from edgeinfer.apps.desktop import database
 from edgeinfer.apps.desktop.checks import DiskFullError
 from edgeinfer.apps.desktop.database import Reserve
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from tests.apps.desktop.held_app import HeldApp, held
 from tests.apps.desktop.served import served
 from tests.cli import TIME_LIMIT, environment

@@ -15,7 +15,7 @@ from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.library import Planner
 from edgeinfer.apps.desktop.records import Conversation, Message
 from edgeinfer.apps.desktop.replies import messages_for, without_oldest
-from edgeinfer.errors import BudgetError, StorageError
+from edgeinfer.core.errors import BudgetError, StorageError
 from tests.apps.desktop.served import Gate, Window, gated, served
 from tests.speculation import needs_builtin
 from tests.waiting import TIME_LIMIT, wait_until

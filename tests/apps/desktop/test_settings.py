@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.apps.desktop.requests import whole_number
 from edgeinfer.apps.desktop.settings import AppSettings, SettingsFile
-from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.core.errors import StorageError, UsageError
 from tests.tables import each_row
 
 

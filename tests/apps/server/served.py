@@ -27,8 +27,8 @@ from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 from edgeinfer.apps.server.switching import ModelSwitch
+from edgeinfer.core.results import Chunk
 from edgeinfer.generation import TokenStream
-from edgeinfer.results import Chunk
 from tests.cli import Logged, command, environment
 from tests.waiting import TIME_LIMIT, wait_until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.apps.server.errors import error_answer
-from edgeinfer.errors import BundleError
+from edgeinfer.core.errors import BundleError
 from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
 from tests.tables import each_row

@@ -15,7 +15,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
-from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.core.errors import PromptError, UsageError
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.errors import RequestError
 from tests.apps.server.served import MESSAGES, Local, chat_body, measured_turns, served

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.generation import TokenStream
 from edgeinfer.openai.chat import ChatCompletion
 from edgeinfer.openai.text import TextCompletion
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.text.streaming import StopMatcher
 from tests.apps.server.served import Local, chat_body

@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import ApiKey, KeyUse, Security, is_loopback, parse_keys
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.openai.errors import RequestError
 from tests.apps.server.served import served
 from tests.tables import each_row

@@ -20,7 +20,7 @@ from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError,
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Service
 from edgeinfer.apps.server.worker import ReplyQueue
-from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
+from edgeinfer.core.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin

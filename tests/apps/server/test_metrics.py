@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from edgeinfer.results import FinishReason, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
+from edgeinfer.core.results import FinishReason, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from edgeinfer.apps.server.ollama import keep_seconds
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from tests.apps.server.served import MESSAGES, Local, chat_body
 from tests.recorded import check_recorded
 from tests.speculation import needs_builtin

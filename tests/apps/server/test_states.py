@@ -19,7 +19,7 @@ from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import HostState, LoadCancelledError, ModelHost, NotReadyError, load_with_room
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
-from edgeinfer.errors import BudgetError, BundleError, ModelError
+from edgeinfer.core.errors import BudgetError, BundleError, ModelError
 from tests.apps.server.served import MESSAGES, chat_body, held, served_process
 from tests.factories import make_bigram_bundle
 from tests.gguf_models import builtin_gguf

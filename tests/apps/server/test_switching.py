@@ -19,7 +19,7 @@ from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
-from edgeinfer.errors import BudgetError
+from edgeinfer.core.errors import BudgetError
 from edgeinfer.openai.errors import RequestError
 from tests.apps.server.served import chat_body, served
 from tests.apps.server.test_bad_input import CHAT, error_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.core.errors import EdgeInferError, UsageError
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.errors import RequestError, error_body
 from tests.tables import each_row

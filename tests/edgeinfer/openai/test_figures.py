@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.core.results import Chunk, Result, SpeculationUse, Timings, TokenLogprob, Usage
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import OTHERS_FIELDS
 from edgeinfer.openai.replies import responses_usage, timings, usage
-from edgeinfer.results import Chunk, Result, SpeculationUse, Timings, TokenLogprob, Usage
 from tests.edgeinfer.openai.functions import CLOCK, as_tools
 from tests.speculation import PROMPT, load_eager, needs_builtin
 from tests.tables import each_row

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import (
+from edgeinfer.core.errors import (
     BackendError,
     BudgetError,
     BundleError,

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.errors import GrammarError
+from edgeinfer.core.errors import GrammarError
+from edgeinfer.core.options.reply import GenerationConfig
+from edgeinfer.core.results import Chunk
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.replies import (
     FORMATS,
@@ -24,8 +26,6 @@ from edgeinfer.openai.replies import (
 )
 from edgeinfer.openai.schemas import argument_rules, closed
 from edgeinfer.openai.tools import ToolChoice, calls_grammar, read_functions
-from edgeinfer.options.reply import GenerationConfig
-from edgeinfer.results import Chunk
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, written

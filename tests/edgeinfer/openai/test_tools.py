@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.openai.errors import RequestError

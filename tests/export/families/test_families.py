@@ -20,7 +20,7 @@ from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import CheckpointError
+from edgeinfer.core.errors import CheckpointError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig

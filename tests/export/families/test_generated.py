@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.core.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from tests.export.families.generated import configurations

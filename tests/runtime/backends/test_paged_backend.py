@@ -15,7 +15,7 @@ from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, WEIGHTS, Layout
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.core.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput

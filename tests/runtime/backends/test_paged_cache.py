@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle.geometry import KVLayer
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache, PageSnapshot

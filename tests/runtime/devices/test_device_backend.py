@@ -20,8 +20,8 @@ import pytest
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BundleError, CapabilityError, DeviceError, UsageError
-from edgeinfer.options.load import DEVICES, LoadConfig
+from edgeinfer.core.errors import BundleError, CapabilityError, DeviceError, UsageError
+from edgeinfer.core.options.load import DEVICES, LoadConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx import graph_backend, selfcheck

@@ -12,7 +12,7 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import DeviceError
+from edgeinfer.core.errors import DeviceError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device, check_first_pass

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import DeviceError, UsageError
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import DeviceError, UsageError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.devices.providers import CPU_MEMORY, STATIC_ONLY, Device, Graphs
 from edgeinfer.runtime.devices.registry import choose_device, runs
 from tests.cli import TIME_LIMIT
@@ -79,7 +79,8 @@ def test_what_is_not_installed_is_refused_with_its_package() -> None:
 def test_engines_of_their_own_do_without_onnxruntime() -> None:
     """It takes 50 MB that they have no use for."""
     code = (
-        "import sys; from edgeinfer.options.load import LoadConfig; from edgeinfer.runtime.devices import registry\n"
+        "import sys; from edgeinfer.core.options.load import LoadConfig\n"
+        "from edgeinfer.runtime.devices import registry\n"
         "for name in ('auto', 'cpu'): registry.choose_device(LoadConfig(device=name), 'none')\n"
         "print('onnxruntime' in sys.modules)"
     )

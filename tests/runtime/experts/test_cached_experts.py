@@ -17,7 +17,7 @@ from edgeinfer.bundle.packing import find_expert
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.errors import CapabilityError
+from edgeinfer.core.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend

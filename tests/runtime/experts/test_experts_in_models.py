@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.core.errors import BudgetError, UsageError
 from edgeinfer.export.options import ExportConfig
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.core.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine

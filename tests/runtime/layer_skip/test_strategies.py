@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import CapabilityError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts

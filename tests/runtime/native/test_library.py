@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.core.errors import NativeUnavailableError, UsageError
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.native import library, selftest
 from edgeinfer.runtime.native.binding import VERSION, Binding, PackedMatrix

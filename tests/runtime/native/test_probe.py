@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import NativeUnavailableError, UsageError
-from edgeinfer.results import DeviceLimits, PassWork
+from edgeinfer.core.errors import NativeUnavailableError, UsageError
+from edgeinfer.core.results import DeviceLimits, PassWork
 from edgeinfer.runtime.native import probe
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel, native_kernel
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer
-from edgeinfer.errors import BackendError, BudgetError, UsageError
+from edgeinfer.core.errors import BackendError, BudgetError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec, find_row_codec, turn, turn_width
 from edgeinfer.runtime.paging.layout import PAGE, LayerGroup, PageLayout

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning.candidates import Drafting
 from edgeinfer.runtime.planning.economics import Prospect

@@ -12,10 +12,10 @@ import pytest
 
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BudgetError
+from edgeinfer.core.errors import BudgetError
+from edgeinfer.core.options.decoding import drafters_in
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.decoding import drafters_in
-from edgeinfer.options.load import LoadConfig
 from edgeinfer.runtime.backends.contract import HEAD_ROWS
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.manifest import CacheQuality, QualityRecord
-from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
-from edgeinfer.options.decoding import drafters_in
-from edgeinfer.options.load import COUNTED, CountedPages, KvType, LoadConfig
+from edgeinfer.core.errors import BudgetError, ContextLengthError, UsageError
+from edgeinfer.core.options.decoding import drafters_in
+from edgeinfer.core.options.load import COUNTED, CountedPages, KvType, LoadConfig
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel

@@ -24,7 +24,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.profile import device_profile as module
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.results import DrafterUse
+from edgeinfer.core.results import DrafterUse
 from edgeinfer.runtime.planning.economics import Prior, prospects_by
 from edgeinfer.runtime.profile.drafting import MOST_SEEN, DraftHistory, SeenTexts, drafter_records
 

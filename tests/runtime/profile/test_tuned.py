@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.errors import StorageError, UsageError
+from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.profile import settings
 from edgeinfer.runtime.profile.settings import (
     UNTUNED,

@@ -7,7 +7,7 @@ from typing import Any
 import httpcore
 import pytest
 
-from edgeinfer.errors import RemoteError
+from edgeinfer.core.errors import RemoteError
 from edgeinfer.runtime.remote.contract import RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply
 from tests.tables import each_row

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary

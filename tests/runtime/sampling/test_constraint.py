@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
-from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.constraint import (
     ChoiceConstraint,
     ChoiceTrie,

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from edgeinfer.errors import BackendError, GrammarError, TokenizerError, UsageError
+from edgeinfer.core.errors import BackendError, GrammarError, TokenizerError, UsageError
 from edgeinfer.runtime.sampling import grammar_trial
 from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE
 from edgeinfer.runtime.sampling.grammar_tokens import spelled

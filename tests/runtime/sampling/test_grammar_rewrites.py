@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.errors import GrammarError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import GrammarError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_schema import mended
 from edgeinfer.runtime.sampling.grammar_source import grammar_source

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import BackendError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.distributions import GumbelNoise, token_logprobs, uniform
 from edgeinfer.runtime.sampling.processor import LogitsProcessor, Penalties, TokenCounts
 

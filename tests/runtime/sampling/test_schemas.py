@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import GrammarError
+from edgeinfer.core.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_source import json_rule
 from edgeinfer.runtime.sampling.grammar_trial import needs_trial
 from tests.runtime.sampling.json_texts import Schema, accepts, check_replies, follow

@@ -10,8 +10,8 @@ import numpy as np
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.manifest import Capabilities
-from edgeinfer.errors import BackendError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass

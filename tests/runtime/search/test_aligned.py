@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.search.aligned import Aligned, Beginning
 from edgeinfer.runtime.search.strategy import log_probabilities

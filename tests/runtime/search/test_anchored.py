@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ContextLengthError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import ContextLengthError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.anchored import Anchored, DivergenceBudget, fuse, prefix_debt

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import BackendError
+from edgeinfer.core.errors import BackendError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig, StaticOptions
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend

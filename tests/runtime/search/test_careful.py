@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.research.cautious import trials_for
 from edgeinfer.runtime.research.contrast import contrasted
 from edgeinfer.runtime.sampling.processor import LogitsProcessor

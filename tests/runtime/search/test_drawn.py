@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.core.errors import BackendError, UsageError
 from edgeinfer.runtime.search.drawn import answer_of, elect, most_steps
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, alone
 from tests.tables import each_row

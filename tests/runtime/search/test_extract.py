@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, LettersBackend, Trial, letters_logits
 from tests.tables import each_row

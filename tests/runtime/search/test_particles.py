@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.errors import UsageError
+from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.research.particles import Particles, systematic
 from edgeinfer.runtime.research.scoring import asked_score
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie, TextCheck

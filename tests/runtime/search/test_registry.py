@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import CapabilityError, UsageError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler

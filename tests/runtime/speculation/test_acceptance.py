@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.speculation.acceptance import Acceptance, Answer, Mixer, MixingWeights
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, Guess
 

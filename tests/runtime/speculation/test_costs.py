@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following

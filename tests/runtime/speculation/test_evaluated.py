@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend

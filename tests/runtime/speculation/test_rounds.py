@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle.layouts import Layout
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import GenerationConfig
 from tests.kernel import require_kernel
 from tests.runtime.models import make_graph_backend
 from tests.runtime.speculation.subjects import EXPORTS, GREEDY, PENALISED, PROMPT, SAMPLED, Subject, Text, bundles

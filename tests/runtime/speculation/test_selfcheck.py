@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.core.errors import BudgetError, UsageError
 from edgeinfer.runtime.system.memory import (
     MappedFile,
     allocating,
@@ -157,7 +157,7 @@ import sys
 import traceback
 from pathlib import Path
 import edgeinfer
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.core.errors import EdgeInferError
 
 def limit(more):
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.core.errors import TemplateError
 from edgeinfer.runtime.text import render_process, rendering
 from edgeinfer.runtime.text.rendering import RenderError, Rendering
 from edgeinfer.runtime.text.template import ChatTemplate

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import PromptError, TemplateError
+from edgeinfer.core.errors import PromptError, TemplateError
 from edgeinfer.export.gguf.route import ORDINARY as TEXTS
 from edgeinfer.export.gguf.route import RARE
 from edgeinfer.runtime.text.contract import SPECIAL

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import PromptError, TemplateError
+from edgeinfer.core.errors import PromptError, TemplateError
 from edgeinfer.runtime.text.template import ChatTemplate
 from tests.tables import each_row
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import EdgeInferError, TemplateError
+from edgeinfer.core.errors import EdgeInferError, TemplateError
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.replies import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions

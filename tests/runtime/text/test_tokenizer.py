@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
-from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.core.errors import PromptError, TokenizerError
+from edgeinfer.core.user_files import user_cache
 from edgeinfer.export.gguf.route import ORDINARY, RARE
 from edgeinfer.runtime.text import tokenizer
 from edgeinfer.runtime.text.contract import longest_token, surely_longer
 from edgeinfer.runtime.text.streaming import StreamDecoder
 from edgeinfer.runtime.text.tokenizer import MappedTokenizer, Tokenizer, file_has_pairs, kept_bytes, parsing_bytes
-from edgeinfer.user_files import user_cache
 from tests.export.made_tokenizers import TOKENIZERS, byte_level
 from tests.marked_tokenizers import KINDS, MARKS
 from tests.tables import each_row

@@ -14,7 +14,7 @@ import torch
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BudgetError, CapabilityError, UsageError
+from edgeinfer.core.errors import BudgetError, CapabilityError, UsageError
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

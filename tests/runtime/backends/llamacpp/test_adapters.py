@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import AdapterError
+from edgeinfer.core.errors import AdapterError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.models import Shape, write_gguf

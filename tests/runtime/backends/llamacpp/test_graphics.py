@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.options.load import LoadConfig
+from edgeinfer.core.options.load import LoadConfig
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -22,7 +22,7 @@ import edgeinfer
 from edgeinfer.bundle.gguf import library
 from edgeinfer.bundle.gguf.library import cpu_device, functions, llama_library
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.errors import DeviceError, UsageError
+from edgeinfer.core.errors import DeviceError, UsageError
 from edgeinfer.runtime.backends.llamacpp import graphics
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from tests.cli import edgeinfer as run

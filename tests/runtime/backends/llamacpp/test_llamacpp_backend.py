@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import LLAMA_KV
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, BundleError, CapabilityError
+from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError

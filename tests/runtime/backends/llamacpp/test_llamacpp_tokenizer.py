@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.core.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text.contract import SPECIAL

@@ -12,7 +12,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import BackendError, CapabilityError, UsageError
+from edgeinfer.core.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED
 from tests.speculation import load_eager

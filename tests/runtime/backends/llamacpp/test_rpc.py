@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import CapabilityError, RemoteError, UsageError
+from edgeinfer.core.errors import CapabilityError, RemoteError, UsageError
 from tests.waiting import wait_until
 
 VERSION = bytes([7, 0, 0, 0])

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle.store import Bundle
+from edgeinfer.core.options.load import MERGING
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.options.load import MERGING
-from edgeinfer.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.decoding.engine import Engine

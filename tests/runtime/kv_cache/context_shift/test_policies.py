@@ -14,7 +14,7 @@ from edgeinfer.bundle.arithmetic import rope_tables, rotate
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.results import Overflow
+from edgeinfer.core.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

@@ -9,8 +9,8 @@ import pytest
 
 from edgeinfer.bundle.additions import Heads
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import CapabilityError
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.errors import CapabilityError
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

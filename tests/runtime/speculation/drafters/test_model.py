@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import seal
-from edgeinfer.errors import BundleError, ModelError, StorageError
+from edgeinfer.core.errors import BundleError, ModelError, StorageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.contract import Probabilities

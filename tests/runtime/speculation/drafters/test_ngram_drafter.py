@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.speculation.drafters.contract import State
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from tests.runtime.speculation.drafters.rounds import ask, chain, settled

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError
+from edgeinfer.core.errors import StorageError
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from tests.runtime.speculation.drafters.rounds import ask, settled

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgeinfer.bundle.additions import STATE_EPS, Heads
-from edgeinfer.options.reply import GenerationConfig
+from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.research.judge import TokenJudge
 from edgeinfer.runtime.sampling.processor import LogitsProcessor

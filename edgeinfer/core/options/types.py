@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
-from edgeinfer.options.decoding import Answer, ReducedCompute, Search, SkipCache, Speculation
-from edgeinfer.options.load import Cache, CountedPages, KvType, OverflowPolicy, RemoteApi, RemoteLoss, WeightsMode
-from edgeinfer.options.reply import Sampling, SchemaClass
+from edgeinfer.core.options.decoding import Answer, ReducedCompute, Search, SkipCache, Speculation
+from edgeinfer.core.options.load import Cache, CountedPages, KvType, OverflowPolicy, RemoteApi, RemoteLoss, WeightsMode
+from edgeinfer.core.options.reply import Sampling, SchemaClass
 
 Prompt: TypeAlias = str | Sequence[int]
 JsonSchema: TypeAlias = Mapping[str, Any] | str | type[SchemaClass]

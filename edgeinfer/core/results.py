@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict, field
 from typing import Any, Literal
 
-from edgeinfer.errors import UsageError
-from edgeinfer.options.reply import SchemaClass
-from edgeinfer.records import dataclass, listed
-from edgeinfer.version import SAMPLING
+from edgeinfer.core.errors import UsageError
+from edgeinfer.core.options.reply import SchemaClass
+from edgeinfer.core.records import dataclass, listed
+from edgeinfer.core.version import SAMPLING
 
 Placement = Literal["parallel", "sequence"]
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.methods import find_method, product_methods
-from edgeinfer.options import OptionGroup, Range, documented, option, require, require_few
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.methods import find_method, product_methods
+from edgeinfer.core.options import OptionGroup, Range, documented, option, require, require_few
+from edgeinfer.core.records import dataclass
 
 # As a draft model: none, not even the one that a bundle brings.
 NO_DRAFT_MODEL = "off"

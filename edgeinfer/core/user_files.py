@@ -8,7 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
-from edgeinfer.errors import PromptError, StorageError
+from edgeinfer.core.errors import PromptError, StorageError
 
 
 def user_cache() -> Path:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 _SHOWN = 80  # characters
 
@@ -101,7 +101,7 @@ class EdgeInferError(Exception):
     """Base of every error edgeinfer raises on purpose.
 
     Args:
-        message: one line: what is wrong, with the value at fault. Options are named by `edgeinfer.errors.Setting`.
+        message: one line: what is wrong, with the value at fault. Options are named by `edgeinfer.core.errors.Setting`.
         hint: one line: what to do next. Shown after the message.
     """
 

@@ -11,9 +11,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.options import ConfigOption, Range, require, suggestion
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.options import ConfigOption, Range, require, suggestion
+from edgeinfer.core.records import dataclass
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

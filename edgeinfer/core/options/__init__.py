@@ -13,8 +13,8 @@ import typing
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from edgeinfer.errors import Setting, UsageError, joined, shown
-from edgeinfer.records import dataclass
+from edgeinfer.core.errors import Setting, UsageError, joined, shown
+from edgeinfer.core.records import dataclass
 
 C = TypeVar("C")
 

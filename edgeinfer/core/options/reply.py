@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
-from edgeinfer.errors import Setting, UsageError
-from edgeinfer.methods import DeclaredMethod, check_method_options, find_method
-from edgeinfer.options import (
+from edgeinfer.core.errors import Setting, UsageError
+from edgeinfer.core.methods import DeclaredMethod, check_method_options, find_method
+from edgeinfer.core.options import (
     LARGEST_COUNT,
     LARGEST_SIZE,
     FlatOptions,
@@ -25,7 +25,7 @@ from edgeinfer.options import (
     require_few,
     without_none,
 )
-from edgeinfer.options.decoding import (
+from edgeinfer.core.options.decoding import (
     ComputeSettings,
     ReducedCompute,
     ReplyDrafting,
@@ -41,7 +41,7 @@ from edgeinfer.options.decoding import (
     search_option,
     speculation_option,
 )
-from edgeinfer.records import dataclass
+from edgeinfer.core.records import dataclass
 
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from edgeinfer.errors import Setting, UsageError, one_of
-from edgeinfer.options import (
+from edgeinfer.core.errors import Setting, UsageError, one_of
+from edgeinfer.core.options import (
     LARGEST_COUNT,
     LARGEST_SIZE,
     FlatOptions,
@@ -31,8 +31,8 @@ from edgeinfer.options import (
     suggestion,
     without_none,
 )
-from edgeinfer.options.decoding import LoadDrafting, Speculation, check_drafters, draft_option, speculation_option
-from edgeinfer.records import dataclass
+from edgeinfer.core.options.decoding import LoadDrafting, Speculation, check_drafters, draft_option, speculation_option
+from edgeinfer.core.records import dataclass
 
 # Bits of a quantized weight, of a float, and what a checkpoint is converted to.
 # Bits of weights in the kernel's own formats, and with those of GGUF's types.

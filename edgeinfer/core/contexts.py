@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.errors import PromptError, StorageError
-from edgeinfer.options import require
-from edgeinfer.records import dataclass
-from edgeinfer.user_files import decode_text, user_cache
+from edgeinfer.core.errors import PromptError, StorageError
+from edgeinfer.core.options import require
+from edgeinfer.core.records import dataclass
+from edgeinfer.core.user_files import decode_text, user_cache
 
 Edits = Literal["evaluate", "turn"]
 # The longest contexts of models hold less text.
