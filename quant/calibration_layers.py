@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import recurrent
-from edgeinfer.bundle.arithmetic import (
+from edgeinfer.bundle.packing import expert_biases
+from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec
+from edgeinfer.bundle.spec import Activation, DecoderSpec
+from edgeinfer.core.errors import UnsupportedArchitectureError
+from edgeinfer.nn import recurrent
+from edgeinfer.nn.arithmetic import (
     attend,
     gate_up,
     inner_values,
@@ -26,10 +30,6 @@ from edgeinfer.bundle.arithmetic import (
     rotate,
     route,
 )
-from edgeinfer.bundle.packing import expert_biases
-from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec
-from edgeinfer.bundle.spec import Activation, DecoderSpec
-from edgeinfer.core.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
 Floats = NDArray[np.float32]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Progress
+from edgeinfer.nn.arithmetic import log_softmax
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
 
 Floats = NDArray[np.float32]

@@ -22,25 +22,27 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
 CORE = {"edgeinfer.core", "edgeinfer.bundle"}
+NN = CORE | {"edgeinfer.nn"}
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.core": {"edgeinfer.core"},
     # The kernel's library defines the tiles of GGUF's types, and moves blocks into them and back.
     "edgeinfer.bundle": CORE | {"edgeinfer.runtime.native"},
-    "edgeinfer.quant": CORE | {"edgeinfer.quant"},
-    "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},
-    "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
+    "edgeinfer.nn": NN,
+    "edgeinfer.quant": NN | {"edgeinfer.quant"},
+    "edgeinfer.export": NN | {"edgeinfer.quant", "edgeinfer.export"},
+    "edgeinfer.runtime": NN | {"edgeinfer.runtime"},
     # How much memory this machine has decides what is fetched; where the kernel runs, GGUF files are prepared for it.
     "edgeinfer.hub": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.runtime.native.library"},
     # The process that converts a checkpoint when it is first asked for; whoever runs a model imports no maker.
     "edgeinfer.tools.conversion": CORE
     | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export", "edgeinfer.tools.checking"},
     # What was made is run once, next to what it was made of.
-    "edgeinfer.tools.checking": CORE | {"edgeinfer.api", "edgeinfer.runtime", "edgeinfer.export"},
+    "edgeinfer.tools.checking": NN | {"edgeinfer.api", "edgeinfer.runtime", "edgeinfer.export"},
     # Distilling is measured by the face and done by the export; only the commands know both.
     "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
-    "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
+    "edgeinfer.apps.bench": NN | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {"edgeinfer.core", "edgeinfer.hub", "edgeinfer.openai", "edgeinfer.apps"},
     "edgeinfer.__main__": {"edgeinfer.apps.cli"},
 }
@@ -76,8 +78,9 @@ BUDGETS = {
     "apps/server": 4560,
     "apps/terminal": 440,
     "edgeinfer": 4090,  # GGUF files that are prepared or not; bits and divergence of models
-    "edgeinfer/bundle": 7450,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
+    "edgeinfer/bundle": 6940,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
     "edgeinfer/hub": 2180,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
+    "edgeinfer/nn": 520,  # of edgeinfer/bundle until now
     "edgeinfer/openai": 3100,
     "edgeinfer/core": 2950,  # errors, options, results: of the face until now
     "edgeinfer/tools": 2760,  # GGUF files are prepared whole or not at all, packages fetched, conversions checked

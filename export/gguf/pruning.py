@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import log_softmax, rms_norm
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.results import Progress
+from edgeinfer.nn.arithmetic import log_softmax, rms_norm
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 

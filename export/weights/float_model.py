@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.nn.arithmetic import softcapped
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 
 Floats = NDArray[np.float32]

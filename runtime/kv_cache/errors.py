@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import FLOAT32
-from edgeinfer.bundle.key_centres import key_centres
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
+from edgeinfer.nn.key_centres import key_centres
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

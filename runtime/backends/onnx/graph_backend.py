@@ -14,13 +14,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import graph
-from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.bundle.layouts import NATIVE, Layout
 from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BundleError
+from edgeinfer.nn.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph

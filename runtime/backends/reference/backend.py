@@ -12,8 +12,20 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import recurrent
-from edgeinfer.bundle.arithmetic import (
+from edgeinfer.bundle.codecs import segment_places
+from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
+from edgeinfer.bundle.kinds import KINDS, read_blocks
+from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.manifest import Capabilities, TensorEntry
+from edgeinfer.bundle.packing import QuantizedShape, dequantize, expert_biases, expert_tensor
+from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec, with_sources
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
+from edgeinfer.core.errors import BundleError
+from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.nn import recurrent
+from edgeinfer.nn.arithmetic import (
     attend,
     cut_off,
     gate_up,
@@ -28,19 +40,7 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
-from edgeinfer.bundle.codecs import segment_places
-from edgeinfer.bundle.geometry import FLOAT32, Geometry, KVLayer
-from edgeinfer.bundle.key_centres import key_centres
-from edgeinfer.bundle.kinds import KINDS, read_blocks
-from edgeinfer.bundle.layouts import Layout
-from edgeinfer.bundle.manifest import Capabilities, TensorEntry
-from edgeinfer.bundle.packing import QuantizedShape, dequantize, expert_biases, expert_tensor
-from edgeinfer.bundle.parts import LatentSpec, Mixer, MoESpec, with_sources
-from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.bundle.store import Bundle
-from edgeinfer.bundle.tables import PER_LAYER_TABLE
-from edgeinfer.core.errors import BundleError
-from edgeinfer.core.options.load import LoadConfig
+from edgeinfer.nn.key_centres import key_centres
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts

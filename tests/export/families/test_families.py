@@ -15,7 +15,6 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.packing import find_expert
@@ -25,6 +24,7 @@ from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig, completed
+from edgeinfer.nn.arithmetic import softcapped
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
