@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Progress
 from edgeinfer.nn.arithmetic import log_softmax
-from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
+from edgeinfer.nn.decoder import Decoder, DecoderRun, Tensors, WholeTexts
+from edgeinfer.quant.calibration_layers import Signal, StreamWalk
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -85,7 +86,7 @@ def probe_decoder(
         streams = walk.step(layer, streams)
         if progress is not None:
             progress("sensitivity", layer + 1, spec.num_layers)
-    final = dict(zip(streams, walk.norm("final_norm", tuple(streams.values())), strict=True))
+    final = {name: walk.norm("final_norm", stream) for name, stream in streams.items()}
     own = "embed" if spec.tied else "head"
     head = tensors(own)
     if not spec.tied:
@@ -104,32 +105,22 @@ def joint_factor(spec: DecoderSpec, tensors: Tensors, texts: Sequence[Ints], pro
     streams: Signal = (rows, rounded(rows, _JOINT_LEVELS))
     for layer in range(spec.num_layers):
         streams = walk.run(layer, streams)
-    final = dict(zip(("", "all"), walk.norm("final_norm", streams), strict=True))
+    final = {name: walk.norm("final_norm", stream) for name, stream in zip(("", "all"), streams, strict=True)}
     found = _divergences(tensors("embed" if spec.tied else "head"), final, {"all": _JOINT_LEVELS})["all"]
     # Squared errors grow with the squares of steps.
     said = sum(probe.kl for probe in probes.values()) * (_LEVELS / _JOINT_LEVELS) ** 2
     return found / said if said else 1.0
 
 
-class _PlainWalk(LayerWalk):
-    """Runs layers with the weights as they are."""
-
-    def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int]) -> None:
-        super().__init__(spec, tensors, lengths, lambda name, weight, statistics: weight, (False,), hessian=False)
-
-    def weights(self, name: str, inputs: Signal) -> Signal:
-        return (self.tensors(name),) * len(inputs)
-
-
-class _JointWalk(_PlainWalk):
+class _JointWalk(StreamWalk):
     """Runs layers for the unrounded stream and for one in which all matrices are rounded."""
 
     def weights(self, name: str, inputs: Signal) -> Signal:
-        weight = self.tensors(name)
+        weight = self.tensor(name)
         return weight, rounded(weight, _JOINT_LEVELS)
 
 
-class _ProbeWalk(_PlainWalk):
+class _ProbeWalk(StreamWalk):
     """Runs layers for the unrounded stream and for the probes."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int], look: Look) -> None:
@@ -137,7 +128,6 @@ class _ProbeWalk(_PlainWalk):
         super().__init__(spec, self._hold, lengths)
         self.errors: dict[str, dict[str, float]] = {}
         self._read = tensors
-        self._lengths = list(lengths)
         self._look = look
         self._names: list[str] = []
 
@@ -157,15 +147,16 @@ class _ProbeWalk(_PlainWalk):
         for start in range(0, len(rest), _STREAMS):
             names = rest[start : start + _STREAMS]
             # As texts of one stream, so that each weight is multiplied by all of them at once.
-            walk = _PlainWalk(self.spec, self._hold, self._lengths * len(names))
-            (moved,) = walk.run(layer, (np.concatenate([streams[name] for name in names]),))
+            decoder = Decoder(self.spec, self._hold, max(self._lengths))
+            texts = WholeTexts(self.spec, self._lengths * len(names))
+            moved = decoder.layer(layer, np.concatenate([streams[name] for name in names]), DecoderRun(texts))
             after |= zip(names, np.split(moved, len(names)), strict=True)
         self._cached.clear()
         return after
 
     def weights(self, name: str, inputs: Signal) -> Signal:
         """The matrix for all streams except that of its own probe, for which it is rounded."""
-        weight = self.tensors(name)
+        weight = self.tensor(name)
         group = expert_group(name)
         x = inputs[self._names.index("")]
         self._look(name, weight, x)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Progress
+from edgeinfer.nn.decoder import Tensors
 from edgeinfer.quant.blocks import Grid
 from edgeinfer.quant.budget import Candidate
 from edgeinfer.quant.calibration import ModelReader
-from edgeinfer.quant.calibration_layers import Tensors
 from edgeinfer.quant.methods import approximate
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import Probe, expert_group, joint_factor, probe_decoder, rounded

@@ -80,22 +80,22 @@ BUDGETS = {
     "edgeinfer": 4090,  # GGUF files that are prepared or not; bits and divergence of models
     "edgeinfer/bundle": 6940,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
     "edgeinfer/hub": 2180,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
-    "edgeinfer/nn": 520,  # of edgeinfer/bundle until now
+    "edgeinfer/nn": 1060,  # of bundle, quant and the reference backend until now
     "edgeinfer/openai": 3100,
     "edgeinfer/core": 2950,  # errors, options, results: of the face until now
     "edgeinfer/tools": 2760,  # GGUF files are prepared whole or not at all, packages fetched, conversions checked
     "export": 920,  # bundles are checked, and written again where they are too far from the float model
     "export/architectures": 3160,  # GGUF files on our own kernel: their rows in another order
     "export/drafters": 740,
-    "export/gguf": 4910,  # GGUF files on our own kernel: read back into bundles, or sketches of them; bench quality
+    "export/gguf": 4900,  # GGUF files on our own kernel: read back into bundles, or sketches of them; bench quality
     "export/graph": 2220,  # GGUF files on our own kernel
     "export/options": 436,  # bits that are chosen by what they cost, with a text or by rules
     "export/source": 1300,  # GGUF files on our own kernel; the text that models are calibrated with
     "export/training": 3060,
     "export/weights": 430,  # the float model to check with; GGUF files on our own kernel
-    "quant": 3240,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
+    "quant": 2970,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
     "runtime": 20,
-    "runtime/backends": 7760,  # GGUF files on our own kernel
+    "runtime/backends": 7400,  # GGUF files on our own kernel
     "runtime/decoding": 1380,
     "runtime/devices": 440,
     "runtime/kv_cache": 1540,

@@ -24,7 +24,6 @@ from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig, completed
-from edgeinfer.nn.arithmetic import softcapped
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -67,8 +66,7 @@ def walked(bundle: Bundle) -> Floats:
     states: Signal = (bundle.tensor("embed")[TOKENS],)
     for layer in range(spec.num_layers):
         states = walk.run(layer, states)
-    (logits,) = walk.linear("head", walk.norm("final_norm", states), spec.head_bias)
-    return softcapped(logits, spec.logit_softcap)
+    return walk.logits(*states)
 
 
 def chunks(backend: Backend) -> Floats:
