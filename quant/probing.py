@@ -25,7 +25,7 @@ from edgeinfer.quant.calibration_layers import Signal, StreamWalk
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # Called for every matrix with its name, its values and its inputs (T, K); inputs of experts are already multiplied by
-# what their results will be. The embedding's are None.
+# what their results will be. An embedding's are None, unless it is the head, too.
 Look = Callable[[str, Floats, Floats | None], None]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -52,10 +52,10 @@ def expert_group(name: str) -> str:
     return _EXPERT.sub(".experts.*.", name)
 
 
-def rounded(weight: Floats, levels: float = _LEVELS) -> Floats:  # (N, K) -> (N, K)
-    """A matrix rounded for a probe: to the nearest of 2 `levels` + 1 values of each block."""
+def rounded(weight: Floats, levels: float = _LEVELS, block: int = _BLOCK) -> Floats:  # (N, K) -> (N, K)
+    """A matrix rounded as for a probe: to the nearest of 2 `levels` + 1 values of each block."""
     n, k = weight.shape
-    blocks = np.pad(weight, ((0, 0), (0, -k % _BLOCK))).reshape(n, -1, _BLOCK)
+    blocks = np.pad(weight, ((0, 0), (0, -k % block))).reshape(n, -1, block)
     step = np.maximum(np.abs(blocks).max(axis=2, keepdims=True) / np.float32(levels), np.float32(1e-30))
     values: Floats = np.rint(blocks / step) * step
     return values.reshape(n, -1)[:, :k]
@@ -76,7 +76,8 @@ def probe_decoder(
     walk = _ProbeWalk(spec, tensors, [len(text) for text in texts], look)
     tokens = np.concatenate(list(texts))
     embedding = tensors("embed")
-    look("embed", embedding, None)
+    if not spec.tied:
+        look("embed", embedding, None)
     rows = embedding[tokens]
     coarse = rounded(rows)
     walk.errors["embed"] = {"embed": _mean_square(coarse - rows)}
@@ -89,8 +90,8 @@ def probe_decoder(
     final = {name: walk.norm("final_norm", stream) for name, stream in streams.items()}
     own = "embed" if spec.tied else "head"
     head = tensors(own)
+    look(own, head, final[""])
     if not spec.tied:
-        look("head", head, final[""])
         final["head"] = final[""]
         walk.errors["head"] = {"head": 1.0}
     found = _divergences(head, final, {own: _LEVELS})
