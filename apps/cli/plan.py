@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
         _print_plan(plan)
         if engine:
             print(f"Runs on: {engine_words(engine)}.")
-        else:
+        elif model is not None:
             _print_quality(model)
         if args.curve:
             _print_curve(plan)
@@ -108,7 +108,7 @@ def _print_plan(plan: MemoryPlan) -> None:
     print(_basis(plan))
 
 
-def _print_quality(model: str | None) -> None:
+def _print_quality(model: str) -> None:
     """Print a converted model's bits and how far it is from the float model."""
     from edgeinfer import hub
     from edgeinfer.bundle.opening import open_bundle
