@@ -109,7 +109,7 @@ BUDGETS = {
     "runtime/research": 1880,
     "runtime/sampling": 3000,
     "runtime/search": 1420,
-    "runtime/speculation": 5600,
+    "runtime/speculation": 5080,
     "runtime/system": 680,
     "runtime/text": 2460,  # templates in the sandbox of jinja2 as it is
     "runtime/tuning": 1260,
