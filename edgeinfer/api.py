@@ -25,7 +25,7 @@ from edgeinfer.core.results import Placement, Progress, Result
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, ModelParts
 from edgeinfer.loaded import LoadedModel
-from edgeinfer.loading import Bundles, LoadRequest, make_parts, planned_by
+from edgeinfer.loading import make_parts, open_model, plan_of, planned_by, within_budget
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import allocating
@@ -59,13 +59,13 @@ def load(model: str | Path | None = None, *, progress: Progress | None = None, *
     config = LoadConfig.of(**options)
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config, progress).within(config)
+        facts, planned = within_budget(open_model(model, config, progress), config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
-        return make_parts(LoadRequest(bundles, config, progress if plan is None else None, started, plan))
+        return make_parts(facts, config, plan or planned, progress if plan is None else None, started)
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
-    return Model(lifecycle, chat_template(bundles.target), config.inter_token_latency)
+    return Model(lifecycle, chat_template(facts.bundle), config.inter_token_latency)
 
 
 def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> MemoryPlan:
@@ -82,7 +82,7 @@ def plan(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> Mem
     """
     config = LoadConfig.of(**options)
     with planned_by(model, config) as found:
-        return Bundles.open(found, config).plan(config, all_ways=True)
+        return plan_of(open_model(found, config), config, all_ways=True)
 
 
 async def aload(

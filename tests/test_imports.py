@@ -95,16 +95,15 @@ BUDGETS = {
     "export/weights": 430,  # the float model to check with; GGUF files on our own kernel
     "quant": 2970,  # errors are fed forward in GGUF's types, of which there are nine; bits by predicted loss
     "runtime": 20,
-    "runtime/backends": 7400,  # GGUF files on our own kernel
+    "runtime/backends": 7490,  # GGUF files on our own kernel; the choice of a backend
     "runtime/decoding": 1380,
     "runtime/devices": 440,
     "runtime/kv_cache": 1540,
     "runtime/layer_skip": 1280,
-    "runtime/loading": 120,
     "runtime/native": 800,  # GGUF files on our own kernel
     "runtime/paging": 1180,  # keys less their bias
-    "runtime/planning": 2160,  # caches are chosen by what they add, and it is said why not
-    "runtime/profile": 1200,
+    "runtime/planning": 2140,  # caches are chosen by what they add, and it is said why not
+    "runtime/profile": 1140,
     "runtime/remote": 1640,
     "runtime/research": 1880,
     "runtime/sampling": 3000,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -291,7 +292,7 @@ def _words(name: str) -> str:
 def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
     """Figures for JSON."""
     return {
-        "settings": tuning.settings.to_dict(),
+        "settings": dataclasses.asdict(tuning.settings),
         "threads": tuning.threads,
         "parts": {name: asdict(part) | {"ratio": part.ratio} for name, part in tuning.parts.items()},
         "attempts": [

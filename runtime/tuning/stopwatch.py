@@ -13,8 +13,8 @@ from edgeinfer.core.errors import BudgetError, Setting, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.economics import prospects_by
+from edgeinfer.runtime.planning.facts import Configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import Configuration
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings

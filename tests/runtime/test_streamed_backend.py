@@ -27,9 +27,9 @@ from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
-from edgeinfer.runtime.loading.registry import plan_input_of
+from edgeinfer.runtime.backends.registry import facts_of
 from edgeinfer.runtime.planning import planner
-from edgeinfer.runtime.planning.plan_input import BackendChoice, Configuration
+from edgeinfer.runtime.planning.facts import Configuration
 from edgeinfer.runtime.planning.speed_model import DiskReads
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation.assembly import OPTION_BYTES
@@ -290,7 +290,7 @@ def test_plans_ask_for_the_disk_that_passes_are_timed_on(
     bundle, asked = small(stored), list[Path]()
 
     def planned() -> Path:
-        subject = plan_input_of(BackendChoice("onnx", bundle, NATIVE), LoadConfig())
+        subject = facts_of(bundle, LoadConfig(native=True))
         subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
         planner.speed_model(subject, lambda variant, **_: DeviceProfile(None))
         return asked[-1]
