@@ -32,7 +32,8 @@ from edgeinfer.runtime.kv_cache.session_file import origin_of
 from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
+from edgeinfer.runtime.planning.planner import Replan, make_plan, make_replanner
+from edgeinfer.runtime.planning.speed_model import Profiles, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.kept import files_digest
 from edgeinfer.runtime.profile.settings import Fingerprint, TunedSettings, find_settings

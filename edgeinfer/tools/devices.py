@@ -28,7 +28,8 @@ from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
 from edgeinfer.runtime.planning.facts import BundleFacts
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
+from edgeinfer.runtime.planning.planner import make_plan, process_before_loading
+from edgeinfer.runtime.planning.speed_model import speed_model
 from edgeinfer.runtime.profile.kept import KEPT_POLICIES, files_digest
 from edgeinfer.runtime.profile.settings import (
     KEPT_SETTINGS,

@@ -28,7 +28,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOu
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
 from edgeinfer.runtime.backends.registry import facts_of
-from edgeinfer.runtime.planning import planner
+from edgeinfer.runtime.planning import speed_model
 from edgeinfer.runtime.planning.facts import Configuration
 from edgeinfer.runtime.planning.speed_model import DiskReads
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -292,14 +292,14 @@ def test_plans_ask_for_the_disk_that_passes_are_timed_on(
     def planned() -> Path:
         subject = facts_of(bundle, LoadConfig(native=True))
         subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
-        planner.speed_model(subject, lambda variant, **_: DeviceProfile(None))
+        speed_model.speed_model(subject, lambda variant, **_: DeviceProfile(None))
         return asked[-1]
 
     def kept_rate(path: Path) -> None:
         assert disk_rate.kept_rate(path) is None  # also of a file that is still to be made
         asked.append(path)
 
-    monkeypatch.setattr(planner, "kept_rate", kept_rate)
+    monkeypatch.setattr(speed_model, "kept_rate", kept_rate)
     before = planned()
     backend = make_graph_backend(bundle, CAPACITY, layout=NATIVE)
     assert backend.pages is not None

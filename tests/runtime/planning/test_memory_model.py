@@ -21,11 +21,12 @@ from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.registry import facts_of, make_backend
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.planning import planner as planner_module
+from edgeinfer.runtime.planning import speed_model as speed_module
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration, Footprint
 from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.planner import make_plan, speed_model
+from edgeinfer.runtime.planning.planner import make_plan
 from edgeinfer.runtime.planning.speed_model import (
     REPLY_TOKENS,
     Speed,
@@ -33,6 +34,7 @@ from edgeinfer.runtime.planning.speed_model import (
     cache_ms,
     guessed_passes,
     guessed_token_ms,
+    speed_model,
 )
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -183,7 +185,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
     def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
         return DeviceProfile(None) if variant else Measured(1.0)
 
-    monkeypatch.setattr(planner_module, "kept_rate", lambda path: rate)
+    monkeypatch.setattr(speed_module, "kept_rate", lambda path: rate)
     speed = speed_model(facts, profiles)
 
     def planned(free: int) -> MemoryPlan:
@@ -210,7 +212,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
 def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that holds a larger cache is no reason to take it, if the file would then come from the disk again."""
     facts = dataclasses.replace(made_facts(65_536))
-    monkeypatch.setattr(planner_module, "kept_rate", lambda path: facts.manifest.weight_bytes)
+    monkeypatch.setattr(speed_module, "kept_rate", lambda path: facts.manifest.weight_bytes)
     speed = speed_model(facts, lambda variant, *, draft_model: Measured(1.0))
 
     def planned(free: int, **options: Any) -> MemoryPlan:

@@ -21,9 +21,8 @@ from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.facts import BundleFacts, Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
-from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.search import drafting_ways, search
-from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel
+from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, speed_model
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
