@@ -102,8 +102,8 @@ BUDGETS = {
     "runtime/layer_skip": 1280,
     "runtime/native": 800,  # GGUF files on our own kernel
     "runtime/paging": 1180,  # keys less their bias
-    "runtime/planning": 2140,  # caches are chosen by what they add, and it is said why not
-    "runtime/profile": 1140,
+    "runtime/planning": 2130,  # caches are chosen by what they add, and it is said why not
+    "runtime/profile": 1105,
     "runtime/remote": 1640,
     "runtime/research": 1880,
     "runtime/sampling": 3000,
