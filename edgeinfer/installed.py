@@ -12,7 +12,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import EdgeInferError, HubError, ModelError, UsageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.core.records import dataclass
-from edgeinfer.hub import local, resolve
+from edgeinfer.hub import resolve
 from edgeinfer.hub.catalog_models import gguf_memory
 from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import open_model, plan_of
@@ -215,7 +215,7 @@ def describe(model: str | Path | None = None) -> ModelFacts:
         ModelError: it is missing or damaged.
         HubError: it would have to be fetched first.
     """
-    path = local(model)
+    path = hub.find_model(model).here
     if path is None:
         raise HubError(f"{model} is not on this machine yet.", f"Fetch it first: edgeinfer pull {model}")
     bundle = open_bundle(path)
@@ -253,7 +253,7 @@ def verify(
         BundleError: a file is damaged or missing.
         UsageError: `accept`, and the files come with digests.
     """
-    file = hub.gguf_file(model)
+    file = hub.find_model(model).file
     prepared = None if accept or file is None else hub.find_model(file).path
     bundles = [open_bundle(path) for path in (file or resolve(model), prepared) if path is not None]
     notes, checks = VerifiedFiles(), files_of(bundles)

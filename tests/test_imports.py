@@ -79,7 +79,7 @@ BUDGETS = {
     "apps/terminal": 440,
     "edgeinfer": 4090,  # GGUF files that are prepared or not; bits and divergence of models
     "edgeinfer/bundle": 6940,  # GGUF files, tables of tokenizers in arrays; what quantizing cost; biases of keys
-    "edgeinfer/hub": 2180,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
+    "edgeinfer/hub": 2160,  # GGUF files: of other programs, in packages, prepared, or why not, planned by sketches
     "edgeinfer/nn": 1060,  # of bundle, quant and the reference backend until now
     "edgeinfer/openai": 3100,
     "edgeinfer/core": 2950,  # errors, options, results: of the face until now

@@ -144,14 +144,14 @@ def planned(model: str | None, options: Mapping[str, Any]) -> tuple[str | None, 
     """As `prepared`, but leave a GGUF file that is here as it is: its header is enough for a plan."""
     from edgeinfer import hub
 
-    return prepared(model, options) if hub.gguf_file(model) is None else (model, dict(options))
+    return prepared(model, options) if hub.find_model(model).file is None else (model, dict(options))
 
 
 def engine_of(model: str | None, options: Mapping[str, Any]) -> dict[str, str | None] | None:
     """Which engine runs a GGUF file, and why it is llama.cpp; None for other models. Its header alone is read."""
     from edgeinfer import hub
 
-    file = hub.gguf_file(model)
+    file = hub.find_model(model).file
     if file is None:
         return None
     asked = LoadConfig.of(**{name: options[name] for name in ENGINE_OPTIONS if name in options}).wants_llamacpp

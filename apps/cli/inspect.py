@@ -111,7 +111,7 @@ def quality_rows(quality: QualityRecord | None) -> list[tuple[str, str]]:
 
 def execute(args: argparse.Namespace) -> int:
     # A GGUF file itself, which is not prepared for that.
-    bundle = open_bundle(hub.gguf_file(args.path) or hub.resolve(prepared(args.path, {})[0]))
+    bundle = open_bundle(hub.find_model(args.path).file or hub.resolve(prepared(args.path, {})[0]))
     engine = None if bundle.digests else engine_of(str(bundle.gguf.path), {})
     verified: Mapping[str, str] = {}
     if args.verify or args.accept:

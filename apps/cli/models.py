@@ -171,7 +171,7 @@ def _pull(args: argparse.Namespace) -> int:
         return 0
     sys.stdout.write(f"{path}\n")
     if kind != "checkpoint":
-        name = args.repo if args.revision is None and hub.local(args.repo) == path else path
+        name = args.repo if args.revision is None and hub.find_model(args.repo).here == path else path
         print_note(f"Run it: edgeinfer chat -m {name}")
     else:
         print_note(f"Make a bundle of it: edgeinfer export {args.repo} {args.repo.split('/')[-1]}")

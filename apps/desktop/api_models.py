@@ -113,7 +113,7 @@ class ModelEndpoints(Endpoints):
 
 def _require_local(model: str | None) -> None:
     """Refuse a model that loading would download without asking."""
-    if hub.local(model) is None:
+    if hub.find_model(model).here is None:
         raise HubError(f"{model} is not on this machine.", "Download it first.")
 
 
@@ -167,7 +167,7 @@ class CatalogEndpoints(Endpoints):
         """List a model found on this machine; a checkpoint is converted first."""
         path = (await fields(request, self._security, path=str)).get("path", "")
         found = await asyncio.to_thread(importable, path)
-        if await asyncio.to_thread(hub.local, str(found)) is None:
+        if await asyncio.to_thread(lambda: hub.find_model(str(found)).here) is None:
             return JSONResponse({"download": asdict(self._services.downloads.begin(str(found)))}, status_code=202)
         # A model that cannot be read is refused now, not when it is loaded.
         await asyncio.to_thread(edgeinfer.describe, found)

@@ -64,7 +64,7 @@ def model_of(id: str | None) -> str | None:
 def canonical(model: str | None) -> str | None:
     """The id under which the library lists a model; its name if there is no other."""
     with contextlib.suppress(EdgeInferError):
-        path = hub.local(model)
+        path = hub.find_model(model).here
         if model is not None and path is not None and (path.is_file() or path.is_relative_to(hub.models_folder())):
             return str(path)
     return model
@@ -142,11 +142,11 @@ class Library:
                     yield str(path), "bundle"
                 elif _is_gguf(path):
                     yield str(path), "gguf"
-        for place in hub.places():
-            if place.origin in ("folder", "ollama", "lm-studio"):
+        for place in sorted(hub.places(), key=lambda place: place.origin == "hub"):
+            if place.origin == "hub":
+                yield str(place.path if place.path.is_file() else place.hub_id), "hub"
+            elif place.origin in ("folder", "ollama", "lm-studio"):
                 yield str(place.path), "gguf" if place.path.is_file() else "bundle"
-        for id in hub.cached():
-            yield id, "hub"
         for id in recent:
             if Path(id).exists():
                 yield id, "gguf" if Path(id).is_file() else "bundle"
@@ -386,7 +386,7 @@ def _holds_model(folder: Path) -> bool:
 def _path(name: str) -> str | None:
     """The path of a model, if it is on this machine."""
     with contextlib.suppress(EdgeInferError):
-        found = hub.local(name)
+        found = hub.find_model(name).here
         return None if found is None else str(found)
     return None
 

@@ -120,7 +120,7 @@ def _model(
     source: str | None, names: Iterable[str], others: tuple[str, ...], aliases: tuple[str, ...] = ()
 ) -> NamedModel:
     """Describe a model under these names, or its own."""
-    facts, path = edgeinfer.describe(source), hub.local(source)
+    facts, path = edgeinfer.describe(source), hub.find_model(source).here
     if path is None:
         raise HubError(f"{source} is not on this machine yet.", f"Fetch it first: edgeinfer pull {source}")
     changed = path.stat()

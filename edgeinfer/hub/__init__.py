@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         BUILTIN,
         CachedModel,
         builtin,
-        cached,
         cached_models,
         is_bundle,
         is_checkpoint,
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
         find,
         find_checkpoint,
         find_model,
-        gguf_file,
-        local,
         refusal,
         resolve,
         runs_gguf,
@@ -40,23 +37,21 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "BUILTIN", "CachedModel", "CatalogModel", "Converted", "FoundModel", "Offer", "Place", "builtin", "cached",
+    "BUILTIN", "CachedModel", "CatalogModel", "Converted", "FoundModel", "Offer", "Place", "builtin",
     "cached_models", "catalog", "catalog_model", "converted_models", "find", "find_checkpoint", "find_model",
-    "gguf_file", "is_bundle", "is_checkpoint", "last_uses", "local", "models_folder", "note_use", "offers", "places",
+    "is_bundle", "is_checkpoint", "last_uses", "models_folder", "note_use", "offers", "places",
     "pull", "refusal", "remove_cached", "remove_converted", "resolve", "runs_gguf", "search_hub", "shown_name",
     "update",
 ]  # fmt: skip
 
 # Where each name is defined; the module is imported when the name is first used.
 _NAMES = {
-    "cache": (
-        "BUILTIN CachedModel builtin cached cached_models is_bundle is_checkpoint last_uses note_use remove_cached"
-    ),
+    "cache": ("BUILTIN CachedModel builtin cached_models is_bundle is_checkpoint last_uses note_use remove_cached"),
     "catalog_models": "CatalogModel FoundModel catalog catalog_model search_hub",
     "download": "Offer offers pull",
     "folder": "Converted converted_models models_folder remove_converted",
     "placing": "Place places shown_name",
-    "resolving": "find find_checkpoint find_model gguf_file local refusal resolve runs_gguf update",
+    "resolving": "find find_checkpoint find_model refusal resolve runs_gguf update",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

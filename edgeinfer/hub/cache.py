@@ -104,12 +104,6 @@ def cached_gguf(repo_id: str, tag: str) -> Path | None:
     return folder / parts[0] if len(parts) == part_of(parts[0])[1] else None
 
 
-def cached() -> list[str]:
-    """Models in the hub's cache that run as they are: ids of bundles, and paths of GGUF files."""
-    models = [model for model in cached_models() if model.kind != "checkpoint"]
-    return sorted(str(model.path) if model.kind == "gguf" else model.name for model in models)
-
-
 def cached_models() -> list[CachedModel]:
     """Whole models of the main branches in the hub's cache, by name."""
     hub = library()

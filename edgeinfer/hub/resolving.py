@@ -44,6 +44,17 @@ class Found:
     # or a model of the catalog that a package holds.
     source: Path | HubName | CatalogModel | None = None
 
+    @property
+    def file(self) -> Path | None:
+        """The GGUF file on this machine, whether or not it was prepared; None for other models."""
+        return next((path for path in (self.source, self.path) if isinstance(path, Path) and is_gguf(path)), None)
+
+    @property
+    def here(self) -> Path | None:
+        """Where it is on this machine, a GGUF file also before it is prepared for the native kernel; None where it
+        would have to be fetched or converted first."""
+        return self.path or self.file
+
 
 def find_model(model: str | Path | None, bits: int | None = None, *, llamacpp: bool = False) -> Found:
     """Looks a name up on this machine, without asking the hub.
@@ -140,8 +151,8 @@ def resolve(
     if bits not in (None, *CONVERTED_BITS):
         raise UsageError(f"{bits} bits are not supported.", f"Choose {one_of(CONVERTED_BITS)}.")
     found = find_model(model, bits, llamacpp=llamacpp)
-    if isinstance(found.source, Path) and found.source.is_file():
-        _require_own_bits(found.source, bits)
+    if found.file is not None:
+        _require_own_bits(found.file, bits)
     path = found.path
     if path is None:
         job = _job(found.source, bits, memory, progress, llamacpp=llamacpp, calibrated=calibrated)
@@ -189,20 +200,6 @@ def update(
     return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled, choose)
 
 
-def local(model: str | Path | None) -> Path | None:
-    """Where a model is on this machine, a GGUF file also before it is prepared for the native kernel; None where it
-    would have to be fetched or converted first, and ModelError where there is no such path or name."""
-    found = find_model(model)
-    there = found.source if isinstance(found.source, Path) and found.source.is_file() else None
-    return found.path or there
-
-
-def gguf_file(model: str | Path | None) -> Path | None:
-    """The GGUF file on this machine that a name means, whether or not it was prepared; None for other models."""
-    found = find_model(model)
-    return next((path for path in (found.source, found.path) if isinstance(path, Path) and is_gguf(path)), None)
-
-
 def runs_gguf() -> bool:
     """Whether GGUF files run on this machine, on the native kernel or on llama.cpp."""
     return is_usable() or find_spec("llama_cpp") is not None
@@ -224,8 +221,8 @@ def sketched(
     """What a model is planned by: itself, or, until the block ends, the bundle without weights of a GGUF file that was
     not prepared yet. Arguments as of `find_model`."""
     found = find_model(model, bits, llamacpp=llamacpp)
-    file = found.source if found.path is None and isinstance(found.source, Path) else None
-    if file is None or not file.is_file():
+    file = found.file
+    if found.path is not None or file is None:
         yield model
         return
     _require_own_bits(file, bits)

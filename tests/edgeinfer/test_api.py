@@ -252,7 +252,7 @@ def test_ids_of_numpy_have_a_text(model: edgeinfer.Model) -> None:
 def test_paths_of_any_kind_are_models(kind: Callable[[str], Any], tmp_path: Path) -> None:
     assert hub.find(kind(str(tmp_path))) == tmp_path
     with pytest.raises(ModelError, match=r"No model at '.*none'"):
-        hub.local(kind(str(tmp_path / "none")))
+        hub.find_model(kind(str(tmp_path / "none")))
     assert edgeinfer.LoadConfig.of(draft_model=kind(str(tmp_path))).draft_model == str(tmp_path)
 
 

@@ -93,7 +93,7 @@ def test_ollamas_models_are_prepared_by_their_own_names(
 
 def test_options_of_llama_cpp_leave_the_file_as_it_is(path: Path) -> None:
     assert hub.resolve(path, llamacpp=True) == path and not written()
-    assert hub.local(path) == path
+    assert hub.find_model(path).here == path
 
 
 def test_what_is_not_read_is_left_to_llama_cpp(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_model_of_the_catalog_comes_from_its_package(path: Path, monkeypatch: 
     made = work(package="smollm2-135m")
     assert made.parent.name == "smollm2-135m" and written() == {"smollm2-135m/source.json", f"smollm2-135m/{made.name}"}
     monkeypatch.setattr("edgeinfer.hub.resolving.fetch", never)
-    assert hub.resolve("smollm2-135m") == made == hub.local("smollm2-135m")
+    assert hub.resolve("smollm2-135m") == made == hub.find_model("smollm2-135m").here
     assert [model.name for model in edgeinfer.list_models() if model.origin == "converted"] == ["smollm2-135m"]
 
 

@@ -269,7 +269,9 @@ from pathlib import Path
 from edgeinfer import hub
 
 def listed():
-    return [hub.cached(), [None if path is None else str(path) for path in map(hub.local, names)]]
+    cached = [str(each.path) if each.kind == "gguf" else each.name for each in hub.cached_models()
+              if each.kind != "checkpoint"]
+    return [sorted(cached), [None if path is None else str(path) for path in (hub.find_model(n).here for n in names)]]
 
 names = ["org/bundle", "org/absent", "org/gguf:Q8_0", "org/gguf:Q2_K"]
 empty = listed()

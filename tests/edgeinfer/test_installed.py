@@ -174,7 +174,7 @@ def test_short_names_load_what_is_listed_under_them(machine: Machine) -> None:
     os.utime(small[1].path, (1, 1))
     for model in list_models():
         if model.origin != "hub":
-            assert hub.local(model.name) == model.path, model.name
+            assert hub.find_model(model.name).here == model.path, model.name
     for name, path in (
         ("QWEN2.5-Coder-0.5B-instruct-q4_k_m", folder / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
         ("Small-1B", small[0].path),  # of several conversions the last
@@ -184,16 +184,16 @@ def test_short_names_load_what_is_listed_under_them(machine: Machine) -> None:
         # What was loaded from elsewhere before.
         ("gemma3-270m-q4_k_m", machine.folder / "gemma3-270m-q4_k_m.gguf"),
     ):
-        assert hub.local(name) == path, name
+        assert hub.find_model(name).here == path, name
     assert hub.resolve("Small-1B", bits=8) == small[1].path
     with pytest.raises(UsageError, match="GGUF file, whose weights have their bits"):
         hub.resolve("gemma3-270m-q4_k_m", bits=8)
     with pytest.raises(ModelError, match="Several models are called twice") as several:
-        hub.local("twice")
+        hub.find_model("twice")
     assert str(folder / "folder" / "twice") in several.value.hint
     for name in ("gone-1b", "none"):
         with pytest.raises(ModelError, match="No model at"):
-            hub.local(name)
+            hub.find_model(name)
 
 
 def test_models_are_shown_by_the_names_that_people_know(machine: Machine) -> None:

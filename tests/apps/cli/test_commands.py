@@ -76,7 +76,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
 
     monkeypatch.setattr(edgeinfer, "plan", plan, raising=False)
     monkeypatch.setattr(hub, "resolve", lambda model, **_: Path(model))
-    monkeypatch.setattr(hub, "gguf_file", lambda _: None)
+    monkeypatch.setattr(hub, "find_model", lambda _: SimpleNamespace(file=None))
     monkeypatch.setattr("edgeinfer.bundle.opening.open_bundle", lambda _: SimpleNamespace(manifest=TOY))
     return calls
 

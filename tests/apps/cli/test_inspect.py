@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_pull(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return bundle
 
     monkeypatch.setattr(hub, "update", update)
-    monkeypatch.setattr(hub, "local", lambda name: bundle)
+    monkeypatch.setattr(hub, "find_model", lambda name: SimpleNamespace(here=bundle))
     assert main(["pull", "org/name", "--bits", "8"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{bundle}\n"
