@@ -262,7 +262,7 @@ def _encoded(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
     shapes = {key: (type_name(array.dtype), array.shape) for key, array in arrays.items()}
     header = encode_header(shapes, {_SUM: _checksum(pieces)})
     buffer = mmap.mmap(-1, len(header) + sum(map(len, pieces)))
-    for piece in (header, *pieces):
+    for piece in (memoryview(header), *pieces):
         buffer.write(piece)
     return memoryview(buffer)
 
