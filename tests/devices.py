@@ -12,7 +12,7 @@ import pytest
 import edgeinfer.core.options.load
 import edgeinfer.tools.devices
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.devices import registry
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
 
@@ -43,7 +43,7 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
 
 def feed(backend: Backend, tokens: Sequence[int]) -> Floats:  # (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows)).logits.copy()
+    return backend.forward(Pass(np.array(tokens, np.int64), rows + backend.cache.length, rows)).logits.copy()
 
 
 def talk(backend: Backend) -> list[Floats]:

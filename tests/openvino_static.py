@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.devices.providers import CPU, Device
 from edgeinfer.runtime.devices.registry import find_device
@@ -58,13 +58,11 @@ def passes(backend: StaticBackend, *, single: bool = False) -> NDArray[np.float3
     found = []
     for size in sizes:
         rows, start = np.arange(size), backend.cache.length
-        found.append(
-            backend.forward(ForwardInput(np.array(_TEXT[start : start + size]), start + rows, rows)).logits.copy()
-        )
+        found.append(backend.forward(Pass(np.array(_TEXT[start : start + size]), start + rows, rows)).logits.copy())
     depths = [0, 0, 1, 1, 1, 2]
     rows = np.arange(len(_TREE))
     positions = backend.cache.length + np.array(depths)
-    found.append(backend.forward(ForwardInput(10 + rows, positions, rows, tree=np.array(_TREE))).logits.copy())
+    found.append(backend.forward(Pass(10 + rows, positions, rows, tree=np.array(_TREE))).logits.copy())
     return np.concatenate(found)
 
 
@@ -74,7 +72,7 @@ def greedy(backend: StaticBackend) -> tuple[list[int], list[float]]:
     feed, tokens, gaps = list(_TEXT), list[int](), list[float]()
     for _ in range(_STEPS):
         rows = np.array([len(feed) - 1])
-        row = backend.forward(ForwardInput(np.array(feed), backend.cache.length + np.arange(len(feed)), rows)).logits[0]
+        row = backend.forward(Pass(np.array(feed), backend.cache.length + np.arange(len(feed)), rows)).logits[0]
         best = np.sort(row)[-2:]
         tokens.append(int(row.argmax()))
         gaps.append(float(best[1] - best[0]))

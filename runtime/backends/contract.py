@@ -43,7 +43,7 @@ class ExpertChoice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardInput:
+class Pass:
     """Input of one pass: S new tokens and how they are evaluated."""
 
     tokens: Ints  # (S,)
@@ -73,7 +73,7 @@ class ForwardInput:
         """Whether each row follows the one before it, so that the rows may as well be evaluated in several passes."""
         return self.tree is None and self.block is None
 
-    def goes_with(self, other: ForwardInput) -> bool:
+    def goes_with(self, other: Pass) -> bool:
         """Whether the rows of both go through the same weights in the same way, so that one pass can have both."""
         if self.planes != other.planes or (self.hidden is None) != (other.hidden is None):
             return False
@@ -89,7 +89,7 @@ def _same(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardOutput:
+class PassResult:
     """Outcome of one pass."""
 
     logits: Floats  # (R, V), one row for each requested row
@@ -101,11 +101,11 @@ class ForwardOutput:
     # (S, W) hidden states that a draft module reads; None where the bundle has none inside.
     tapped: Floats | None = None
 
-    def copy(self) -> ForwardOutput:
+    def copy(self) -> PassResult:
         """A copy in arrays that no pass overwrites."""
         hidden, tapped = (None if array is None else array.copy() for array in (self.hidden, self.tapped))
         experts = None if self.experts is None else self.experts.copy()
-        return ForwardOutput(self.logits.copy(), hidden, experts, tapped)
+        return PassResult(self.logits.copy(), hidden, experts, tapped)
 
 
 class Backend(Protocol):
@@ -131,7 +131,7 @@ class Backend(Protocol):
     def cache(self) -> KVCache:
         """Keys and values of the text so far, which a pass reads and appends to."""
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         """Runs the model over S new tokens and appends their keys and values.
 
         A tree needs at least one token in the cache, which a prompt always leaves. With one, a row is what it is in a
@@ -156,7 +156,7 @@ class ForkingBackend(Protocol[C]):
     def cache(self) -> C:
         """The cache of `Backend.forward`; its forks are sequences too."""
 
-    def forward_together(self, sequences: Sequence[tuple[C, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[C, Pass]]) -> list[PassResult]:
         """Evaluates new tokens of several sequences, each appended to its own cache. Every row is what it is in a pass
         of its own sequence alone."""
 
@@ -172,16 +172,16 @@ class TogetherBackend(ForkingBackend[PagedCache], Protocol):
     def new_sequence(self, capacity: int) -> PagedCache:
         """An empty sequence, for `forward_together`."""
 
-    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         """One pass over new tokens of several sequences, each appended to its own cache. Every row is what it is in a
         pass of its own sequence alone. Arrays are views that the next pass overwrites."""
 
-    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_checked(self, sequences: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         """`forward_together` for passes that `check_pass` has let through already."""
 
 
 # Called with the row of the cache that a pass began at, the pass, and what it gave, in views as of `Backend.forward`.
-PassObserver = Callable[[int, ForwardInput, ForwardOutput], None]
+PassObserver = Callable[[int, Pass, PassResult], None]
 
 
 @runtime_checkable
@@ -208,7 +208,7 @@ def require(able: bool, backend: Backend, what: str, hint: str) -> None:
         raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
 
 
-def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = None) -> None:
+def check_pass(backend: Backend, batch: Pass, cache: KVCache | None = None) -> None:
     """Refuses a pass that the backend's contract excludes; `cache`, by default the backend's own, is appended to."""
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
     planes, experts = batch.planes, batch.experts

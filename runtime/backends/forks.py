@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForkingBackend, ForwardInput, ForwardOutput, TogetherBackend
+from edgeinfer.runtime.backends.contract import Backend, ForkingBackend, Pass, PassResult, TogetherBackend
 from edgeinfer.runtime.backends.wrapped import uncounted
 
 # Copies that the rows of a text are kept in behind the first; more are made one.
@@ -51,7 +51,7 @@ class TurnTaking:
         self._there = [_Piece(backend.cache.length)]  # what the backend's cache holds
         self.cache = CopiedFork(self._there)
 
-    def forward_together(self, sequences: Sequence[tuple[CopiedFork, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[CopiedFork, Pass]]) -> list[PassResult]:
         outputs = []
         try:
             for fork, batch in sequences:

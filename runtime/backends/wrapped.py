@@ -19,7 +19,7 @@ from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ExpertUse
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, adapters_of, choose_adapter
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult, adapters_of, choose_adapter
 from edgeinfer.runtime.weights.experts import ExpertCache
 
 # Lengths of the runs of tokens whose union is counted.
@@ -174,7 +174,7 @@ class WrappedBackend(Generic[B]):
     def use_adapter(self, name: str | None) -> None:
         choose_adapter(self._inner, name)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         return self._inner.forward(batch)
 
     def cancel(self) -> None:
@@ -214,7 +214,7 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
             found, expert_bytes=cache.expert_bytes, resident_bytes=cache.cached_bytes, hit_rate=cache.hit_rate
         )
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         start = self.cache.length
         output = self._inner.forward(batch)
         # Drafts of cheaper passes are not what the model's tokens use, and passes that go on after one know not all.

@@ -13,7 +13,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import (
     Backend,
-    ForwardInput,
+    Pass,
     PassCancelledError,
     RotatingBackend,
     choose_adapter,
@@ -231,11 +231,11 @@ class Engine:
         self, tokens: Sequence[int], rows: Ints, gains: tuple[float, ...] | None = None, run: Run | None = None
     ) -> Floats:  # (R, V)
         """Feed the next tokens of a text and return the logits of `rows` (R,), as a view that the next pass overwrites.
-        With `gains`, as `ForwardInput` takes them, the last tokens need not be fed, and as many rows come. `run` runs
+        With `gains`, as `Pass` takes them, the last tokens need not be fed, and as many rows come. `run` runs
         the pass."""
         start = self.backend.cache.length
         places = np.arange(start, start + len(tokens))
-        batch = ForwardInput(np.array(tokens, np.int64), places, rows, gains=gains)
+        batch = Pass(np.array(tokens, np.int64), places, rows, gains=gains)
         logits = (run or self.backend.forward)(batch).logits
         self._tokens.extend(tokens if gains is None else tokens[: len(logits)])
         return logits

@@ -20,9 +20,9 @@ import numpy as np
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import (
     Backend,
-    ForwardInput,
-    ForwardOutput,
+    Pass,
     PassCancelledError,
+    PassResult,
     PreemptedError,
     RotatingBackend,
     TogetherBackend,
@@ -38,10 +38,10 @@ class RowRequest:
     """Rows of one sequence that a task waits for: its batch, rows evaluated so far, and the passes' outputs. The last
     output is a view until `keep`. A prompt's rows may be cut into several passes; drafts may be cut."""
 
-    def __init__(self, cache: PagedCache, batch: ForwardInput) -> None:
+    def __init__(self, cache: PagedCache, batch: Pass) -> None:
         self.cache, self.batch = cache, batch
         self.fed = 0
-        self.parts: list[ForwardOutput] = []
+        self.parts: list[PassResult] = []
         self._kept = True  # nothing of them is a view
         self.error: BaseException | None = None
         self.can_wait = batch.is_chain and len(batch.rows) < len(batch.tokens)
@@ -62,7 +62,7 @@ class RowRequest:
             gains = None if batch.gains is None else batch.gains[:rows]
             self.batch = dataclasses.replace(self.next_rows(rows), tree=tree, gains=gains)
 
-    def next_rows(self, count: int) -> ForwardInput:
+    def next_rows(self, count: int) -> Pass:
         """The next rows, as a pass's input."""
         batch, start, stop = self.batch, self.fed, self.fed + count
         if count == len(batch.tokens):
@@ -77,7 +77,7 @@ class RowRequest:
             tapped=None if batch.tapped is None else batch.tapped[start:stop],
         )
 
-    def take(self, output: ForwardOutput, count: int) -> None:
+    def take(self, output: PassResult, count: int) -> None:
         """Store a pass's output for the next rows."""
         self.fed += count
         self.parts.append(output)
@@ -88,14 +88,14 @@ class RowRequest:
             self.parts[-1] = self.parts[-1].copy()
             self._kept = True
 
-    def output(self) -> ForwardOutput:
+    def output(self) -> PassResult:
         """Join the output of all passes; of a single one a view that the next pass overwrites."""
         if len(self.parts) == 1:
             return self.parts[0]
         hidden = [part.hidden for part in self.parts if part.hidden is not None]
         experts = [part.experts for part in self.parts if part.experts is not None]
         tapped = [part.tapped for part in self.parts if part.tapped is not None]
-        return ForwardOutput(
+        return PassResult(
             np.concatenate([part.logits for part in self.parts]),
             np.concatenate(hidden) if hidden else None,
             np.concatenate(experts, axis=1) if experts else None,
@@ -123,7 +123,7 @@ class SequenceTask:
     def waits(self) -> bool:
         return not all(request.over for request in self.requests)
 
-    def outputs(self) -> list[ForwardOutput]:
+    def outputs(self) -> list[PassResult]:
         """Outputs of the rows that the task waited for."""
         requests, self.requests = self.requests, ()
         error = next((request.error for request in requests if request.error is not None), None)
@@ -212,17 +212,17 @@ class SequenceBackend(WrappedBackend[Backend]):
     def new_sequence(self, capacity: int) -> PagedCache:
         return self._scheduler.new_sequence(capacity).cache
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         """Evaluate a pass together with rows of other sequences."""
         return self.forward_together([(self._own, batch)])[0]
 
-    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         """Evaluate several sequences of one reply, together with those of others."""
         for cache, batch in sequences:
             check_pass(self._inner, batch, cache)
         return self.forward_checked(sequences)
 
-    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_checked(self, sequences: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         return self._scheduler.evaluate(self, sequences)
 
     def cancel(self) -> None:
@@ -337,9 +337,7 @@ class Scheduler:
         if self._current is not None and not self._closing:
             self._current.wait()
 
-    def evaluate(
-        self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
-    ) -> list[ForwardOutput]:
+    def evaluate(self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         """Wait for rows that later passes evaluate; a lone task, or a caller that is none, runs them at once."""
         if self._closing:
             raise PassCancelledError("All sequences were ended.")
@@ -363,9 +361,7 @@ class Scheduler:
             if task is not None and task.waits:
                 task.fail(PassCancelledError("The sequence was cancelled."))
 
-    def _evaluate_alone(
-        self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, ForwardInput]]
-    ) -> list[ForwardOutput]:
+    def _evaluate_alone(self, sequence: SequenceBackend, wanted: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         self._provide(sum(cache.pages_for(len(batch.tokens)) for cache, batch in wanted))
         self.batch_size = len(wanted)
         with self._lock:

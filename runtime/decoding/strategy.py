@@ -14,10 +14,10 @@ import numpy as np
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, DrafterUse, RemoteUse, SearchUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
 from edgeinfer.runtime.sampling.sampler import Sampler
 
-Run = Callable[[ForwardInput], ForwardOutput]
+Run = Callable[[Pass], PassResult]
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class DecodingStrategy:
     def _forward(self, token: int) -> Floats:  # (V,)
         """Feed one more token and return its logits, a view that the next pass overwrites."""
         self._tokens_fed[0], self._position[0] = token, self._backend.cache.length
-        output = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW))
+        output = self._backend.forward(Pass(self._tokens_fed, self._position, _ONE_ROW))
         self._plain_hidden = output.hidden
         logits: Floats = output.logits[0]
         return logits

@@ -13,7 +13,7 @@ from edgeinfer.bundle.key_centres import key_centres
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec
 
@@ -36,7 +36,7 @@ def attention_errors(bundle: Bundle, texts: Sequence[Sequence[int]]) -> list[Att
     probe = _Probe(bundle, max(map(len, texts)), [codec for codec in ROW_CODECS.values() if codec.name != FLOAT32])
     for text in texts:
         probe.cache.trim(0)
-        probe.forward(ForwardInput(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64)))
+        probe.forward(Pass(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64)))
     shares = {kv: np.sqrt(squares / probe.squares) for kv, squares in probe.differences.items()}
     probe.close()
     return [AttentionError(kv, tuple(map(float, share))) for kv, share in shares.items()]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 
 _LONGEST = 8
 _REPEATS = 9
@@ -70,7 +70,7 @@ def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REP
     everything = np.ones(2 * layers, np.bool_)
     passes = [(everything, rows) for rows in range(1, longest + 2)] + [(is_mlp, 1), (~is_mlp, 1)]
     backend.cache.trim(0)
-    backend.forward(ForwardInput(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))
+    backend.forward(Pass(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))
     *whole, without_attention, without_mlp = _medians(backend, passes, repeats)
     backend.cache.trim(0)
     # Noise must not make a block pay for being run.
@@ -87,7 +87,7 @@ def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], 
         for (mask, size), each in zip(passes, times, strict=True):
             rows = np.arange(size)
             started = time.perf_counter()
-            backend.forward(ForwardInput(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
+            backend.forward(Pass(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
             if repeat:  # the first round warms up
                 each.append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(past)

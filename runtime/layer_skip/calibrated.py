@@ -18,7 +18,7 @@ from edgeinfer.core.errors import StorageError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, require
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult, require
 from edgeinfer.runtime.decoding.strategy import Run
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
@@ -75,7 +75,7 @@ class LayerSkipDecoding(ReducedDecoding):
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._mask)).logits
+            return self._backend.forward(Pass(ids, places, rows, layer_mask=self._mask)).logits
 
         return {index: logits.copy() for index, logits in feed(run, tokens, start, wanted, self._chunk)}
 
@@ -83,7 +83,7 @@ class LayerSkipDecoding(ReducedDecoding):
         assert self._mask is not None, "first comes first"
         root, place = np.array(self._tokens[-1:]), np.array([self._backend.cache.length])
         whole = bool(self._mask.all()) or self._limit.stopped
-        output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
+        output = self._backend.forward(Pass(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
             self._statistics.reduced += 1
             self._statistics.blocks_skipped += int((~self._mask).sum())
@@ -148,7 +148,7 @@ class PromptStates:
         """The number of layers, L."""
         return self._backend.geometry.num_layers
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         """A pass over the prompt's next tokens, which keeps the states of those that are among its last ones."""
         start, size = self._backend.cache.length, len(batch.tokens)
         first, can = max(start, len(self._prompt) - _MOST), self._backend.capabilities
@@ -176,11 +176,11 @@ class PromptStates:
         for at in range(0, size, self._chunk):
             part = tokens[at : at + self._chunk]
             self._backend.cache.trim(begin + at)
-            batch = ForwardInput(part, begin + at + np.arange(len(part)), nothing)
+            batch = Pass(part, begin + at + np.arange(len(part)), nothing)
             self._fill(found[:, at : at + len(part)], batch)
         return found
 
-    def _fill(self, states: Floats, batch: ForwardInput) -> ForwardOutput:  # (L + 1, S, D)
+    def _fill(self, states: Floats, batch: Pass) -> PassResult:  # (L + 1, S, D)
         """Run a pass of which the cache lacks the rows, layer by layer, and fill in the states between them of its
         last S rows."""
         start, nothing = self._backend.cache.length, np.zeros(0, np.int64)

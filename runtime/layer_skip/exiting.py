@@ -15,7 +15,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.backends.contract import Backend, Pass, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.reduced_compute import ComputeMethod, ReducedComputeStrategies
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments, feed, likeliest
@@ -53,7 +53,7 @@ class EarlyExitDecoding(ReducedDecoding):
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._first)).logits
+            return self._backend.forward(Pass(ids, places, rows, layer_mask=self._first)).logits
 
         said = feed(run, tokens, start, wanted, self._chunk)
         return {index: logits.copy() for index, logits in said if self._sure(logits)}
@@ -64,7 +64,7 @@ class EarlyExitDecoding(ReducedDecoding):
     def _logits(self, lost: int) -> Floats:  # (V,)
         place = self._backend.cache.length
         root = np.array(self._tokens[-1:])
-        output = self._backend.forward(ForwardInput(root, np.array([place]), _ONE_ROW, layer_mask=self._first))
+        output = self._backend.forward(Pass(root, np.array([place]), _ONE_ROW, layer_mask=self._first))
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         self._waiting.append(self._tokens[-1])
         self._hidden[len(self._waiting) - 1] = output.hidden[0]
@@ -92,7 +92,7 @@ class EarlyExitDecoding(ReducedDecoding):
             self._statistics.caught_up += size - 1
         rows = np.array([*(() if skipped else self._kept), size - 1 - skipped])
         output = self._backend.forward(
-            ForwardInput(
+            Pass(
                 np.array(self._waiting[skipped:]),
                 start + np.arange(skipped, size),
                 rows,

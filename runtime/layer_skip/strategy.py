@@ -17,7 +17,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.sampling.sampler import Sampler
@@ -102,7 +102,7 @@ def feed(
 
 def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
     """Passes of the whole model, as `feed` takes them."""
-    return lambda tokens, positions, rows: backend.forward(ForwardInput(tokens, positions, rows)).logits
+    return lambda tokens, positions, rows: backend.forward(Pass(tokens, positions, rows)).logits
 
 
 def entropy_bits(logits: Floats) -> float:  # (V,)

@@ -18,7 +18,7 @@ from edgeinfer.core.options.load import VERIFIED_OPTIONS, LoadConfig
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.results import ComputeUse, RemoteUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
@@ -246,7 +246,7 @@ class RemoteDecoding(DecodingStrategy):
             end = cache.length + len(tokens)
             rows = np.array([len(tokens) - 1]) if end == len(path) else np.zeros(0, np.int64)
             positions = np.arange(cache.length, end)
-            output = self._backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows))
+            output = self._backend.forward(Pass(np.array(tokens, np.int64), positions, rows))
             if end == len(path):
                 logits: Floats = output.logits[0]
                 return logits

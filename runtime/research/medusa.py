@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.bundle.additions import MOST_HEADS, STATE_EPS, Heads, heads_bytes
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.backends.contract import Backend, Pass, require
 from edgeinfer.runtime.research.heads import Matrix, OutputRows, StateDrafter, silu
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, drafter_heads_bytes
@@ -80,9 +80,7 @@ class MedusaDrafter(StateDrafter):
             return
         rows = np.arange(self._places)
         output = self._target.forward(
-            ForwardInput(
-                np.zeros_like(rows), rows + start, rows, layer_mask=self._no_layers, hidden=self._states[: len(rows)]
-            )
+            Pass(np.zeros_like(rows), rows + start, rows, layer_mask=self._no_layers, hidden=self._states[: len(rows)])
         )
         self._logits_of[: len(rows)] = output.logits
         self._target.cache.trim(start)

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgeinfer.core.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import DrafterMethod, DrafterParts
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -84,9 +84,7 @@ class SortedDrafter(ModelDrafter):
         start, end = int(positions[0]), int(positions[-1]) + 1
         hidden = self._hidden[part - 1][start:end] if part else None
         known = np.minimum(tokens, self._own - 1)
-        output = self._backend.forward(
-            ForwardInput(known, positions, rows, layer_mask=self._masks[part], hidden=hidden)
-        )
+        output = self._backend.forward(Pass(known, positions, rows, layer_mask=self._masks[part], hidden=hidden))
         if part < len(self._hidden):
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states = self._hidden[part]

@@ -11,7 +11,7 @@ from edgeinfer.core.errors import BackendError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import ForkableCache
-from edgeinfer.runtime.backends.contract import ForwardInput, PreemptedError, TogetherBackend
+from edgeinfer.runtime.backends.contract import Pass, PreemptedError, TogetherBackend
 from edgeinfer.runtime.backends.forks import forking
 from edgeinfer.runtime.search.strategy import Passes
 
@@ -125,7 +125,7 @@ class Branches:
         return branch
 
 
-def _next_rows(start: int, tokens: Sequence[int], wanted: int) -> ForwardInput:
+def _next_rows(start: int, tokens: Sequence[int], wanted: int) -> Pass:
     """A pass over the next tokens of a text, with the logits of so many of the last."""
     size = len(tokens)
-    return ForwardInput(np.array(tokens, np.int64), np.arange(start, start + size), np.arange(size - wanted, size))
+    return Pass(np.array(tokens, np.int64), np.arange(start, start + size), np.arange(size - wanted, size))

@@ -19,7 +19,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import SearchedText, SearchUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError, PreemptedError
 from edgeinfer.runtime.backends.forks import can_fork, copied_bytes
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
 from edgeinfer.runtime.layer_skip.strategy import SmallModel
@@ -121,7 +121,7 @@ class Passes:
     def _forward(self, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
         self.check()
         places = np.arange(len(tokens)) + self._backend.cache.length
-        output = self._backend.forward(ForwardInput(tokens, places, rows))
+        output = self._backend.forward(Pass(tokens, places, rows))
         self.statistics.passes += 1
         self.statistics.rows += len(tokens)
         return output.logits

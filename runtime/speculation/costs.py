@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, Pass
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts, RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
@@ -85,7 +85,7 @@ def measure_passes(
 def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
     tokens, rows, head = filler_tokens(backend, size, skip), np.arange(size), head_of(backend)
     started = time.perf_counter()
-    output = backend.forward(ForwardInput(tokens, rows + past, rows if head is None else rows[:HEAD_ROWS]))
+    output = backend.forward(Pass(tokens, rows + past, rows if head is None else rows[:HEAD_ROWS]))
     if head is not None and output.hidden is not None and size > HEAD_ROWS:
         # As for a draft of which nothing is refused.
         hidden = output.hidden.copy()
@@ -101,7 +101,7 @@ def _fill(backend: Backend, length: int) -> None:
     if backend.cache.copyable and backend.capabilities.copies and not backend.geometry.states:
         backend.cache.restore(_blank(backend, length))
     elif length:
-        backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
+        backend.forward(Pass(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
 
 
 def _blank(backend: Backend, length: int) -> CopiedRows:
@@ -346,7 +346,7 @@ class DeviceCosts:
         for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
             token = filler_tokens(backend, 1, skip)
             started = time.perf_counter()
-            backend.forward(ForwardInput(token, place, row))
+            backend.forward(Pass(token, place, row))
             times.append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(start)
         return times[1:]
@@ -392,7 +392,7 @@ class DeviceCosts:
         backend, fed = self._backend, self._backend.cache.length
         rest = np.array(tokens[fed:-1], np.int64)
         if drafter.follows_passes and len(rest):
-            backend.forward(ForwardInput(rest, np.arange(fed, fed + len(rest)), np.zeros(0, np.int64)))
+            backend.forward(Pass(rest, np.arange(fed, fed + len(rest)), np.zeros(0, np.int64)))
         drafter.begin(tokens)
         drafter.observe(self._shown(tokens[-1]))
         return DraftContext(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())

@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Backend, Pass
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs
 from edgeinfer.runtime.sampling.sampler import Sampler
@@ -266,13 +266,13 @@ class SpeculativeDecoding(DecodingStrategy):
         wanted = rows if head is None else rows[:HEAD_ROWS]
         gains = (1.0, *draft.likely) if draft.likely else None
         if resumption is not None:
-            batch = ForwardInput(fed, rows + base, wanted, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
+            batch = Pass(fed, rows + base, wanted, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
         elif draft.is_chain:
-            batch = ForwardInput(fed, rows + base, wanted, gains=gains)
+            batch = Pass(fed, rows + base, wanted, gains=gains)
         else:
             depths = np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
             parents = np.array([-1, *(parent + 1 for parent in draft.parents)])
-            batch = ForwardInput(fed, depths + base, wanted, tree=parents, gains=gains)
+            batch = Pass(fed, depths + base, wanted, tree=parents, gains=gains)
         output = self._backend.forward(batch)
         hidden, chain = output.hidden, batch.tree is None
         if head is None:
@@ -304,7 +304,7 @@ class SpeculativeDecoding(DecodingStrategy):
                 continue
             logits = passed.logits.rows.copy()
             self._backend.cache.trim(base + place)
-            batch = ForwardInput(passed.fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
+            batch = Pass(passed.fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
             logits[node + 1] = self._backend.forward(batch).logits[0]
             token = self._sampler.sample(logits[node + 1], target.position(node), target.path(node))
             self.statistics.rechecked += 1

@@ -18,7 +18,7 @@ import numpy as np
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 
 # Passes begin amid a vector of eight or sixteen numbers, and the text reaches into the next one.
 _PROMPT = 11
@@ -99,7 +99,7 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     tokens = filler_tokens(backend, past + size)
     backend.cache.trim(0)
     if past:
-        backend.forward(ForwardInput(tokens[:past], np.arange(past), np.zeros(0, np.int64)))
+        backend.forward(Pass(tokens[:past], np.arange(past), np.zeros(0, np.int64)))
     backend.cache.mark()
     if not backend.capabilities.exact:
         drift = _drift(backend, past, budget_s)
@@ -143,7 +143,7 @@ def _side_rows(backend: Backend, past: int, text: Ints) -> Floats:  # (S,) -> (S
     rows = 2 * places + 1
     others = (text + 1) % backend.geometry.vocab_size
     tokens = np.stack([others, text], axis=1).ravel()
-    batch = ForwardInput(tokens, past + np.repeat(places, 2), rows, tree=np.repeat(rows - 2, 2))
+    batch = Pass(tokens, past + np.repeat(places, 2), rows, tree=np.repeat(rows - 2, 2))
     logits = backend.forward(batch).logits
     backend.cache.keep(past, rows.tolist())
     return logits
@@ -152,7 +152,7 @@ def _side_rows(backend: Backend, past: int, text: Ints) -> Floats:  # (S,) -> (S
 def _rows(backend: Backend, tokens: Ints) -> Floats:  # (S,) -> (S, V)
     """The logits of a pass over these tokens; a view until the next one."""
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits
+    return backend.forward(Pass(tokens, rows + backend.cache.length, rows)).logits
 
 
 def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:

@@ -23,7 +23,7 @@ from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SKIP_LEVELS, SkipLevels, kept_layers, layers_mask
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies, rolling_means
@@ -262,14 +262,14 @@ class SampleTexts:
             self._backend.cache.restore(before)
             rows = np.arange(len(fed))
             yield self._backend.forward(
-                ForwardInput(fed, rows + self._backend.cache.length, rows, layer_mask=layer_mask)
+                Pass(fed, rows + self._backend.cache.length, rows, layer_mask=layer_mask)
             ).logits
 
     def _prefill(self, tokens: Sequence[int]) -> None:
         self._backend.cache.trim(0)
         for start in range(0, len(tokens), _CHUNK):
             ids = np.array(tokens[start : start + _CHUNK], np.int64)
-            self._backend.forward(ForwardInput(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64)))
+            self._backend.forward(Pass(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64)))
 
 
 # Most tokens of each reply that are scored. SWIFT scores 33; logits of that many rows fit anywhere.

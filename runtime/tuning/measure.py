@@ -15,7 +15,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, ForwardOutput, require
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass, PassResult, require
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.strategy import divergence
@@ -106,7 +106,7 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
         for size in sizes:
             tokens, rows = np.array(_filler(engine, size)), np.arange(size)
             started = time.perf_counter()
-            backend.forward(ForwardInput(tokens, rows + past, rows))
+            backend.forward(Pass(tokens, rows + past, rows))
             if repeat:  # the first round warms up
                 times[size].append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(past)
@@ -191,7 +191,7 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
 def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
     fed, head, states = 0, head_of(engine.backend), list[Floats]()
 
-    def run(batch: ForwardInput) -> ForwardOutput:
+    def run(batch: Pass) -> PassResult:
         output = engine.backend.forward(batch)
         if head is not None and output.hidden is not None:
             states[:] = [output.hidden.copy()]  # the head's passes overwrite them
@@ -223,7 +223,7 @@ def last_state(engine: Engine, tokens: Sequence[int]) -> Floats:  # (D,)
     # All but the last are evaluated as a prompt is, which keeps what is there.
     engine.prepare(tokens, len(tokens))
     place = np.array([len(tokens) - 1])
-    output = engine.backend.forward(ForwardInput(np.array(tokens[-1:], np.int64), place, np.zeros(1, np.int64)))
+    output = engine.backend.forward(Pass(np.array(tokens[-1:], np.int64), place, np.zeros(1, np.int64)))
     assert output.hidden is not None, "the backend says that it gives them"
     state: Floats = output.hidden[0].copy()
     engine.backend.cache.trim(len(tokens) - 1)

@@ -24,7 +24,7 @@ from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.core.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
+from edgeinfer.runtime.backends.contract import Pass, PassResult, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.scheduler import RowRequest, SequenceTask
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
@@ -342,14 +342,14 @@ def test_a_pass_that_is_cut_reads_and_gives_all_that_a_whole_one_does() -> None:
     cache = PagedCache(PagePool(PageLayout.of(Geometry(6, 3, 1, 1, 4, 8), "float32"), 1), 8)
     states = np.eye(6, 3)
     given: dict[str, Any] = {"hidden": states.astype(np.float32), "tapped": 2 * states.astype(np.float32)}
-    request = RowRequest(cache, ForwardInput(np.arange(6), np.arange(6), np.array([1, 5]), **given))
-    read, buffers = list[ForwardInput](), np.zeros((3, 2, 2), np.float32)
+    request = RowRequest(cache, Pass(np.arange(6), np.arange(6), np.array([1, 5]), **given))
+    read, buffers = list[Pass](), np.zeros((3, 2, 2), np.float32)
     for start in (0, 2, 4):
         request.keep()
         read.append(request.next_rows(2))
         buffers += 1 + start  # what the passes before gave in views
         experts = np.full((1, 2, 1), start)
-        request.take(ForwardOutput(buffers[0][: len(read[-1].rows)], buffers[1], experts, buffers[2]), 2)
+        request.take(PassResult(buffers[0][: len(read[-1].rows)], buffers[1], experts, buffers[2]), 2)
     for name, whole in given.items():
         assert np.array_equal(np.concatenate([getattr(part, name) for part in read]), whole)
     output = request.output()

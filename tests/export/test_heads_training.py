@@ -22,7 +22,7 @@ from edgeinfer.export.training.routers import RoutersOptions
 from edgeinfer.export.training.text import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer, TrainOptions
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.research.heads import StateDrafter
 from edgeinfer.runtime.research.hydra import HydraDrafter
@@ -110,7 +110,7 @@ def test_heads_that_draft_are_those_that_were_trained(
     guesser = drafting(backend, found)
     # The last token is one that is not guessed, and so unknown to Hydra.
     said = [*TEXT[:10], 300]
-    output = backend.forward(ForwardInput(np.array(said[:-1]), np.arange(10), np.array([9])))
+    output = backend.forward(Pass(np.array(said[:-1]), np.arange(10), np.array([9])))
     assert output.hidden is not None
     guesser.begin(said)
     now, drafted = context(said), [5, 12]

@@ -27,7 +27,7 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.optimum_route import quantize_graph
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.quant.policy import QuantPolicy
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from tests.factories import make_tokenizer
 from tests.tables import each_row
@@ -96,7 +96,7 @@ def exported(request: pytest.FixtureRequest, optimum: None, tmp_path_factory: py
 
 def feed(backend: ConcatBackend, tokens: NDArray[np.int64], rows: list[int]) -> NDArray[np.float32]:  # (R, V)
     positions = np.arange(backend.cache.length, backend.cache.length + len(tokens))
-    return backend.forward(ForwardInput(tokens, positions, np.array(rows, np.int64))).logits.copy()
+    return backend.forward(Pass(tokens, positions, np.array(rows, np.int64))).logits.copy()
 
 
 @pytest.mark.optimum

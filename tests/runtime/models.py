@@ -15,7 +15,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
@@ -52,10 +52,10 @@ def make_graph_backend(
     return OnnxBackend(bundle, capacity, **{name: value for name, value in options.items() if name not in paged})
 
 
-def given(tokens: Sequence[int] | Ints, start: int, **how: Any) -> ForwardInput:
+def given(tokens: Sequence[int] | Ints, start: int, **how: Any) -> Pass:
     """A pass over tokens behind so many that the cache holds, whose logits are wanted in all rows."""
     rows = np.arange(len(tokens))
-    return ForwardInput(np.array(tokens, np.int64), start + rows, rows, **how)
+    return Pass(np.array(tokens, np.int64), start + rows, rows, **how)
 
 
 def feed(backend: Backend, tokens: Sequence[int] | Ints, **how: Any) -> Floats:  # (S, V)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.array_file import encode_arrays
 from edgeinfer.core.errors import AdapterError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from tests.cache import made
@@ -89,9 +89,9 @@ def backend_with(variant: str, config: ExportConfig, *adapters: Path) -> PagedBa
     return PagedBackend(bundle, 64, adapters=packed, threads=2)
 
 
-def chain(tokens: NDArray[np.int64], start: int = 0) -> ForwardInput:
+def chain(tokens: NDArray[np.int64], start: int = 0) -> Pass:
     size = len(tokens)
-    return ForwardInput(tokens, np.arange(start, start + size), np.arange(size))
+    return Pass(tokens, np.arange(start, start + size), np.arange(size))
 
 
 def logits_of(backend: PagedBackend, name: str | None) -> NDArray[np.float32]:

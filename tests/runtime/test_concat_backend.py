@@ -26,7 +26,7 @@ from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
@@ -138,7 +138,7 @@ def backend(used: ConcatBackend) -> ConcatBackend:
 
 def feed(backend: ConcatBackend, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:  # (R, V)
     positions = np.arange(backend.cache.length, backend.cache.length + len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens), positions, np.array(rows, np.int64))).logits.copy()
+    return backend.forward(Pass(np.array(tokens), positions, np.array(rows, np.int64))).logits.copy()
 
 
 def close(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
@@ -189,18 +189,18 @@ def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> N
     ]
     for extra in extras:
         with pytest.raises(CapabilityError):
-            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
+            backend.forward(Pass(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     assert backend.cache.length == 0
 
 
 @either
 def test_positions_other_than_the_next_ones(sums: Sums, backend: ConcatBackend) -> None:
     if sums.positions:
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
+        backend.forward(Pass(np.array([1, 2]), np.array([0, 5]), np.array([1])))
         assert backend.cache.length == 2
         return
     with pytest.raises(BackendError, match="positions"):
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
+        backend.forward(Pass(np.array([1, 2]), np.array([0, 5]), np.array([1])))
     assert backend.cache.length == 0
 
 

@@ -18,7 +18,7 @@ from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.core.errors import BackendError, BudgetError, ContextLengthError, PromptError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit, TrimmedCache
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, Removed
 from edgeinfer.runtime.sampling.distributions import Logits
@@ -105,7 +105,7 @@ class TableBackend:
     def held(self) -> list[int]:
         return self.cache.held
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         assert positions.tolist() == list(range(self.cache.length, self.cache.length + len(tokens)))
@@ -116,7 +116,7 @@ class TableBackend:
         logits = np.zeros((len(rows), VOCABULARY), np.float32)
         for i, row in enumerate(rows):
             logits[i, next_token(self.held[: start + row + 1])] = 1
-        return ForwardOutput(logits, None)
+        return PassResult(logits, None)
 
     def _wait(self) -> None:
         if len(self.passes) == self.fails_at:

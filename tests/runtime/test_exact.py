@@ -16,7 +16,7 @@ from edgeinfer.bundle.geometry import PAGED_KV
 from edgeinfer.bundle.layouts import LAYOUTS
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
@@ -88,7 +88,7 @@ def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: 
     assert same_cache(exact.backend.cache.snapshot(), exact.cache)
     # Nor does it matter which rows are asked for.
     exact.backend.cache.trim(0)
-    few = exact.backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64))).logits
+    few = exact.backend.forward(Pass(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64))).logits
     assert np.array_equal(few, exact.logits[wanted])
 
 
@@ -99,7 +99,7 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     # The next tokens as the main branch, with other branches.
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
     places = CONTEXT + np.array(depths(PARENTS))
-    branch = backend.forward(ForwardInput(tokens, places, np.arange(len(tokens)), tree=PARENTS)).logits[:5]
+    branch = backend.forward(Pass(tokens, places, np.arange(len(tokens)), tree=PARENTS)).logits[:5]
     assert np.array_equal(branch, exact.logits[CONTEXT : CONTEXT + 5])
     backend.cache.keep(CONTEXT, [0, 1, 2])
     assert np.array_equal(feed(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
@@ -156,7 +156,7 @@ class Company:
     def __init__(self, backend: PagedBackend, prompt: NDArray[np.int64]) -> None:
         self.backend, self.start = backend, len(prompt)
         backend.cache.clear()
-        backend.forward(ForwardInput(prompt, np.arange(len(prompt)), np.zeros(0, np.int64)))
+        backend.forward(Pass(prompt, np.arange(len(prompt)), np.zeros(0, np.int64)))
         self.prompt = backend.cache.fork()
         self._known: dict[Row, Floats] = {}
 
@@ -167,13 +167,13 @@ class Company:
         """The logits behind the prompt and these tokens, which are evaluated in one pass of their own."""
         if row not in self._known:
             cache, size = self.prompt.fork(), len(row)
-            batch = ForwardInput(np.array(row), self.start + np.arange(size), np.arange(size))
+            batch = Pass(np.array(row), self.start + np.arange(size), np.arange(size))
             (output,) = self.backend.forward_together([(cache, batch)])
             for number in range(size):
                 self._known.setdefault(row[: number + 1], output.logits[number].copy())
         return self._known[row]
 
-    def feed(self, drawn: Sequence[tuple[Text, ForwardInput, list[Row], list[tuple[int, ...]]]]) -> None:
+    def feed(self, drawn: Sequence[tuple[Text, Pass, list[Row], list[tuple[int, ...]]]]) -> None:
         """Evaluates rows of several texts in one pass and compares every one."""
         outputs = self.backend.forward_together([(text.cache, batch) for text, batch, _, _ in drawn])
         logits = [output.logits.copy() for output in outputs]
@@ -201,7 +201,7 @@ def draw(company: Company, text: Text, random: np.random.Generator, size: int) -
         parents.append(parent)
     tokens = np.array([row[-1] for row in rows[first:]])
     positions = np.array([company.start + len(row) - 1 for row in rows[first:]])
-    batch = ForwardInput(tokens, positions, np.arange(size))
+    batch = Pass(tokens, positions, np.arange(size))
     if kind == "tree":
         batch = replace(batch, tree=np.array([parent - first if parent >= first else -1 for parent in parents]))
     return text, batch, rows[first:], places[first:]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY, switched_off
 from tests.runtime.models import depths, feed, make_graph_backend
@@ -82,9 +82,7 @@ def path(parents: Sequence[int], node: int) -> list[int]:
 def feed_tree(backend: Backend, tokens: Sequence[int], parents: Sequence[int]) -> Floats:  # (S, V)
     positions = backend.cache.length + np.array(depths(parents))
     rows = np.arange(len(tokens))
-    return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), positions, rows, tree=np.array(parents))
-    ).logits.copy()
+    return backend.forward(Pass(np.array(tokens, np.int64), positions, rows, tree=np.array(parents))).logits.copy()
 
 
 def assert_close(actual: Floats, expected: Floats, tolerance: float = TOLERANCE) -> None:
@@ -95,8 +93,8 @@ def assert_close(actual: Floats, expected: Floats, tolerance: float = TOLERANCE)
 
 def test_only_the_rows_asked_for(family: Family, backend: Backend) -> None:
     tokens, expected = np.array(TEXT), family.expected(TEXT)
-    assert backend.forward(ForwardInput(tokens[:6], np.arange(6), np.zeros(0, np.int64))).logits.shape == (0, 320)
-    rest = backend.forward(ForwardInput(tokens[6:], np.arange(6, 20), np.array([0, 13, 5])))
+    assert backend.forward(Pass(tokens[:6], np.arange(6), np.zeros(0, np.int64))).logits.shape == (0, 320)
+    rest = backend.forward(Pass(tokens[6:], np.arange(6, 20), np.array([0, 13, 5])))
     assert_close(rest.logits, expected[[6, 19, 11]])
 
 
@@ -130,9 +128,7 @@ def test_masked_trees_match_the_reference(pair: tuple[Backend, Backend]) -> None
     for backend in pair:
         feed(backend, TEXT[:5], layer_mask=mask)
         rows = np.arange(len(DRAFT))
-        outcomes.append(
-            backend.forward(ForwardInput(np.array(DRAFT), positions, rows, tree=tree, layer_mask=mask)).logits
-        )
+        outcomes.append(backend.forward(Pass(np.array(DRAFT), positions, rows, tree=tree, layer_mask=mask)).logits)
     assert_close(outcomes[0], outcomes[1])
 
 
@@ -150,11 +146,11 @@ def test_resuming_from_an_exit_layer(family: Family, backend: Backend, exit_laye
     first = np.arange(2 * backend.geometry.num_layers) < 2 * exit_layer
     feed(backend, TEXT[:6])
     tokens, positions, rows = np.array(TEXT[6:13]), np.arange(6, 13), np.arange(7)
-    early = backend.forward(ForwardInput(tokens, positions, np.zeros(0, np.int64), layer_mask=first))
+    early = backend.forward(Pass(tokens, positions, np.zeros(0, np.int64), layer_mask=first))
     assert early.hidden is not None
     hidden = early.hidden.copy()
     backend.cache.trim(6)
-    resumed = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=~first, hidden=hidden))
+    resumed = backend.forward(Pass(tokens, positions, rows, layer_mask=~first, hidden=hidden))
     assert_close(resumed.logits, expected[6:13])
     # Both halves left their keys and values behind.
     assert_close(feed(backend, TEXT[13:]), expected[13:])
@@ -164,7 +160,7 @@ def test_resuming_from_an_exit_layer(family: Family, backend: Backend, exit_laye
 def test_hidden_states_match_the_reference(pair: tuple[Backend, Backend], exit_layer: int) -> None:
     mask = np.arange(2 * pair[0].geometry.num_layers) < 2 * exit_layer
     none = np.zeros(0, np.int64)
-    early = [b.forward(ForwardInput(np.array(TEXT), np.arange(len(TEXT)), none, layer_mask=mask)).hidden for b in pair]
+    early = [b.forward(Pass(np.array(TEXT), np.arange(len(TEXT)), none, layer_mask=mask)).hidden for b in pair]
     assert early[0] is not None and early[1] is not None
     assert early[0].shape == (len(TEXT), pair[0].geometry.hidden_size)
     assert_close(early[0], early[1])
@@ -226,6 +222,6 @@ def test_impossible_passes_are_refused(make_family: Callable[..., Family], maker
     integers: dict[str, Any] = {name: np.array(asked.pop(name), np.int64) for name in ("tokens", "positions", "rows")}
     rest: dict[str, Any] = {name: np.array(value) for name, value in asked.items()}
     with pytest.raises(BackendError):
-        backend.forward(ForwardInput(**integers, **rest))
+        backend.forward(Pass(**integers, **rest))
     assert backend.cache.length == 4
     assert_close(feed(backend, TEXT[4:]), family.expected(TEXT)[4:])

@@ -22,7 +22,7 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.checkpoint import checkpoint_tensors
 from edgeinfer.quant.calibration_layers import LayerWalk
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
@@ -120,7 +120,7 @@ def test_trees_leave_every_bit_on_each_of_their_paths(bundle: Bundle, whole: Any
     parents = [-1, -1, 1, 0, 2, 4, 2, 4]  # the text is the rows 1, 2, 4, 7
     tokens = [5, TOKENS[40], TOKENS[41], 6, TOKENS[42], 7, 8, TOKENS[43]]
     depths = [40, 40, 41, 41, 42, 43, 42, 43]
-    batch = ForwardInput(np.array(tokens), np.array(depths), np.arange(8), tree=np.array(parents))
+    batch = Pass(np.array(tokens), np.array(depths), np.arange(8), tree=np.array(parents))
     logits = backend.forward(batch).logits.copy()
     assert np.array_equal(logits[[1, 2, 4, 7]], whole[40:44])
     backend.cache.keep(40, [1, 2, 4, 7])
@@ -227,7 +227,7 @@ def test_a_draft_model_with_states_follows_accepted_tokens(bundle: Bundle, whole
     backend = PagedBackend(bundle, CONTEXT)
 
     def forward(tokens: Any, positions: Any, rows: Any) -> Any:
-        return backend.forward(ForwardInput(tokens, positions, rows)).logits
+        return backend.forward(Pass(tokens, positions, rows)).logits
 
     follower, text = Follower(backend, forward, 16), TOKENS.tolist()
     for head, drafted in ((50, 0), (50, 1), (50, 9), (53, 0), (53, 15), (68, 0), (68, 3), (70, 2), (90, 1)):
@@ -359,7 +359,7 @@ def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) ->
     assert spec is not None and spec.kv_sources == (0, 1, 2, 1, 2, 1)
     mask = np.ones(12, np.bool_)
     mask[[2, 3, 5, 8]] = False  # attention and MLP of layer 1, which layers 3 and 5 read
-    batch = ForwardInput(FEW, np.arange(40), np.arange(40), layer_mask=mask)
+    batch = Pass(FEW, np.arange(40), np.arange(40), layer_mask=mask)
     wanted = ReferenceBackend(bundle, 64).forward(batch).logits
     backend = PagedBackend(bundle, 64)
     assert np.linalg.norm(backend.forward(batch).logits - wanted) < 0.03 * np.linalg.norm(wanted)
@@ -367,11 +367,11 @@ def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) ->
     # The first layers alone, then the others: nothing that was written is written again.
     backend.cache.clear()
     first = np.arange(12) < 8
-    hidden = backend.forward(ForwardInput(FEW, np.arange(40), np.arange(0), layer_mask=first)).hidden
+    hidden = backend.forward(Pass(FEW, np.arange(40), np.arange(0), layer_mask=first)).hidden
     assert hidden is not None
     hidden = hidden.copy()
     backend.cache.trim(0)
-    resumed = ForwardInput(FEW, np.arange(40), np.arange(40), layer_mask=~first, hidden=hidden)
+    resumed = Pass(FEW, np.arange(40), np.arange(40), layer_mask=~first, hidden=hidden)
     assert np.array_equal(backend.forward(resumed).logits, whole)
 
 

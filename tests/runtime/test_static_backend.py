@@ -19,7 +19,7 @@ from edgeinfer.core.options.decoding import MOST_DRAFTED, drafters_in
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
@@ -97,7 +97,7 @@ def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
     """A chain of which the last row is wanted."""
     ids = np.array(tokens, np.int64)
     last = np.array([len(ids) - 1])
-    row: Floats = backend.forward(ForwardInput(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
+    row: Floats = backend.forward(Pass(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
     return row.copy()
 
 
@@ -154,17 +154,17 @@ def test_rows_are_bit_identical_however_a_text_is_cut(bundles: Bundles, family: 
     backend.cache.trim(8)
     tree, positions = np.array([-1, 0, 1, -1, 3]), np.array([8, 9, 10, 8, 9])
     drafted = [*TEXT[8:11], 4, 5]
-    branched = backend.forward(ForwardInput(np.array(drafted), positions, np.arange(5), tree=tree)).logits
+    branched = backend.forward(Pass(np.array(drafted), positions, np.arange(5), tree=tree)).logits
     assert np.array_equal(branched[:3], whole[8:11])
 
 
 def test_only_the_rows_asked_for(llama: Made, backend: StaticBackend) -> None:
     expected = llama.expected(TEXT)
-    assert backend.forward(ForwardInput(np.array(TEXT[:6]), np.arange(6), np.zeros(0, np.int64))).logits.shape == (
+    assert backend.forward(Pass(np.array(TEXT[:6]), np.arange(6), np.zeros(0, np.int64))).logits.shape == (
         0,
         320,
     )
-    rest = backend.forward(ForwardInput(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
+    rest = backend.forward(Pass(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
     assert_close(rest.logits, expected[[6, 19, 11, 11]])
     assert rest.hidden is None and rest.experts is None
 
@@ -211,9 +211,9 @@ def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
     ]
     for extra in extras:
         with pytest.raises(CapabilityError):
-            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
+            backend.forward(Pass(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     with pytest.raises(BackendError, match="outside a cache of 32"):
-        backend.forward(ForwardInput(np.array([1]), np.array([32]), np.array([0])))
+        backend.forward(Pass(np.array([1]), np.array([32]), np.array([0])))
     assert backend.cache.length == 0
 
 

@@ -24,7 +24,7 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BackendError, CapabilityError, StorageError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError, PassResult
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import ReadAhead, StreamedBackend
 from edgeinfer.runtime.loading.registry import plan_input_of
@@ -77,7 +77,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     streamed.close()
 
 
-def same(steps: list[ForwardOutput]) -> None:
+def same(steps: list[PassResult]) -> None:
     np.testing.assert_array_equal(steps[0].logits, steps[1].logits)
     assert steps[0].hidden is not None
     assert steps[1].hidden is not None
@@ -103,14 +103,14 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     chance = np.random.default_rng(seed)
     for backend in pair:
         backend.cache.trim(0)
-        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
+        backend.forward(Pass(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         tokens, start = asked["tokens"], pair[0].cache.length
         hidden = chance.normal(size=(len(tokens), 128)).astype(np.float32) if asked["resumes"] else None
         places = start + np.array(range(len(tokens)) if asked["tree"] is None else depths(asked["tree"]))
         options = {"tree": asked["tree"], "layer_mask": asked["layer_mask"], "hidden": hidden}
         options["planes"] = asked["planes"] if pair[0].capabilities.high_planes else 2
-        same([backend.forward(ForwardInput(tokens, places, asked["rows"], **options)) for backend in pair])
+        same([backend.forward(Pass(tokens, places, asked["rows"], **options)) for backend in pair])
         same_cache(pair, asked["layer_mask"])
         for backend in pair:
             # Rows that a layer was skipped in are computed again before anything may read them.
@@ -127,7 +127,7 @@ class _Inner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         step = self._backend.forward(batch)
         self._count += 1
         self._act(self._count)
@@ -141,7 +141,7 @@ def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.Mo
     inner = make_graph_backend(small(NATIVE), CAPACITY)
     streamed = StreamedBackend(inner, 1)
     tokens = np.array([3, 4, 5, 6])
-    wanted = streamed.forward(ForwardInput(tokens, np.arange(4), np.arange(4))).logits.copy()
+    wanted = streamed.forward(Pass(tokens, np.arange(4), np.arange(4))).logits.copy()
     streamed.cache.trim(2)
     before = streamed.cache.snapshot()
 
@@ -153,13 +153,13 @@ def test_a_pass_that_ends_early_does_not_change_the_cache(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(streamed, "_inner", _Inner(inner, act))
     with pytest.raises(PassCancelledError if kind == "cancelled" else BackendError):
-        streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([1])))
+        streamed.forward(Pass(tokens[2:], np.array([2, 3]), np.array([1])))
     assert streamed.cache.length == 2
     for mine, theirs in zip(
         (*before.keys, *before.values), (*(s := streamed.cache.snapshot()).keys, *s.values), strict=True
     ):
         np.testing.assert_array_equal(mine, theirs)
-    again = streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([0, 1])))
+    again = streamed.forward(Pass(tokens[2:], np.array([2, 3]), np.array([0, 1])))
     np.testing.assert_array_equal(again.logits, wanted[2:])
     streamed.close()
 
@@ -169,7 +169,7 @@ def test_what_it_refuses(pair: Pair) -> None:
         StreamedBackend(make_graph_backend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].cache.length
     with pytest.raises(BackendError, match="outside a pass"):
-        pair[0].forward(ForwardInput(np.array([1]), np.array([length]), np.array([1])))
+        pair[0].forward(Pass(np.array([1]), np.array([length]), np.array([1])))
     assert pair[0].cache.length == length
 
 
@@ -183,11 +183,11 @@ def test_only_a_window_is_resident() -> None:
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
 
     def resident(backend: Backend) -> int:
-        backend.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
+        backend.forward(Pass(np.array([3, 4]), np.arange(2), np.array([1])))
         backend.cache.trim(0)
         return process_memory().file
 
-    inner.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
+    inner.forward(Pass(np.array([3, 4]), np.arange(2), np.array([1])))
     inner.cache.trim(0)
     all_resident = resident(inner)
     streamed = StreamedBackend(inner, 1)
@@ -217,7 +217,7 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
     tensors = tensors_in(bundle.manifest, NATIVE)
     head = next(t.nbytes for t in tensors if t.name == "head")
     inner = make_graph_backend(bundle, CAPACITY, threads=threads)
-    batch = ForwardInput(np.array([3, 40_000, 65_535]), np.arange(3), np.arange(3))
+    batch = Pass(np.array([3, 40_000, 65_535]), np.arange(3), np.arange(3))
     wanted = inner.forward(batch).logits.copy()
     whole = process_memory().file
     inner.cache.trim(0)
@@ -271,7 +271,7 @@ def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPat
         assert disk_rate.kept_rate(path) is None
         for _ in passes:
             streamed.cache.trim(0)
-            streamed.forward(ForwardInput(np.array([5]), np.arange(1), np.array([0])))
+            streamed.forward(Pass(np.array([5]), np.arange(1), np.array([0])))
         assert disk_rate.kept_rate(path) == rate
     inner.close()
     for damaged in ("{", "[]", '{"bytes_per_second": -1}', "9" * 400):
@@ -403,7 +403,7 @@ def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.Monkey
     chosen = dropped_windows(sizes, weights, room)
     assert chosen == (0, 1, 2)
     streamed = StreamedBackend(inner, 1, kept_layers=1, room=room)
-    batch = ForwardInput(np.array([5, 6]), np.arange(2), np.array([1]))
+    batch = Pass(np.array([5, 6]), np.arange(2), np.array([1]))
     for _ in range(3):
         streamed.cache.trim(0)
         streamed.forward(batch)

@@ -18,7 +18,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.core.errors import AdapterError, BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult, check_pass
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, RecurrentCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext, RowSteps
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
@@ -131,7 +131,7 @@ class LlamaCppBackend:
     def use_adapter(self, name: str | None) -> None:
         self._adapters.choose(self._context.pointer, name)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self.cache.check_kept()
@@ -146,7 +146,7 @@ class LlamaCppBackend:
             self.cache.drop_pass(start, tree)
             raise
         self.vocabulary.rows(size)
-        return ForwardOutput(logits, None)
+        return PassResult(logits, None)
 
     def _chain(self, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
         """Runs a chain, in as many parts as the batch and the outputs ask for."""

@@ -16,10 +16,10 @@ from edgeinfer.bundle import graph
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassResult, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.backends.onnx.passes import AttentionBias, Pass, bind_cache
+from edgeinfer.runtime.backends.onnx.passes import AttentionBias, BoundPass, bind_cache
 from edgeinfer.runtime.devices.arrays import device_zeros
 from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.weights.layouts import Progress
@@ -67,7 +67,7 @@ class OnnxBackend(GraphBackend):
         self._bias = AttentionBias(self.cache, self._window, self._experts is not None)
         self.cache.unbind = self._unbind
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         if self._window and batch.tree is not None and len(batch.tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(batch.tree)} rows is larger than {graph.TREE_ROWS}.")
@@ -93,7 +93,7 @@ class OnnxBackend(GraphBackend):
     def _attention_inputs(self) -> dict[str, NDArray[Any]]:
         return {graph.SEQLENS_K: self._seqlens, graph.TOTAL_LENGTH: self._total}
 
-    def _bind_cache(self, step: Pass) -> None:
+    def _bind_cache(self, step: BoundPass) -> None:
         bind_cache(step.binding, self.cache)
 
     def nbytes(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot, check_snapshot
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassResult, check_pass
 from edgeinfer.runtime.backends.kv_buffers import FloatCache
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import MappedFile
@@ -85,7 +85,7 @@ class ConcatBackend:
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
         self._binding = self._session.binding()
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         start, size = self.cache.length, len(tokens)
@@ -108,7 +108,7 @@ class ConcatBackend:
             self._bind_output(name, array)
         self._session.run(self._binding)
         self.cache.replace(present)
-        return ForwardOutput(_pick(logits, rows), None)
+        return PassResult(_pick(logits, rows), None)
 
     def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))

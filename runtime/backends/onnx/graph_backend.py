@@ -22,9 +22,9 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Pass, PassResult
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
-from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
+from edgeinfer.runtime.backends.onnx.passes import BoundPass, Buffers, ExpertInputs
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
 from edgeinfer.runtime.devices.providers import CPU, Device
@@ -87,7 +87,7 @@ class GraphBackend(ABC):
         self._layer_mask = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._planes = np.zeros(1, np.int32)
         self._buffers = self._new_buffers(size=2, rows=2)
-        self._passes: dict[tuple[int, int, bool, int, int], Pass] = {}
+        self._passes: dict[tuple[int, int, bool, int, int], BoundPass] = {}
 
     def _watch_embedding(self) -> LookedUp | None:
         """Release pages that only loading read, and watch the embedding; the native head reads all of it anyway."""
@@ -110,10 +110,10 @@ class GraphBackend(ABC):
         return {name: device_value(table, self._device) for name, table in tables}
 
     @abstractmethod
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         """One pass; see `contract.Backend.forward`."""
 
-    def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
+    def divided(self, batch: Pass) -> AbstractContextManager[None]:
         """Treat the passes within as windows of this one, each of which runs other layers over the same rows."""
         return nullcontext()
 
@@ -126,11 +126,11 @@ class GraphBackend(ABC):
         """Inputs of attention whose arrays are the same for every pass."""
 
     @abstractmethod
-    def _bind_cache(self, step: Pass) -> None:
+    def _bind_cache(self, step: BoundPass) -> None:
         """Binds the cache and the inputs of attention that depend on the pass's shape."""
 
-    def _prepared(self, batch: ForwardInput, size: int, rows: int, *, apart: bool) -> Pass:
-        """A pass of so many rows, padding included, ready to run but for what attention reads; see `Pass.fill`."""
+    def _prepared(self, batch: Pass, size: int, rows: int, *, apart: bool) -> BoundPass:
+        """A pass of so many rows, padding included, ready to run but for what attention reads; see `BoundPass.fill`."""
         used = 0
         if self._experts is not None:
             self._experts.choose(batch.experts)
@@ -144,13 +144,13 @@ class GraphBackend(ABC):
         self._planes[0] = batch.planes
         return step
 
-    def _output(self, step: Pass, size: int, rows: int) -> ForwardOutput:
+    def _output(self, step: BoundPass, size: int, rows: int) -> PassResult:
         """The results of the pass that ran, without its padding."""
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
         tapped = step.tapped[0, :size] if self._tapped else None
-        return ForwardOutput(step.logits[:rows], step.hidden_out[0, :size], chosen, tapped)
+        return PassResult(step.logits[:rows], step.hidden_out[0, :size], chosen, tapped)
 
     def _new_buffers(self, size: int, rows: int) -> Buffers:
         top_k = 0 if self._experts is None else self._experts.top_k
@@ -158,7 +158,7 @@ class GraphBackend(ABC):
             return Buffers(self.geometry, size, rows, top_k, self._tapped)
         return Buffers(self.geometry, size, rows, top_k, self._module.width, self._module.vocab_size)
 
-    def _pass(self, size: int, rows: int, resumes: bool, experts: int, block: int) -> Pass:
+    def _pass(self, size: int, rows: int, resumes: bool, experts: int, block: int) -> BoundPass:
         key = (size, rows, resumes, experts, block)
         step = self._passes.get(key)
         if step is not None:
@@ -168,7 +168,7 @@ class GraphBackend(ABC):
             self._passes.clear()
         if len(self._passes) >= _MOST_PASSES:
             self._passes.pop(next(iter(self._passes)))
-        step = self._passes[key] = self._bind(Pass(self._buffers, *key))
+        step = self._passes[key] = self._bind(BoundPass(self._buffers, *key))
         return step
 
     def _unbind(self) -> None:
@@ -176,7 +176,7 @@ class GraphBackend(ABC):
         self._passes.clear()
         self._buffers = self._new_buffers(size=2, rows=2)
 
-    def _bind(self, step: Pass) -> Pass:
+    def _bind(self, step: BoundPass) -> BoundPass:
         """Bind all inputs and outputs of passes of one shape."""
         step.binding = self._session.binding()
         inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs()}

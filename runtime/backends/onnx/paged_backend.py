@@ -28,16 +28,16 @@ from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import (
     NO_ADAPTER,
-    ForwardInput,
-    ForwardOutput,
+    Pass,
     PassObserver,
+    PassResult,
     adapter_place,
     check_pass,
     runs_apart,
 )
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
-from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass, Path, PathTables, paths_of, repeated
+from edgeinfer.runtime.backends.onnx.passes import BoundPass, Buffers, Path, PathTables, paths_of, repeated
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import SPARE_ROWS, PageLayout, pages_of
 from edgeinfer.runtime.paging.pool import PagePool
@@ -47,7 +47,7 @@ from edgeinfer.runtime.weights.layouts import Progress
 # Addresses of further pages for snapshots, forks and searches while the context is full; untouched they take no memory.
 _FURTHER_PAGES = 64
 
-Sequences = Sequence[tuple[PagedCache, ForwardInput]]
+Sequences = Sequence[tuple[PagedCache, Pass]]
 
 
 class PagedBackend(GraphBackend):
@@ -112,7 +112,7 @@ class PagedBackend(GraphBackend):
     def free_pages(self) -> int:
         return self.pool.free - _FURTHER_PAGES
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         cache, size, asked = self.cache, len(batch.tokens), batch
         if cache.shift:
@@ -140,23 +140,23 @@ class PagedBackend(GraphBackend):
         """A pass in which no layer runs, so that only the states are read; see `contract.HeadBackend.head`."""
         size = len(hidden)
         nothing = np.zeros(size, np.int64)
-        batch = ForwardInput(nothing, nothing, np.arange(size), layer_mask=self._no_layers, hidden=hidden)
+        batch = Pass(nothing, nothing, np.arange(size), layer_mask=self._no_layers, hidden=hidden)
         step = self._prepared(batch, size, self._logit_rows(size), apart=False)
         self._adapter_rows[:size] = self.cache.adapter
         self._session.run(step.binding)
         return step.logits[:size]
 
-    def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
+    def divided(self, batch: Pass) -> AbstractContextManager[None]:
         """See `GraphBackend.divided`; states of recurrent layers move on once."""
         state = self.cache.state
         return super().divided(batch) if state is None else state.divided(_whole(batch))
 
-    def forward_together(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_together(self, sequences: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         for cache, batch in sequences:
             check_pass(self, batch, cache)
         return self.forward_checked(sequences)
 
-    def forward_checked(self, sequences: Sequence[tuple[PagedCache, ForwardInput]]) -> list[ForwardOutput]:
+    def forward_checked(self, sequences: Sequence[tuple[PagedCache, Pass]]) -> list[PassResult]:
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
         own: Sequences = [(cache, _placed(cache, batch)) for cache, batch in sequences]
@@ -165,18 +165,18 @@ class PagedBackend(GraphBackend):
         batch_of_all = _joined([batch for _, batch in own])
         step = self._run(own, batch_of_all)
         whole = self._output(step, len(batch_of_all.tokens), len(batch_of_all.rows))
-        outputs, row, logit = list[ForwardOutput](), 0, 0
+        outputs, row, logit = list[PassResult](), 0, 0
         for cache, batch in own:
             size, wanted = len(batch.tokens), len(batch.rows)
             hidden = None if whole.hidden is None else whole.hidden[row : row + size]
             experts = None if whole.experts is None else whole.experts[:, row : row + size]
             tapped = None if whole.tapped is None else whole.tapped[row : row + size]
-            outputs.append(ForwardOutput(whole.logits[logit : logit + wanted], hidden, experts, tapped))
+            outputs.append(PassResult(whole.logits[logit : logit + wanted], hidden, experts, tapped))
             cache.advance(size)
             row, logit = row + size, logit + wanted
         return outputs
 
-    def _run_block(self, batch: ForwardInput, block: int) -> Pass:
+    def _run_block(self, batch: Pass, block: int) -> BoundPass:
         """Runs a pass of a module that drafts in blocks; its last rows see each other."""
         cache, size = self.cache, len(batch.tokens)
         cache.prepare(size)
@@ -185,7 +185,7 @@ class PagedBackend(GraphBackend):
         self._session.run(step.binding)
         return step
 
-    def _run(self, sequences: Sequences, whole: ForwardInput) -> Pass:
+    def _run(self, sequences: Sequences, whole: Pass) -> BoundPass:
         """Runs a pass of any rows; `whole` has them all."""
         total = len(whole.tokens)
         padding = max(0, self._least - total)
@@ -215,7 +215,7 @@ class PagedBackend(GraphBackend):
                 self._bind_sequences(step, [self.cache])
         return step
 
-    def _bind_sequences(self, step: Pass, caches: Sequence[PagedCache]) -> None:
+    def _bind_sequences(self, step: BoundPass, caches: Sequence[PagedCache]) -> None:
         alone = caches[0].table[None]  # read where it lies
         bind_input(step.binding, graph.KV_PAGES, alone if len(caches) == 1 else _tables_of(caches))
         rows = [cache.state.row for cache in caches if cache.state is not None]
@@ -256,7 +256,7 @@ class PagedBackend(GraphBackend):
             inputs[graph.STATE_ROWS] = self.cache.state.row[None]
         return inputs
 
-    def _bind_cache(self, step: Pass) -> None:
+    def _bind_cache(self, step: BoundPass) -> None:
         size = len(step.positions)
         bind_input(step.binding, graph.ROWS, self._paths.rows[:size])
         if self._adapters is not None:
@@ -272,7 +272,7 @@ class PagedBackend(GraphBackend):
         del self.cache, self.pool, self._paths, self._states, self._adapters
 
 
-def _whole(batch: ForwardInput) -> bool:
+def _whole(batch: Pass) -> bool:
     """Whether a pass adds rows of the text in all layers; other rows are cut off again."""
     return batch.layer_mask is None and batch.planes == 2
 
@@ -287,12 +287,12 @@ def _least_rows(manifest: Manifest) -> tuple[int, int]:
     return 2 if floats - {"head"} else 1, 2 if head else 0
 
 
-def _placed(cache: PagedCache, batch: ForwardInput) -> ForwardInput:
+def _placed(cache: PagedCache, batch: Pass) -> Pass:
     """An input with the positions that its rows have where contexts before them lie side by side."""
     return dataclasses.replace(batch, positions=batch.positions - cache.shift) if cache.shift else batch
 
 
-def _joined(batches: Sequence[ForwardInput]) -> ForwardInput:
+def _joined(batches: Sequence[Pass]) -> Pass:
     """One input of the rows of several, without what each row sees."""
     first = batches[0]
     if not all(first.goes_with(other) for other in batches[1:]):

@@ -55,7 +55,7 @@ class Buffers:
         return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
 
-class Pass:
+class BoundPass:
     """Views into the shared buffers for passes of one shape, and their binding."""
 
     binding: Binding
@@ -132,7 +132,7 @@ class AttentionBias:
         self._copies_padding = copies_padding
         self._zeros = np.zeros(0, np.float32)
 
-    def bind(self, step: Pass, tree: Ints | None, real: int, total: int) -> None:
+    def bind(self, step: BoundPass, tree: Ints | None, real: int, total: int) -> None:
         """Binds the bias of a pass of `real` rows and padding, with so many rows in the cache after it."""
         size = len(step.positions)
         plain = tree is None and not (self._copies_padding and size > real)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.protobuf import length_delimited, number
 from edgeinfer.core.errors import BackendError, DeviceError, EdgeInferError
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.adapters import write_attribute, write_node
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession
 from edgeinfer.runtime.devices.arrays import DeviceArray
@@ -163,7 +163,7 @@ def check_first_pass(backend: Backend, device: Device) -> None:
         for tokens in ([0, 0], [0]):
             ids = np.array(tokens, np.int64)
             positions = backend.cache.length + np.arange(len(ids), dtype=np.int64)
-            logits = backend.forward(ForwardInput(ids, positions, np.array([len(ids) - 1], np.int64))).logits
+            logits = backend.forward(Pass(ids, positions, np.array([len(ids) - 1], np.int64))).logits
             if not np.isfinite(logits).all():
                 raise device_error(device, "its first pass gave logits that are no numbers")
         backend.cache.clear()

@@ -30,7 +30,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.errors import CapabilityError, Setting, StorageError
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError, PassResult, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.native.library import dropping_behind
@@ -126,7 +126,7 @@ class ReadAhead:
 _NO_ROWS = np.zeros(0, np.int64)
 
 
-def _nothing(output: ForwardOutput | None = None) -> None:
+def _nothing(output: PassResult | None = None) -> None:
     """Before and after a window that is the whole pass."""
 
 
@@ -136,7 +136,7 @@ class Window:
 
     layers: NDArray[np.bool_]  # attention and MLP of each layer, true where they are in the window. (2 L,)
     before: Callable[[], None]
-    after: Callable[[ForwardOutput], None]
+    after: Callable[[PassResult], None]
     within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -150,7 +150,7 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
         self._cancelled = False
 
     @abstractmethod
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+    def _windows(self, batch: Pass) -> Sequence[Window]:
         """The windows of a pass, at least one, which together run its layers in order."""
 
     def cancel(self) -> None:
@@ -158,7 +158,7 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
         self._cancelled = True
         self._inner.cancel()
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         self._cancelled = False
         start = self.cache.length
@@ -268,7 +268,7 @@ class StreamedBackend(WindowedBackend):
             found.append(_Part(mask, weights[index], forgotten=pieces[index] if index in forgotten else None))
         return found
 
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+    def _windows(self, batch: Pass) -> Sequence[Window]:
         """The windows in which something runs; at least one, which appends the rows."""
         if self._stay:
             # A tied head is the embedding. Looked up in each pass: when others end mappings of the file, places change.
@@ -290,7 +290,7 @@ class StreamedBackend(WindowedBackend):
         if self._reading is not None and part is not self._head and following is not self._head:
             self._reading.ask(following.weights.runs, part.weights.runs)
 
-    def _used(self, part: _Part, output: ForwardOutput) -> None:
+    def _used(self, part: _Part, output: PassResult) -> None:
         if self._reading is not None:
             self._reading.used(part.weights.runs)
         part.release()
@@ -344,7 +344,7 @@ class CachedExpertsBackend(WindowedBackend):
         self._pages.small_pages()
         self._pages.release()
 
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+    def _windows(self, batch: Pass) -> Sequence[Window]:
         """As many layers at a time as surely fit."""
         layers = self.geometry.num_layers
         count = self._moe.top_k if batch.experts is None else batch.experts.count
@@ -374,7 +374,7 @@ class CachedExpertsBackend(WindowedBackend):
         for layer in ahead:
             self.expert_cache.fetch(layer)
 
-    def _ran(self, following: Iterable[int], output: ForwardOutput) -> None:
+    def _ran(self, following: Iterable[int], output: PassResult) -> None:
         assert output.experts is not None, "a model with experts tells which it used"
         self.expert_cache.used(output.experts)
         if self._guess is not None and output.hidden is not None:

@@ -42,7 +42,7 @@ from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.core.errors import BundleError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Pass, PassResult, check_pass
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.memory import memory_of
@@ -318,7 +318,7 @@ class ReferenceBackend:
         else:
             self.cache.reserve(self.cache.length + rows)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         start, size = self.cache.length, len(tokens)
@@ -336,7 +336,7 @@ class ReferenceBackend:
         self.cache.length = start + size
         last = self._norm("final_norm", self._ends.left(x[rows]))
         logits = softcapped(self._linear("head", last), self._spec.logit_softcap)
-        return ForwardOutput(logits, x, self._choices(run.used, size, batch.experts))
+        return PassResult(logits, x, self._choices(run.used, size, batch.experts))
 
     def _layer(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D), or of all streams -> likewise
         spec, (mixes, feeds) = self._spec, run.mask[layer].tolist()

@@ -26,7 +26,7 @@ from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassResult, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.backends.static.memory import Bools, Run, choose_graphs
@@ -160,7 +160,7 @@ class StaticBackend:
         # Here, where a caller expects a device to fail, and not in the first pass.
         self._session(self.graphs.narrow[0])
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
@@ -188,7 +188,7 @@ class StaticBackend:
             self._take(session, run, start)
             logits[here] = session.logits[:1] if run.graph.prompts else session.logits[wanted]
         self.cache.length = start + size
-        return ForwardOutput(logits, None)
+        return PassResult(logits, None)
 
     def _take(self, session: StaticSession, run: Run, start: int) -> None:
         count = run.stop - run.start

@@ -17,7 +17,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.kv_cache.context_shift.policy import (
     Indices,
     Removed,
@@ -66,7 +66,7 @@ class Observer:
         for layer in range(layers):
             mask = np.arange(2 * layers) // 2 == layer - 1  # none before the first: what comes out are the embeddings
             self._backend.cache.trim(start)
-            output = self._backend.forward(ForwardInput(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden))
+            output = self._backend.forward(Pass(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             hidden = output.hidden.copy()
             yield hidden

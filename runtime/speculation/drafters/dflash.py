@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule, Unread
@@ -51,7 +51,7 @@ class DflashDrafter(ModuleDrafter):
         if unread.last and self._size(base) > 1:
             self._fill(unread.positions, unread.states, base, int(unread.tokens[-1]))
         else:
-            self._module.forward(ForwardInput(unread.tokens, unread.positions, _NO_ROWS, tapped=unread.states, block=0))
+            self._module.forward(Pass(unread.tokens, unread.positions, _NO_ROWS, tapped=unread.states, block=0))
 
     def _fill(
         self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], states: Floats | None, base: int, root: int
@@ -64,7 +64,7 @@ class DflashDrafter(ModuleDrafter):
         places = np.concatenate([positions, np.arange(base, base + size)])
         rows = np.arange(given + 1, given + size)
         start = module.cache.length
-        output = module.forward(ForwardInput(tokens, places, rows, tapped=states, block=size))
+        output = module.forward(Pass(tokens, places, rows, tapped=states, block=size))
         module.cache.trim(start + given)
         self._logits_of = output.logits
 

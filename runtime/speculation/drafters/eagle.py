@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
@@ -52,7 +52,7 @@ class EagleDrafter(StepDrafter):
         hidden = np.stack([self._nodes[path[:place]] for place in range(start, end)])
         tokens, positions = np.array(path[start:end], np.int64), np.arange(base + start, base + end)
         last = np.array([end - start - 1])
-        output = self._module.forward(ForwardInput(tokens, positions, last, hidden=hidden))
+        output = self._module.forward(Pass(tokens, positions, last, hidden=hidden))
         assert output.hidden is not None, "modules give their states"
         for place in range(start, end):
             self._nodes[path[: place + 1]] = output.hidden[place - start].copy()

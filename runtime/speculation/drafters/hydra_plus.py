@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.method import module_method
 from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
@@ -43,7 +43,7 @@ class HydraPlusDrafter(StepDrafter):
     def _run(self, tokens: Sequence[int], base: int) -> Floats:  # (Vd,)
         """What the head behind these tokens says; rows that the pass took go again."""
         size = len(tokens)
-        batch = ForwardInput(
+        batch = Pass(
             np.array(tokens, np.int64),
             np.arange(base, base + size),
             _FIRST_ROW,

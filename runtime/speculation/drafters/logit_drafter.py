@@ -17,7 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 
 # Runs one pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V), valid until the backend's next pass.
-Pass = Callable[[Ints, Ints, Ints], Floats]
+RunPass = Callable[[Ints, Ints, Ints], Floats]
 
 # Whose rows each backend holds: several followers may take turns at one, and rows look the same from outside whoever
 # wrote them. A mark, not the follower, which would keep its backend alive.
@@ -27,7 +27,7 @@ _owners: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
 class Follower:
     """Keeps the cache's rows from `start` on in step with a path: a head of committed tokens, then drafted ones."""
 
-    def __init__(self, backend: Backend, run: Pass, chunk: int) -> None:
+    def __init__(self, backend: Backend, run: RunPass, chunk: int) -> None:
         self._backend = backend
         self._run = run
         self._chunk = chunk

@@ -9,7 +9,7 @@ import numpy as np
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.drafting import TunedDrafting
@@ -36,7 +36,7 @@ class ModelDrafter(LogitDrafter):
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
         # An id of the target's padding means nothing to either model; any other one stands for it here.
-        return self._backend.forward(ForwardInput(np.minimum(tokens, self._own - 1), positions, rows)).logits
+        return self._backend.forward(Pass(np.minimum(tokens, self._own - 1), positions, rows)).logits
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Forget the guesses of the last round; what the cache shares with the prompt stays."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.spec import WAITING_ROWS, DraftModule
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
+from edgeinfer.runtime.backends.contract import Backend, ObservedBackend, Pass, PassResult
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
@@ -48,7 +48,7 @@ class TargetStates:
     def __init__(
         self,
         width: int,
-        state: Callable[[ForwardOutput], Floats | None],
+        state: Callable[[PassResult], Floats | None],
         read: Callable[[Unread], None],
         trim: Callable[[int], None],
     ) -> None:
@@ -75,7 +75,7 @@ class TargetStates:
         """Bytes of the rows that wait."""
         return self._states.nbytes
 
-    def observe(self, start: int, batch: ForwardInput, output: ForwardOutput) -> None:
+    def observe(self, start: int, batch: Pass, output: PassResult) -> None:
         """A pass of the target over new tokens, from row `start` on."""
         self.cut(start)
         tree, self._branches, self._interrupted = self._branches, None, None
@@ -275,7 +275,7 @@ class StepDrafter(ModuleDrafter):
     def _read(self, unread: Unread) -> None:
         self._leave_draft()
         rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
-        output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
+        output = self._module.forward(Pass(unread.tokens, unread.positions, rows, tapped=unread.states))
         if not unread.last:
             return
         assert output.hidden is not None, "modules give their states"
@@ -286,9 +286,9 @@ class StepDrafter(ModuleDrafter):
         return super().nbytes() + self._first.nbytes
 
 
-def _tapped(output: ForwardOutput) -> Floats | None:  # (S, W)
+def _tapped(output: PassResult) -> Floats | None:  # (S, W)
     return output.tapped
 
 
-def _last(output: ForwardOutput) -> Floats | None:  # (S, D)
+def _last(output: PassResult) -> Floats | None:  # (S, D)
     return output.hidden

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.core.errors import Setting, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Pass, require
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
@@ -78,7 +78,7 @@ class EarlyExitDrafter(SelfDrafter):
         self._hidden = np.empty((_FIRST_ROWS, target.geometry.hidden_size), np.float32)  # of the drafted rows
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        output = self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._first))
+        output = self._target.forward(Pass(tokens, positions, rows, layer_mask=self._first))
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         start = int(positions[0]) - self._follower.start
         end = start + len(tokens)
@@ -136,7 +136,7 @@ class SkipDrafter(SelfDrafter):
         self._layer_mask = mask
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._layer_mask)).logits
+        return self._target.forward(Pass(tokens, positions, rows, layer_mask=self._layer_mask)).logits
 
 
 def _require_planes(target: Backend) -> None:
@@ -155,7 +155,7 @@ class BitsDrafter(SelfDrafter):
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1)).logits
+        return self._target.forward(Pass(tokens, positions, rows, planes=1)).logits
 
 
 def fewer_experts(target: Backend) -> int:
@@ -185,7 +185,7 @@ class ExpertsDrafter(SelfDrafter):
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, experts=self._choice())).logits
+        return self._target.forward(Pass(tokens, positions, rows, experts=self._choice())).logits
 
     def _choice(self) -> ExpertChoice:
         return ExpertChoice(self._count)
@@ -203,7 +203,7 @@ class BitsAndExpertsDrafter(ExpertsDrafter):
         super().__init__(target, count)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1, experts=self._choice())).logits
+        return self._target.forward(Pass(tokens, positions, rows, planes=1, experts=self._choice())).logits
 
 
 class CachedExpertsDrafter(ExpertsDrafter):

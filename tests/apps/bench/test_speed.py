@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer.apps.bench.speed import FORMATS, SpeedConfig, run_speed
 from edgeinfer.apps.cli.main import main
 from edgeinfer.core.errors import BackendError, UsageError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Pass, PassResult
 from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
@@ -49,7 +49,7 @@ class Watched:
         backend = model._parts.engine.backend
         forward = backend.forward
 
-        def watched(batch: ForwardInput) -> ForwardOutput:
+        def watched(batch: Pass) -> PassResult:
             self.sizes.append(len(batch.tokens))
             return forward(batch)
 

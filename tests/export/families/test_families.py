@@ -26,7 +26,7 @@ from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.export.source.hf_config import HFConfig, completed
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -45,7 +45,7 @@ def run(backend: Backend, tokens: Any, tree: list[int] | None = None, places: li
     start, size = backend.cache.length, len(tokens)
     positions = np.arange(start, start + size) if places is None else np.array(places)
     parents = None if tree is None else np.array(tree)
-    given = ForwardInput(np.asarray(tokens, np.int64), positions, np.arange(size), tree=parents)
+    given = Pass(np.asarray(tokens, np.int64), positions, np.arange(size), tree=parents)
     return backend.forward(given).logits.copy()
 
 

@@ -18,7 +18,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, CapabilityError
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference import backend as reference
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -66,7 +66,7 @@ def feed(backend: PagedBackend, *cuts: int) -> Floats:  # (S, V)
     """The text in passes that end at these tokens, in place of what is there."""
     backend.cache.trim(0)
     parts = [np.arange(start, stop) for start, stop in zip((0, *cuts), cuts, strict=False)]
-    return np.concatenate([backend.forward(ForwardInput(TEXT[p], p, p - p[0])).logits.copy() for p in parts])
+    return np.concatenate([backend.forward(Pass(TEXT[p], p, p - p[0])).logits.copy() for p in parts])
 
 
 def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
@@ -75,20 +75,20 @@ def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
     behind = whole[PAST:]
     # The branch of a tree, which then is the text.
     feed(backend, PAST)
-    tree = backend.forward(ForwardInput(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)).logits
+    tree = backend.forward(Pass(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)).logits
     assert np.array_equal(tree, behind)
     backend.cache.keep(PAST, ROWS.tolist())
     place = np.array([len(TEXT)])
-    one = backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits.copy()
+    one = backend.forward(Pass(TEXT[:1], place, np.zeros(1, np.int64))).logits.copy()
     backend.cache.trim(len(TEXT))
     feed(backend, len(TEXT))
-    assert np.array_equal(backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits, one)
+    assert np.array_equal(backend.forward(Pass(TEXT[:1], place, np.zeros(1, np.int64))).logits, one)
     # With rows of other sequences, one of which shares the beginning.
     feed(backend, PAST)
     fork, alone = backend.cache.fork(), backend.new_sequence(100)
-    both = ForwardInput(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)
-    start = ForwardInput(TEXT[:70], np.arange(70), np.arange(70))
-    rest = ForwardInput(TEXT[PAST:], np.arange(PAST, len(TEXT)), np.arange(6))
+    both = Pass(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)
+    start = Pass(TEXT[:70], np.arange(70), np.arange(70))
+    rest = Pass(TEXT[PAST:], np.arange(PAST, len(TEXT)), np.arange(6))
     outputs = backend.forward_together([(alone, start), (backend.cache, rest), (fork, both)])
     for found, expected in zip(outputs, (whole[:70], behind, behind), strict=True):
         assert np.array_equal(found.logits, expected)
@@ -99,9 +99,9 @@ def test_the_head_alone_gives_the_bits_of_the_pass(backend: PagedBackend) -> Non
     feed(backend, PAST)
     size = len(TEXT) - PAST
     rows, places = np.arange(size), np.arange(PAST, len(TEXT))
-    whole = backend.forward(ForwardInput(TEXT[PAST:], places, rows)).logits.copy()
+    whole = backend.forward(Pass(TEXT[PAST:], places, rows)).logits.copy()
     backend.cache.trim(PAST)
-    first = backend.forward(ForwardInput(TEXT[PAST:], places, rows[:2]))
+    first = backend.forward(Pass(TEXT[PAST:], places, rows[:2]))
     assert first.hidden is not None
     assert np.array_equal(first.logits, whole[:2])
     hidden = first.hidden.copy()
@@ -116,8 +116,8 @@ def test_numbers_equal_the_plain_backends(kv: str) -> None:
     """A model whose weights are floats, so that only the cache's type rounds."""
     bundle = model("float32")
     paged, plain = PagedBackend(bundle, 200, kv=kv), ReferenceBackend(bundle, 200, kv=kv)
-    batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))
-    tree = ForwardInput(TREE_TOKENS, TREE_PLACES - PAST + 150, np.arange(12), tree=TREE)
+    batch = Pass(TEXT[:150], np.arange(150), np.arange(150))
+    tree = Pass(TREE_TOKENS, TREE_PLACES - PAST + 150, np.arange(12), tree=TREE)
     for each in (batch, tree):
         found, expected = paged.forward(each), plain.forward(each)
         difference = np.abs(found.logits - expected.logits)
@@ -130,18 +130,18 @@ def test_numbers_equal_the_plain_backends(kv: str) -> None:
 def test_sequences_of_one_pass_are_checked() -> None:
     backend = PagedBackend(model("qwen2"), CAPACITY)
     feed(backend, 10)
-    fork, one = backend.cache.fork(), ForwardInput(TEXT[10:11], np.array([10]), NOTHING)
+    fork, one = backend.cache.fork(), Pass(TEXT[10:11], np.array([10]), NOTHING)
     mask = np.ones(2 * backend.geometry.num_layers, np.bool_)
     hidden = np.zeros((1, backend.geometry.hidden_size), np.float32)
-    skipping = ForwardInput(one.tokens, one.positions, NOTHING, layer_mask=mask)
-    resuming = ForwardInput(one.tokens, one.positions, NOTHING, hidden=hidden)
+    skipping = Pass(one.tokens, one.positions, NOTHING, layer_mask=mask)
+    resuming = Pass(one.tokens, one.positions, NOTHING, hidden=hidden)
     stranger = PagedBackend(model("qwen2"), 64)
     wrong = {
         "only once": [(backend.cache, one), (backend.cache, one)],
         "another model": [(backend.cache, one), (stranger.cache, one)],
         "same layers": [(backend.cache, one), (fork, skipping)],
         "planes": [(backend.cache, one), (fork, resuming)],
-        "does not fit": [(backend.new_sequence(1), ForwardInput(TEXT[:2], np.arange(2), NOTHING))],
+        "does not fit": [(backend.new_sequence(1), Pass(TEXT[:2], np.arange(2), NOTHING))],
     }
     for message, sequences in wrong.items():
         with pytest.raises(BackendError, match=message):
@@ -178,7 +178,7 @@ def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -
 def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
     """Logits of a text, from an empty cache."""
     backend.cache.trim(0)
-    step = backend.forward(ForwardInput(SHORT, np.arange(len(SHORT)), np.arange(len(SHORT)), planes=planes))
+    step = backend.forward(Pass(SHORT, np.arange(len(SHORT)), np.arange(len(SHORT)), planes=planes))
     return step.logits.copy()
 
 
@@ -236,7 +236,7 @@ def test_large_biases_of_keys_do_not_change_texts(kv: str, tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "key_centres", lambda bundle: {})
         backends.append(ReferenceBackend(bundle, 200, kv=kv))
-    batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))
+    batch = Pass(TEXT[:150], np.arange(150), np.arange(150))
     whole, fewer, plain, with_biases = (each.forward(batch).logits for each in backends)
     lost = np.abs(fewer - whole).mean()
     assert lost < whole.std() * {"int8": 0.05, "int4": 0.3}[kv] and lost < np.abs(with_biases - whole).mean() / 4

@@ -22,7 +22,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BundleError, CapabilityError, DeviceError, UsageError
 from edgeinfer.core.options.load import DEVICES, LoadConfig
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx import graph_backend, selfcheck
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -99,7 +99,7 @@ def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable
     feed(backend, TOKENS[:4])
     tree = np.array([-1, -1], np.int64)
     with pytest.raises(CapabilityError, match="cannot verify trees"):
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree))
+        backend.forward(Pass(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree))
 
 
 def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBackend]) -> None:
@@ -110,14 +110,12 @@ def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBacken
         mask = np.ones(2 * backend.geometry.num_layers, np.bool_)
         mask[2:] = False
         tokens, positions, rows = np.array([9, 8]), np.array([6, 7]), np.array([0, 1])
-        first = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=mask))
+        first = backend.forward(Pass(tokens, positions, rows, layer_mask=mask))
         outputs.append(first.logits.copy())
         assert first.hidden is not None
         backend.cache.trim(6)
         outputs.append(
-            backend.forward(
-                ForwardInput(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy())
-            ).logits.copy()
+            backend.forward(Pass(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy())).logits.copy()
         )
     assert np.array_equal(outputs[0], outputs[2]) and np.array_equal(outputs[1], outputs[3])
 

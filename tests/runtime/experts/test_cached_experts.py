@@ -19,7 +19,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import CapabilityError
 from edgeinfer.export.options import ExportConfig
-from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import ExpertChoice, Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.windowed import CachedExpertsBackend, StreamedBackend
@@ -88,12 +88,12 @@ CHOICES = st.builds(ExpertChoice, st.integers(1, 3), st.none() | st.integers(0, 
 def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]) -> None:
     for backend in pair:
         backend.cache.trim(0)
-        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
+        backend.forward(Pass(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         how = dict(asked)
         tokens, start = how.pop("tokens"), pair[0].cache.length
         places = start + np.array(range(len(tokens)) if how["tree"] is None else depths(how["tree"]))
-        mine, theirs = (backend.forward(ForwardInput(tokens, places, **how)) for backend in pair)
+        mine, theirs = (backend.forward(Pass(tokens, places, **how)) for backend in pair)
         np.testing.assert_array_equal(mine.logits, theirs.logits)
         assert mine.experts is not None and theirs.experts is not None
         np.testing.assert_array_equal(mine.experts, theirs.experts)
@@ -115,7 +115,7 @@ def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     )
     chance = np.random.default_rng(0)
     for start in range(0, 40):
-        used = backend.forward(ForwardInput(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
+        used = backend.forward(Pass(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
         assert used is not None
         # Those of the last layers ran last, and nothing has taken their place.
         assert backend.expert_cache.cached[LAYERS - 1][used[LAYERS - 1, 0]].all()
@@ -144,9 +144,7 @@ def test_experts_are_asked_for_before_they_are_chosen(bundle: Bundle, monkeypatc
     right = 0
     for start in range(30):
         asked.clear()
-        mine, theirs = (
-            b.forward(ForwardInput(np.array([start]), np.array([start]), np.array([0]))) for b in (backend, plain)
-        )
+        mine, theirs = (b.forward(Pass(np.array([start]), np.array([start]), np.array([0]))) for b in (backend, plain))
         np.testing.assert_array_equal(mine.logits, theirs.logits)
         assert mine.experts is not None
         assert [layer for layer, _ in asked] == list(range(1, LAYERS))
@@ -177,7 +175,7 @@ def test_memory_in_use_equals_the_expert_caches_count() -> None:
         backend.cache.trim(0)
         for size in (first, *[1] * 20):
             tokens = chance.integers(0, 320, size)
-            backend.forward(ForwardInput(tokens, backend.cache.length + np.arange(size), np.array([size - 1])))
+            backend.forward(Pass(tokens, backend.cache.length + np.arange(size), np.array([size - 1])))
             most = max(most, process_memory().file)
         return most
 
@@ -206,9 +204,9 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpertCache, "used", used)
         with pytest.raises(PassCancelledError):
-            backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+            backend.forward(Pass(np.arange(9), np.arange(9), np.array([8])))
     assert backend.cache.length == 0
-    backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+    backend.forward(Pass(np.arange(9), np.arange(9), np.array([8])))
     backend.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.core.errors import BundleError, StorageError, UsageError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Pass, PassResult
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.calibrated import SkipLevels, kept_layers
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay
@@ -276,7 +276,7 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
         measure_costs(backend, longest=8, past=24)
     forward, now, behind = backend.forward, [0.0], set[int]()
 
-    def timed(batch: ForwardInput) -> ForwardOutput:
+    def timed(batch: Pass) -> PassResult:
         behind.add(backend.cache.length)
         if batch.layer_mask is not None:
             now[0] += (COSTS.ms(batch.layer_mask) + 0.7 * (len(batch.tokens) - 1)) / 1e3

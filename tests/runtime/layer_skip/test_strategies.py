@@ -14,7 +14,7 @@ import pytest
 
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.calibrated import LayerSkipDecoding, PromptStates
@@ -61,7 +61,7 @@ def test_skipped_blocks_do_not_run(engine: Engine) -> None:
     list(feed(whole_pass(backend), PROMPT, 0, [], 4))
     for token, said in zip(made, sampler.logits[1:], strict=False):
         place = np.array([backend.cache.length])
-        output = backend.forward(ForwardInput(np.array([token]), place, np.zeros(1, np.int64), layer_mask=SKIPS))
+        output = backend.forward(Pass(np.array([token]), place, np.zeros(1, np.int64), layer_mask=SKIPS))
         assert np.array_equal(output.logits[0], said)
     use = steps.compute_use()
     assert not use.lossless and use.reduced == MOST - 1
@@ -124,11 +124,9 @@ def test_exits_follow_their_confidence(engine: Engine) -> None:
     one = np.zeros(1, np.int64)
     for token, said in zip(made, sampler.logits[1:], strict=False):
         start = backend.cache.length
-        early = (
-            backend.forward(ForwardInput(np.array([token]), np.array([start]), one, layer_mask=first)).logits[0].copy()
-        )
+        early = backend.forward(Pass(np.array([token]), np.array([start]), one, layer_mask=first)).logits[0].copy()
         backend.cache.trim(start)
-        whole = backend.forward(ForwardInput(np.array([token]), np.array([start]), one)).logits[0]
+        whole = backend.forward(Pass(np.array([token]), np.array([start]), one)).logits[0]
         sure = 1 / np.exp(early - early.max()).sum() >= 0.05
         waiting = waiting + 1 if sure else 0
         if waiting == 8:
@@ -148,7 +146,7 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
     seen: list[Any] = []
     forward = backend.forward
 
-    def watched(batch: ForwardInput) -> ForwardOutput:
+    def watched(batch: Pass) -> PassResult:
         if batch.hidden is not None:
             seen.append((len(batch.tokens), backend.cache.snapshot(len(PROMPT))))
         return forward(batch)
@@ -199,9 +197,7 @@ def test_states_are_those_between_the_layers(engine: Engine) -> None:
     for layer in range(LAYERS + 1):
         backend.cache.trim(0)
         mask = np.arange(2 * LAYERS) < 2 * layer
-        output = backend.forward(
-            ForwardInput(np.array(PROMPT), np.arange(len(PROMPT)), np.zeros(0, np.int64), layer_mask=mask)
-        )
+        output = backend.forward(Pass(np.array(PROMPT), np.arange(len(PROMPT)), np.zeros(0, np.int64), layer_mask=mask))
         assert output.hidden is not None
         np.testing.assert_allclose(states[layer], output.hidden, rtol=1e-4, atol=1e-4)
     assert (importance(states) > 0).all()
@@ -212,7 +208,7 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     sampler, policy, backend = Greedy(), ImportancePolicy(), engine.backend
     blocks = [0]
 
-    def counted(batch: ForwardInput, forward: Any = backend.forward) -> Any:
+    def counted(batch: Pass, forward: Any = backend.forward) -> Any:
         mask = np.ones(2 * LAYERS) if batch.layer_mask is None else batch.layer_mask
         blocks[0] += len(batch.tokens) * int(mask.sum())
         return forward(batch)
@@ -225,14 +221,14 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     engine.forget()
     assert plain(engine, 1)[0] == made
     kept = PromptStates(backend, PROMPT, 4)
-    list(feed(lambda tokens, places, rows: kept.forward(ForwardInput(tokens, places, rows)).logits, PROMPT, 0, [], 4))
+    list(feed(lambda tokens, places, rows: kept.forward(Pass(tokens, places, rows)).logits, PROMPT, 0, [], 4))
     seen, before = kept.states(), blocks[0]
     again = PromptStates(backend, PROMPT, 4).states()
     assert np.array_equal(seen, again) and blocks[0] > before
     # Where a beginning was in the cache already, the last tokens are read once more.
     backend.cache.trim(5)
     part = PromptStates(backend, PROMPT, 4)
-    part.forward(ForwardInput(np.array(PROMPT[5:]), np.arange(5, len(PROMPT)), np.zeros(0, np.int64)))
+    part.forward(Pass(np.array(PROMPT[5:]), np.arange(5, len(PROMPT)), np.zeros(0, np.int64)))
     assert np.array_equal(part.states(), again)
 
 

@@ -14,7 +14,7 @@ from edgeinfer.core.errors import BackendError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassResult, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.constraint import Constraint
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
@@ -74,7 +74,7 @@ class LettersBackend(TableBackend):
         self.cache: LettersCache = LettersCache(capacity)
         self.most_held = 0
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self._wait()
@@ -86,7 +86,7 @@ class LettersBackend(TableBackend):
         assert self.cache.places == list(range(start + size)), "the rows of a text are one for each place"
         texts = [self.held[: start + row + 1] for row in rows]
         logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
-        return ForwardOutput(logits, None)
+        return PassResult(logits, None)
 
 
 class LettersAnchor:

@@ -15,7 +15,7 @@ from edgeinfer.core.errors import BackendError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig, StaticOptions
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -53,7 +53,7 @@ def run(backend: Backend, parts: list[list[int]]) -> list[Floats]:  # of (V,)
     found = []
     for part in parts:
         places = np.arange(len(part)) + backend.cache.length
-        output = backend.forward(ForwardInput(np.array(part), places, np.array([len(part) - 1])))
+        output = backend.forward(Pass(np.array(part), places, np.array([len(part) - 1])))
         found.append(output.logits[0].copy())
     return found
 
@@ -151,7 +151,7 @@ def check_branches(backend: Backend) -> None:
     # It goes on with what the cache holds.
     parts[main].append([3])
     place = np.array([backend.cache.length])
-    found[main].append(backend.forward(ForwardInput(np.array([3]), place, np.array([0]))).logits[0].copy())
+    found[main].append(backend.forward(Pass(np.array([3]), place, np.array([0]))).logits[0].copy())
     for branch, fed_alone in parts.items():
         alone = run(backend, fed_alone)
         for row, expected in zip(found[branch], alone, strict=True):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from edgeinfer import load
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.core.errors import StorageError
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import Pass, PassResult, check_pass
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, following
 from edgeinfer.runtime.profile.costs import pace as pace_of
@@ -156,7 +156,7 @@ class TimedBackend(TableBackend):
         self.cache.held += [1] * min(30, capacity)
         self._clock, self._seconds, self._noise = clock, seconds, noise
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         check_pass(self, batch)
         size = len(batch.tokens)
         assert len(batch.rows) == size
@@ -164,7 +164,7 @@ class TimedBackend(TableBackend):
         larger = min(m for m in self._seconds if m >= size)
         self._clock.now += self._seconds[larger] * self._noise[len(self.passes) % len(self._noise)]
         self.passes.append(size)
-        return ForwardOutput(np.zeros((size, 1000), np.float32), None)
+        return PassResult(np.zeros((size, 1000), np.float32), None)
 
     def measure(self, **options: Any) -> PassCosts:
         return measure_passes(self, **options)

@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import HEAD_ROWS, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import HEAD_ROWS, Pass, PassCancelledError
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
@@ -172,7 +172,7 @@ def test_a_text_is_scored_by_no_more_rows_of_logits_than_planned(drafts: LongDra
     assert max(map(len, rows)) == HEAD_ROWS and drafts.heads > 0
     drafts.backend.cache.trim(0)
     alone = [
-        drafts.backend.forward(ForwardInput(*map(np.array, ([token], [at], [0])))).logits[0].copy()
+        drafts.backend.forward(Pass(*map(np.array, ([token], [at], [0])))).logits[0].copy()
         for at, token in enumerate(text)
     ]
     np.testing.assert_array_equal(np.concatenate(rows), alone)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle.layouts import Layout
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, main_branch_first
 from tests.kernel import require_kernel
@@ -77,7 +77,7 @@ def feed(backend: GraphBackend, root: int, draft: Draft) -> Floats:  # (S, V)
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
     tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
     tokens = np.array([root, *draft.tokens])
-    return backend.forward(ForwardInput(tokens, positions, np.arange(len(tokens)), tree=tree)).logits.copy()
+    return backend.forward(Pass(tokens, positions, np.arange(len(tokens)), tree=tree)).logits.copy()
 
 
 @given(trees(), st.integers(1, PAST), st.data())
@@ -93,13 +93,13 @@ def test_a_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, p
             node = draft.parents[node]
         branch = [0, *branch[::-1]]
     backend.cache.trim(0)
-    backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
+    backend.forward(Pass(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
     logits = feed(backend, 5, draft)[branch]
     backend.cache.keep(past, branch)
     cache = backend.cache.snapshot()
     backend.cache.trim(past)
     rows = np.arange(len(branch))
-    chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[branch], rows + past, rows)).logits
+    chain = backend.forward(Pass(np.array([5, *draft.tokens])[branch], rows + past, rows)).logits
     assert np.array_equal(logits, chain)
     plain = backend.cache.snapshot()
     pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)

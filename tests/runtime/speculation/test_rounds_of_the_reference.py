@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.core.options.reply import GenerationConfig
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, ChoiceTrie
 from tests.runtime.speculation.subjects import GREEDY, PENALISED, PROMPT, SAMPLED, TOKENS, Subject, Witness, bundles
@@ -92,7 +92,7 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatc
     next(steps)
     whole = reference.backend.forward
 
-    def fails(batch: ForwardInput) -> ForwardOutput:
+    def fails(batch: Pass) -> PassResult:
         if batch.hidden is not None:
             raise RuntimeError("broken")
         return whole(batch)

@@ -17,7 +17,7 @@ from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
@@ -62,7 +62,7 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 @pytest.mark.parametrize("capacity", [2, 3, 9, 200])
 def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
     backend = make_graph_backend(bundle, capacity)
-    backend.forward(ForwardInput(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
+    backend.forward(Pass(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
     check = check_exact(backend)
     assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
     assert check.rows > 0 and backend.cache.length == 0
@@ -93,12 +93,12 @@ class Disturbed(TrimmedCache):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         output = self._inner.forward(batch)
         wide = len(batch.tokens) > 2
         self._wide = self._wide or wide
         noise = self._rng.normal(size=output.logits.shape).astype(np.float32) * np.float32(self._logits if wide else 0)
-        return ForwardOutput(self._table[batch.tokens[batch.rows]] + noise, output.hidden)
+        return PassResult(self._table[batch.tokens[batch.rows]] + noise, output.hidden)
 
     @property
     def cache(self) -> Disturbed:

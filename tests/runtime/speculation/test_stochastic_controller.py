@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Pass, PassResult
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
@@ -47,7 +47,7 @@ class Target(TableBackend):
     geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
     capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
+    def forward(self, batch: Pass) -> PassResult:
         tokens, tree = batch.tokens, batch.tree
         parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
         paths: list[list[int]] = []
@@ -55,7 +55,7 @@ class Target(TableBackend):
             paths.append([*(self.held if parent < 0 else paths[parent]), token])
         self.cache.held += tokens.tolist()
         logits = [target_logits(paths[row]) for row in batch.rows]
-        return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
+        return PassResult(np.array(logits, np.float32).reshape(-1, V), None)
 
 
 class Drafter(LogitDrafter):

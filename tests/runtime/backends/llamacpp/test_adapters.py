@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.core.errors import AdapterError
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.models import Shape, write_gguf
 
@@ -57,7 +57,7 @@ def merged(path: Path, added: dict[str, NDArray[np.float32]]) -> Path:
 def logits_of(backend: LlamaCppBackend) -> NDArray[np.float32]:
     backend.cache.clear()
     places = np.arange(len(TOKENS))
-    return backend.forward(ForwardInput(TOKENS, places, places)).logits.copy()
+    return backend.forward(Pass(TOKENS, places, places)).logits.copy()
 
 
 def test_logits_equal_the_merged_models(tmp_path: Path) -> None:

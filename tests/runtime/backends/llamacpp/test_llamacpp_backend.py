@@ -17,7 +17,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CopiedRows
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Pass, PassCancelledError
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
 from tests.runtime.backends.llamacpp.models import Shape
@@ -41,7 +41,7 @@ def feed(
     size = len(tokens)
     positions = np.arange(backend.cache.length, backend.cache.length + size)
     wanted = np.arange(size) if rows is None else np.array(rows, np.int64)
-    return backend.forward(ForwardInput(np.array(tokens), positions, wanted)).logits.copy()
+    return backend.forward(Pass(np.array(tokens), positions, wanted)).logits.copy()
 
 
 def close(got: NDArray[Any], wanted: NDArray[Any], near: float) -> bool:
@@ -120,7 +120,7 @@ def test_rows_that_fill_up_a_pass_leave_nothing_behind(make_backend: Make) -> No
     assert close(np.concatenate(parts), whole, 0.02)
     tree, places = np.array([-1, 0, 0]), np.array([5, 6, 6])
     backend.cache.trim(5)
-    got = backend.forward(ForwardInput(np.array([TEXT[5], 1, TEXT[6]]), places, np.arange(3), tree=tree)).logits.copy()
+    got = backend.forward(Pass(np.array([TEXT[5], 1, TEXT[6]]), places, np.arange(3), tree=tree)).logits.copy()
     assert close(got[[0, 2]], whole[5:7], 0.02)
     backend.cache.keep(5, [0, 2])
     assert close(feed(backend, TEXT[7:9]), whole[7:9], 0.02)
@@ -149,7 +149,7 @@ def test_trees_are_their_paths(make_backend: Make, tree: list[int], kv: str) -> 
     for path in paths:
         backend.cache.trim(0)
         feed(backend, TEXT[:start], [])
-        got = backend.forward(ForwardInput(tokens, places, np.arange(len(tree)), tree=np.array(tree))).logits.copy()
+        got = backend.forward(Pass(tokens, places, np.arange(len(tree)), tree=np.array(tree))).logits.copy()
         assert backend.cache.length == start + len(tree)
         straight.cache.trim(0)
         feed(straight, TEXT[:start], [])
@@ -165,7 +165,7 @@ def test_what_is_left_of_a_tree(make_backend: Make) -> None:
     wanted = feed(backend, TEXT[4:8])
     backend.cache.trim(4)
     tree, places = np.array([-1, 0, 0]), np.array([4, 5, 5])
-    backend.forward(ForwardInput(TEXT[4:7], places, np.arange(3), tree=tree))
+    backend.forward(Pass(TEXT[4:7], places, np.arange(3), tree=tree))
     for refused in (
         lambda: feed(backend, [1]),
         lambda: backend.cache.snapshot(),
@@ -177,9 +177,7 @@ def test_what_is_left_of_a_tree(make_backend: Make) -> None:
     assert close(feed(backend, TEXT[6:8]), wanted[2:], NEAR["float32"])
     backend.cache.trim(4)
     with pytest.raises(BackendError, match="4 paths, 3 were planned"):
-        backend.forward(
-            ForwardInput(TEXT[:5], np.array([4, 5, 5, 5, 5]), np.arange(5), tree=np.array([-1, 0, 0, 0, 0]))
-        )
+        backend.forward(Pass(TEXT[:5], np.array([4, 5, 5, 5, 5]), np.arange(5), tree=np.array([-1, 0, 0, 0, 0])))
     assert close(feed(backend, TEXT[4:8]), wanted, NEAR["float32"])
     with pytest.raises(BackendError, match="do not follow each other"):
         backend.cache.keep(4, [0, 2])
@@ -188,7 +186,7 @@ def test_what_is_left_of_a_tree(make_backend: Make) -> None:
     with pytest.raises(BackendError, match="larger than"):
         wide = make_backend(chunk=4, draft_rows=4)
         feed(wide, [1], [])
-        wide.forward(ForwardInput(TEXT[:9], 1 + np.arange(9), np.arange(9), tree=np.arange(9) - 1))
+        wide.forward(Pass(TEXT[:9], 1 + np.arange(9), np.arange(9), tree=np.arange(9) - 1))
 
 
 @each_kv
@@ -224,7 +222,7 @@ def test_copies_come_back(make_backend: Make, kv: str) -> None:
 def test_copies_after_a_tree_are_in_order(make_backend: Make) -> None:
     backend, straight = make_backend(kv="float32"), make_backend(kv="float32")
     feed(backend, TEXT[:3], [])
-    backend.forward(ForwardInput(TEXT[3:7], np.array([3, 4, 4, 5]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
+    backend.forward(Pass(TEXT[3:7], np.array([3, 4, 4, 5]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
     backend.cache.keep(3, [0, 2, 3])
     feed(backend, TEXT[7:10], [])
     feed(straight, [*TEXT[:4], *TEXT[5:10]], [])
@@ -303,7 +301,7 @@ def test_a_cancelled_pass_leaves_the_cache(make_backend: Make, monkeypatch: pyte
             assert backend.cache.length == 2
             tree, places = np.array([-1, 0, 0, 1]), np.array([2, 3, 3, 4])
             with pytest.raises(PassCancelledError):
-                backend.forward(ForwardInput(TEXT[2:6], places, np.arange(1), tree=tree))
+                backend.forward(Pass(TEXT[2:6], places, np.arange(1), tree=tree))
             assert backend.cache.length == 2
     assert close(feed(backend, TEXT[2:5]), wanted, NEAR["float32"])
 
@@ -317,9 +315,9 @@ def test_what_a_pass_may_not_ask_for(make_backend: Make) -> None:
     ]
     for extra in refused:
         with pytest.raises(CapabilityError):
-            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
+            backend.forward(Pass(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     with pytest.raises(BackendError, match="do not follow"):
-        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
+        backend.forward(Pass(np.array([1, 2]), np.array([0, 5]), np.array([1])))
     with pytest.raises(BackendError, match="outside the vocabulary"):
         feed(backend, [backend.geometry.vocab_size])
     feed(backend, TEXT, [])

@@ -15,7 +15,7 @@ from edgeinfer.bundle.gguf.library import listening
 from edgeinfer.bundle.layouts import NATIVE
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp import memory
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.context import RowSteps
@@ -70,7 +70,7 @@ def test_what_cannot_be_mapped_is_copied(tmp_path: Path, alignment: int, file_ty
     plan = GgufMemory(bundle).weights(Configuration(256, 64, "float16", "packed", 0, (), 0, "model"))
     assert plan.anonymous["weights_packed"] / MIB == pytest.approx(held, abs=0.03) and not plan.file["weights_mapped"]
     one, other = LlamaCppBackend(usual, 64, threads=1), LlamaCppBackend(bundle, 64, threads=1)
-    given = ForwardInput(np.arange(9), np.arange(9), np.arange(9))
+    given = Pass(np.arange(9), np.arange(9), np.arange(9))
     assert np.array_equal(one.forward(given).logits, other.forward(given).logits)
     one.close()
     other.close()

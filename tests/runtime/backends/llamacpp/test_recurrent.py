@@ -24,7 +24,7 @@ pytest.importorskip("gguf", reason="the gguf package is not installed")
 import pytest
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.memory import kv_bytes, state_bytes
 from tests.export.gguf_cases import GEMMA, GEMMA3N, GEMMA4, OSS, SHARED_CACHES, TRINITY, layers
@@ -296,7 +296,7 @@ def test_copies_of_other_types_come_back(kv: str, make_family: Make) -> None:
 def test_copies_after_a_tree_and_a_full_cache(make_family: Make) -> None:
     backend, straight = make_family("gemma2"), make_family("gemma2")
     feed(backend, TEXT[:20], [])
-    backend.forward(ForwardInput(TEXT[20:24], np.array([20, 21, 21, 22]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
+    backend.forward(Pass(TEXT[20:24], np.array([20, 21, 21, 22]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
     backend.cache.keep(20, [0, 2, 3])
     text = [*TEXT[:21], *TEXT[22:24], *TEXT]
     feed(backend, text[23:CAPACITY], [])

@@ -18,7 +18,7 @@ from edgeinfer.core.errors import UsageError
 from edgeinfer.core.options.load import MERGING, OVERFLOWS
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -48,7 +48,7 @@ def test_observes_the_attention_of_a_pass(family: Family, monkeypatch: pytest.Mo
         return seen[-1]
 
     monkeypatch.setattr(arithmetic, "softmax", watched)
-    backend.forward(ForwardInput(TOKENS, np.arange(40), np.zeros(0, np.int64)))
+    backend.forward(Pass(TOKENS, np.arange(40), np.zeros(0, np.int64)))
     shown = [weights[:, :, -LATEST:] for weights in seen]  # L x (H, g, w, n)
     monkeypatch.undo()
     before = backend.cache.snapshot()
@@ -76,7 +76,7 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Bundle) -> None:
     backend = make_graph_backend(bundle, 40)
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
-        backend.forward(ForwardInput(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
+        backend.forward(Pass(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
     before = backend.cache.snapshot()
     for size in (2, 7, 16):
         Observer(bundle, backend).queries(TOKENS[-size:].tolist())
@@ -98,7 +98,7 @@ def test_an_overflow_takes_no_more_than_planned(quantized: Bundle, name: str, ca
     peaks = []
     for _ in range(3):
         start = backend.cache.length
-        backend.forward(ForwardInput(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64)))
+        backend.forward(Pass(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64)))
         tracemalloc.start()
         policy.make_room(tokens.tolist())
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -122,7 +122,7 @@ def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Bundle) -> None:
     while fed < 290:
         start = backend.cache.length
         rows = capacity - start
-        backend.forward(ForwardInput(tokens[fed : fed + rows], np.arange(start, capacity), np.zeros(0, np.int64)))
+        backend.forward(Pass(tokens[fed : fed + rows], np.arange(start, capacity), np.zeros(0, np.int64)))
         fed += rows
         policy.make_room(tokens[:fed].tolist())
         pages = backend.cache.pool.memory.reshape(-1, backend.cache.pool.layout.page_bytes)
@@ -130,7 +130,7 @@ def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Bundle) -> None:
         lying = np.concatenate(list(weights), axis=-1)[..., : backend.cache.length]
         np.testing.assert_allclose(np.exp(lying).sum(axis=-1), fed, rtol=1e-5)
     backend.cache.trim(0)
-    backend.forward(ForwardInput(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
+    backend.forward(Pass(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
     assert not group.weights(pages)[backend.cache.table[0], ..., :40].any()
     backend.close()
 

@@ -15,7 +15,7 @@ from edgeinfer.core.options.load import MERGING
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.export.options import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassCancelledError, PassResult
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
@@ -168,7 +168,7 @@ def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], m
     subject = writer("merge")
     whole, runs = subject.backend.forward, []
 
-    def cancels(batch: ForwardInput) -> ForwardOutput:
+    def cancels(batch: Pass) -> PassResult:
         if batch.layer_mask is not None:
             runs.append(1)
             if len(runs) == 3:

@@ -16,7 +16,7 @@ from edgeinfer.bundle.parts import RopeSpec
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.core.results import Overflow
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Pass
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy
@@ -308,8 +308,8 @@ def test_first_layers_keys_after_an_overflow_equal_the_remaining_texts(family: F
     tokens = (np.arange(40) * 37 + 11) % spec.vocab_size
     left = np.concatenate([tokens[:4], tokens[14:]])
     backend, fresh = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 40)
-    backend.forward(ForwardInput(tokens, np.arange(40), np.zeros(0, np.int64)))
-    fresh.forward(ForwardInput(left, np.arange(30), np.zeros(0, np.int64)))
+    backend.forward(Pass(tokens, np.arange(40), np.zeros(0, np.int64)))
+    fresh.forward(Pass(left, np.arange(30), np.zeros(0, np.int64)))
     removed = WindowPolicy(spec, backend, sinks=4, freed=0.25).make_room(tokens.tolist())
     assert (removed.rows, removed.merged, backend.cache.length) == (10, 0, 30)
     actual, expected = backend.cache.snapshot(), fresh.cache.snapshot()
@@ -325,8 +325,8 @@ def test_a_window_that_outlasts_the_models_own_loses_nothing(make_family: Callab
     assert set(spec.windows) == {6}
     tokens = (np.arange(60) * 37 + 11) % spec.vocab_size
     backend, whole = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 60)
-    expected = whole.forward(ForwardInput(tokens, np.arange(60), np.arange(60))).logits[40:]
-    backend.forward(ForwardInput(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
+    expected = whole.forward(Pass(tokens, np.arange(60), np.arange(60))).logits[40:]
+    backend.forward(Pass(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
     WindowPolicy(spec, backend, freed=0.5).make_room(tokens[:40].tolist())
-    actual = backend.forward(ForwardInput(tokens[40:], np.arange(20, 40), np.arange(20))).logits
+    actual = backend.forward(Pass(tokens[40:], np.arange(20, 40), np.arange(20))).logits
     np.testing.assert_allclose(actual, expected, atol=2e-4)

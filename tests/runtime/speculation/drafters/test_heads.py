@@ -12,7 +12,7 @@ from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import CapabilityError
 from edgeinfer.core.options.reply import GenerationConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Pass, PassResult
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.research.heads import Matrix
@@ -88,7 +88,7 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
     backend.cache.trim(0)
-    whole = backend.forward(ForwardInput(np.array(text), np.arange(len(text)), np.arange(len(text))))
+    whole = backend.forward(Pass(np.array(text), np.arange(len(text)), np.arange(len(text))))
     assert whole.hidden is not None
     for token, state in drafter.told:
         matches = [p for p in range(len(PROMPT), len(text)) if np.allclose(whole.hidden[p - 1], state, atol=1e-3)]
@@ -122,9 +122,9 @@ class Passes:
         size = len(tokens)
         places = start + (np.array(DEPTHS) if tree else np.arange(size))
         parents = np.array(PARENTS) if tree else None
-        batch = ForwardInput(np.array(tokens), places, np.zeros(1, np.int64), tree=parents)
+        batch = Pass(np.array(tokens), places, np.zeros(1, np.int64), tree=parents)
         hidden = np.arange(first_state, first_state + size, dtype=np.float32)[:, None]
-        self.states.observe(start, batch, ForwardOutput(np.zeros((1, 1), np.float32), hidden))
+        self.states.observe(start, batch, PassResult(np.zeros((1, 1), np.float32), hidden))
 
 
 @each_row(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.core.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import Follower, LogitDrafter
 from tests.runtime.models import feed
@@ -101,7 +101,7 @@ class Followed:
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
         self.sizes.append(len(tokens))
-        return self._backend.forward(ForwardInput(tokens, positions, rows)).logits
+        return self._backend.forward(Pass(tokens, positions, rows)).logits
 
     def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int = 1) -> Floats:
         """The logits, with the sizes of the passes that this took."""

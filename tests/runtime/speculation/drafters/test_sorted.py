@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, Pass
 from edgeinfer.runtime.research.sorted import SortedDrafter
 from tests.runtime.speculation.drafters.models import context, export, make_backend
 
@@ -40,7 +40,7 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int], int], Floats]:
         mask = np.arange(2 * LAYERS) < 2 * depth
         tokens = np.array(path, np.int64)
         row: Floats = backend.forward(
-            ForwardInput(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask)
+            Pass(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask)
         ).logits[0]
         return row.copy()
 
