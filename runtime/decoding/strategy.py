@@ -1,44 +1,58 @@
-"""The base of all decoding strategies, which itself decodes plainly, what strategies count, and what steps tell."""
+"""What all decoding is made of: generators that yield passes and are sent their results, and the base of strategies."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import field
 from itertools import zip_longest
 from statistics import fmean
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, DrafterUse, RemoteUse, SearchUse
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.cache import KVCache
 from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
 from edgeinfer.runtime.sampling.sampler import Sampler
 
-Run = Callable[[Pass], PassResult]
+if TYPE_CHECKING:
+    from edgeinfer.runtime.decoding import sequence
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Tells how a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluate:
+    """What a generator yields: passes over sequences of one backend, whose results it is sent; arrays in these are
+    views until it yields again. Without passes, others go first. A draft with `gains` may be cut, then there are fewer
+    rows of logits."""
 
-    cached: int
-    evaluated: int
-    ms: float
+    backend: Backend
+    passes: Sequence[tuple[KVCache, Pass]]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
-    After the `last` token of a pass the generation can be closed and continued by another. `pass_ms` is 0 unless
-    plain."""
+# A computation that needs passes: `value = yield from computation`.
+Passes: TypeAlias = Generator[Evaluate, "list[PassResult]", T]
 
-    token: int
-    ms: float
-    last: bool = True
-    pass_ms: float = 0.0
+
+def run_alone(work: Passes[T]) -> T:
+    """Runs a computation to its end outside of a scheduler, each pass at once."""
+    try:
+        wanted = next(work)
+        while True:
+            try:
+                results = wanted.backend.forward(wanted.passes) if wanted.passes else []
+            except BaseException as error:
+                wanted = work.throw(error)
+            else:
+                wanted = work.send(results)
+    except StopIteration as done:
+        value: T = done.value
+        return value
 
 
 @dataclass
@@ -170,10 +184,10 @@ def _raised(counts: list[int], places: range | list[int]) -> list[int]:
 _ONE_ROW = np.zeros(1, np.int64)
 
 
-class DecodingStrategy:
+class Strategy:
     """Decodes one reply: `first` follows the prompt, then `next` until the reply ends; this one is plain decoding.
 
-    The rows of the backend's cache must be those that the whole model gives to the text's tokens. A strategy that
+    The rows of the sequence's cache must be those that the whole model gives to the text's tokens. A strategy that
     leaves some out, or feeds them later, cuts the cache to those that are by the time its generation ends.
 
     Attributes:
@@ -183,25 +197,29 @@ class DecodingStrategy:
 
     searches = False
 
-    def __init__(self, backend: Backend, sampler: Sampler) -> None:
-        self._backend = backend
-        self._sampler = sampler
+    def __init__(self, sequence: sequence.Sequence, sampler: Sampler) -> None:
+        self._sequence, self._sampler = sequence, sampler
+        self._backend, self._cache = sequence.backend, sequence.cache
         self.pass_ns = 0
         self._root = 0  # the reply's last token, which the cache does not hold yet
         self._plain_hidden: Floats | None = None  # of the last plain step; a view until the next pass
         self._tokens_fed, self._position = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        step = Pass(self._tokens_fed, self._position, _ONE_ROW)
+        self._plain_pass = Evaluate(self._backend, ((self._cache, step),))
 
-    def reading(self, prompt: Sequence[int]) -> Run:
-        """The function that runs the whole model's passes over a prompt."""
-        return self._backend.forward
+    def read(self, batch: Pass) -> Passes[PassResult]:
+        """Evaluates a chunk of the prompt by the whole model."""
+        (result,) = yield Evaluate(self._backend, ((self._cache, batch),))
+        return result
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Passes[Sequence[int]]:  # (V,)
         """Start after a prompt that was fed: make 1 to `room` tokens. Called again when a paused reply goes on."""
-        self.pass_ns = 0
-        return self._accept(self._sampler.sample(logits, len(prompt)), logits)
+        yield from ()
+        return self._first(prompt, logits)
 
-    def next(self, room: int, lost: int) -> Sequence[int]:
-        """Make 1 to `room` further tokens, accepted by the sampler; at least the last is not fed yet."""
+    def next(self, room: int, lost: int) -> Passes[Sequence[int]]:
+        """Make 1 to `room` further tokens, accepted by the sampler; at least the last is not fed yet. The sequence has
+        all tokens made before in `tokens`."""
         return self._plain_step(lost)
 
     def leave(self) -> None:
@@ -222,20 +240,18 @@ class DecodingStrategy:
         """Statistics of the server; None if no server decides."""
         return None
 
-    def _plain_step(self, lost: int = 0) -> tuple[int]:
+    def _first(self, prompt: Sequence[int], logits: Floats) -> tuple[int]:  # (V,)
+        self.pass_ns = 0
+        return self._accept(self._sampler.sample(logits, len(prompt)), logits)
+
+    def _plain_step(self, lost: int = 0) -> Passes[tuple[int]]:
         """Make one token by plain decoding: forward one row, sample, accept."""
         started = time.perf_counter_ns()
-        logits = self._forward(self._root)
+        self._tokens_fed[0], self._position[0] = self._root, self._cache.length
+        (result,) = yield self._plain_pass
         self.pass_ns = time.perf_counter_ns() - started
-        return self._accept(self._sampler.sample(logits, self._backend.cache.length + lost), logits)
-
-    def _forward(self, token: int) -> Floats:  # (V,)
-        """Feed one more token and return its logits, a view that the next pass overwrites."""
-        self._tokens_fed[0], self._position[0] = token, self._backend.cache.length
-        output = self._backend.forward(Pass(self._tokens_fed, self._position, _ONE_ROW))
-        self._plain_hidden = output.hidden
-        logits: Floats = output.logits[0]
-        return logits
+        self._plain_hidden, logits = result.hidden, result.logits[0]
+        return self._accept(self._sampler.sample(logits, self._cache.length + lost), logits)
 
     def _accept(self, token: int, logits: Floats) -> tuple[int]:  # (V,)
         self._sampler.accept(token, logits)
