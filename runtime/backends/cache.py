@@ -1,4 +1,4 @@
-"""The interface of a backend's KV cache: the rows of one sequence are cut, kept, copied out and in, and edited."""
+"""Snapshots of rows of a KV cache, and what every cache checks before it takes or gives any."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CacheSnapshot(Protocol):
     def bytes_for(self, rows: int) -> int:
         """Bytes that are kept for so many rows of this kind, wherever they lie, at most."""
 
-    def resumable(self, rows: int) -> int:
+    def rewindable_to(self, rows: int) -> int:
         """After how many of the first rows, `rows` at most, a text can go on: all, but with recurrent layers."""
 
 
@@ -98,7 +98,7 @@ class CopiedRows:
         state, self.state = self.state, None
         return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales, state, self.state_bytes)
 
-    def resumable(self, rows: int) -> int:
+    def rewindable_to(self, rows: int) -> int:
         there = not self.state_bytes or (self.state is not None and rows == self.length)
         return rows if there else 0
 
@@ -120,102 +120,6 @@ def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H,
         rest.append(array[:, at:].copy())
         arrays[place] = array[:, :at].copy()
     return rest
-
-
-class KVCache(Protocol):
-    """Keys and values of one sequence in every layer, a row for each token that was evaluated."""
-
-    @property
-    def length(self) -> int:
-        """Rows in use."""
-
-    @property
-    def capacity(self) -> int:
-        """Rows there may be."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-
-    @property
-    def copyable(self) -> bool:
-        """Whether rows can be copied out and in, and rewritten."""
-
-    def trim(self, length: int) -> None:
-        """Drops all rows from `length` on. Costs nothing. Until they are overwritten they stay what they are, for a
-        pass that starts there and masks the layers that wrote them."""
-
-    def resumable(self, length: int) -> int:
-        """To how many rows, `length` at most, the cache can be trimmed for a text to go on there. All of them, but
-        where recurrent layers have a state, which cannot go back to any row."""
-
-    def mark(self) -> None:
-        """Keeps the state needed to trim the cache to this length later, if it could not be otherwise."""
-
-    @property
-    def marked(self) -> int:
-        """To how many rows it can be trimmed for a mark; 0 where that takes none, or there is none."""
-
-    def hold(self, length: int | None) -> None:
-        """Has passes from now on leave it possible to trim the cache to `length` again; None: to where each begins. Of
-        a cache that can be trimmed to any length nothing changes."""
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """After a pass that began at row `start`: keeps these of its rows, in this order, and drops the others."""
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """All rows, or rows start..stop-1, as they are now: copied, or held where they lie."""
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds rows behind those in use, as the pass that made them had done."""
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts rows in the place of all."""
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns. Keys are as
-        cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where `edit` fails,
-        the cache is empty afterwards."""
-
-    def clear(self) -> None:
-        """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
-
-
-class TrimmedCache:
-    """The common part of caches that can be trimmed to any length."""
-
-    def resumable(self, length: int) -> int:
-        return length
-
-    def mark(self) -> None:
-        """See `KVCache.mark`."""
-
-    @property
-    def marked(self) -> int:
-        return 0
-
-    def hold(self, length: int | None) -> None:
-        """See `KVCache.hold`."""
-
-
-class ForkableCache(Protocol):
-    """Rows of a text that can go on in several ways."""
-
-    @property
-    def length(self) -> int:
-        """Rows in use."""
-
-    def fork(self) -> ForkableCache:
-        """Another one with the same rows."""
-
-    def clear(self) -> None:
-        """Drops all rows."""
-
-
-class ObservedCache(KVCache, Protocol):
-    """A cache that reports which rows of a pass were kept."""
-
-    observe_keep: Callable[[int, Sequence[int]], None] | None
 
 
 def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:

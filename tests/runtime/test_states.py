@@ -141,7 +141,7 @@ def test_company_forks_and_snapshots_leave_every_bit(bundle: Bundle, whole: Any)
     backend.cache.restore(kept)
     assert np.array_equal(cut(backend, 53, 100), whole[52:])
     part = backend.cache.snapshot(0, 98)
-    assert part.resumable(98) == 98 and part.resumable(60) == 0
+    assert part.rewindable_to(98) == 98 and part.rewindable_to(60) == 0
 
 
 def test_a_pass_that_failed_is_run_again(bundle: Bundle, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_pass_that_failed_is_run_again(bundle: Bundle, whole: Any, monkeypatch
 def test_what_a_state_cannot_do_is_refused(bundle: Bundle) -> None:
     backend = PagedBackend(bundle, CONTEXT)
     cut(backend, 90)
-    assert backend.cache.resumable(40) == 0 and backend.cache.resumable(85) == 85
+    assert backend.cache.rewindable_to(40) == 0 and backend.cache.rewindable_to(85) == 85
     with pytest.raises(BackendError, match="cannot go back to 40 tokens"):
         backend.cache.trim(40)
     assert backend.cache.length == 90

@@ -18,12 +18,13 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
-    TrimmedCache,
     check_edit,
     check_length,
     joined_rows,
     row_range,
 )
+from edgeinfer.runtime.backends.contract import KVCache
+from edgeinfer.runtime.backends.forks import CopiedFork
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec, state_of
 
@@ -64,10 +65,8 @@ class TreePaths:
         return depths
 
 
-class LlamaCache(TrimmedCache):
+class LlamaCache(KVCache):
     """Implements `KVCache` over the cells of a context, whose layers may have a sliding `window` of tokens, else 0."""
-
-    copyable = True
 
     def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
         self._context = context
@@ -112,7 +111,7 @@ class LlamaCache(TrimmedCache):
         check_length(length, self.length)
         tree = self.pending
         if tree is not None:
-            self.keep(tree.start, range(max(length - tree.start, 0)))
+            self._keep(tree.start, range(max(length - tree.start, 0)))
         if length < self.length:
             self._context.cut(TEXT, length)
             self.length = length
@@ -121,7 +120,7 @@ class LlamaCache(TrimmedCache):
         self._context.clear()
         self.length, self.pending = 0, None
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         tree = self.pending
         if tree is None:
             if list(rows) != list(range(len(rows))):
@@ -164,10 +163,8 @@ class LlamaCache(TrimmedCache):
         finally:
             self._context.cut(spare, 0)
 
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        self._codec.check(snapshot, self.capacity)
-        self.trim(0)
-        self.append(snapshot)
+    def fork(self) -> CopiedFork:
+        return CopiedFork(self, self.length)
 
     def append(self, snapshot: CacheSnapshot) -> None:
         self.check_kept()
@@ -248,7 +245,7 @@ class RecurrentCache(LlamaCache):
         """Mark the states as lost back to the last copy, as a failed pass has changed them."""
         self.length, self._lost, self._whole = start, True, None
 
-    def resumable(self, length: int) -> int:
+    def rewindable_to(self, length: int) -> int:
         length = min(length, self.length)
         if not self._lost and length >= self._lowest:
             return length
@@ -278,7 +275,7 @@ class RecurrentCache(LlamaCache):
             None if each is None or each.position > length else each for each in (self._mark, self._base)
         )
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
         if list(rows) != list(range(len(rows))):
             raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
         self.trim(start + len(rows))

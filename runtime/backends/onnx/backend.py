@@ -16,7 +16,8 @@ from edgeinfer.bundle import graph
 from edgeinfer.bundle.layouts import PORTABLE
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.core.errors import BackendError
-from edgeinfer.runtime.backends.contract import Pass, PassResult, check_pass
+from edgeinfer.runtime.backends.contract import KVCache, Pass, PassResult
+from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.passes import AttentionBias, BoundPass, bind_cache
@@ -25,11 +26,9 @@ from edgeinfer.runtime.devices.providers import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.weights.layouts import Progress
 
 
-class OnnxBackend(GraphBackend):
+class OnnxBackend(OneSequenceBackend, GraphBackend):
     """Implements `contract.Backend`, with a float32 KV cache updated in place, on a device other than the CPU in its
     memory. `exact` pads passes so that every row is bit-identical whatever pass it is computed in, on the CPU alone."""
-
-    cache: KVBuffers
 
     def __init__(
         self,
@@ -47,15 +46,13 @@ class OnnxBackend(GraphBackend):
         head = bundle.manifest.capabilities_in(PORTABLE).row_multiple
         self._multiple = max(2, head) if exact else 1
         self._head_multiple = head if exact else 1
-        spare = self._multiple - 1
-        zeros = None if device.on_cpu else device_zeros(device)
-        self.cache = KVBuffers(bundle.manifest.geometry, capacity, spare=spare, zeros=zeros)
+        self._capacity, self._spare = capacity, self._multiple - 1
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         super().__init__(
             bundle,
             capacity,
-            places=capacity + spare,
+            places=capacity + self._spare,
             threads=threads,
             layout=PORTABLE,
             progress=progress,
@@ -64,43 +61,42 @@ class OnnxBackend(GraphBackend):
         )
         decoder = bundle.manifest.decoder
         self._window = 0 if decoder is None else decoder.window_size
-        self._bias = AttentionBias(self.cache, self._window, self._experts is not None)
-        self.cache.unbind = self._unbind
+        self._bias = AttentionBias(self._window, self._experts is not None)
 
-    def forward(self, batch: Pass) -> PassResult:
-        check_pass(self, batch)
+    def _new_cache(self, capacity: int) -> KVBuffers:
+        zeros = None if self._device.on_cpu else device_zeros(self._device)
+        cache = KVBuffers(self.geometry, capacity, spare=self._spare, zeros=zeros)
+        cache.unbind = self._unbind
+        self._passes.clear()
+        return cache
+
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        assert isinstance(cache, KVBuffers), "sequences are made here"
         if self._window and batch.tree is not None and len(batch.tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(batch.tree)} rows is larger than {graph.TREE_ROWS}.")
-        start, size, rows = self.cache.length, len(batch.tokens), len(batch.rows)
+        start, size, rows = cache.length, len(batch.tokens), len(batch.rows)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
-        self.cache.reserve(total)
+        cache.reserve(total)
         padded_rows = -(-rows // self._head_multiple) * self._head_multiple
         step = self._prepared(batch, padded, padded_rows, apart=self._experts is None)
         self._seqlens[0] = total - 1
         self._total[...] = total
-        if not self._device.traits.in_place_kv:
-            self._bind(step)
-        self._bias.bind(step, batch.tree, size, total)
+        if step.bound is not cache.keys or not self._device.traits.in_place_kv:
+            bind_cache(step.binding, cache)
+            step.bound = cache.keys
+        self._bias.bind(step, cache.rows, batch.tree, size, total)
         self._session.run(step.binding)
         if not self._device.traits.in_place_kv:
             # What the pass wrote is the cache now.
-            for array in (*self.cache.keys, *self.cache.values):
+            for array in (*cache.keys, *cache.values):
                 array.swap()
-        self.cache.length = start + size
+        cache.length = start + size
         return self._output(step, size, rows)
 
-    def _attention_inputs(self) -> dict[str, NDArray[Any]]:
+    def _attention_inputs(self, step: BoundPass) -> dict[str, NDArray[Any]]:
         return {graph.SEQLENS_K: self._seqlens, graph.TOTAL_LENGTH: self._total}
-
-    def _bind_cache(self, step: BoundPass) -> None:
-        bind_cache(step.binding, self.cache)
 
     def nbytes(self) -> dict[str, int]:
         # What lies in a device's own memory is none of the process's.
-        kv = self.cache.nbytes if self._device.memory == CPU_MEMORY else 0
-        return {"kv": kv, "buffers": self._buffer_bytes}
-
-    def close(self) -> None:
-        super().close()
-        del self.cache, self._bias
+        return {"kv": self._kv_bytes if self._device.memory == CPU_MEMORY else 0, "buffers": self._buffer_bytes}

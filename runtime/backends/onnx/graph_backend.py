@@ -4,9 +4,8 @@ those of each backend."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.core.errors import BundleError
-from edgeinfer.runtime.backends.cache import ObservedCache
-from edgeinfer.runtime.backends.contract import Pass, PassResult
+from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
 from edgeinfer.runtime.backends.onnx.passes import BoundPass, Buffers, ExpertInputs
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
@@ -37,11 +35,10 @@ from edgeinfer.runtime.weights.weight_pages import LookedUp, WeightPages
 _MOST_PASSES = 64
 
 
-class GraphBackend(ABC):
-    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are."""
+class GraphBackend(Backend):
+    """Implements `contract.Backend` but for caches and `forward`, whose steps these are."""
 
     name = "onnx"
-    cache: ObservedCache
 
     def __init__(
         self,
@@ -56,6 +53,7 @@ class GraphBackend(ABC):
         affinity: str = "",
         adapters: PackedAdapters | None = None,
     ) -> None:
+        super().__init__()
         decoder = bundle.manifest.decoder
         if decoder is None:
             raise BundleError(f"{bundle.path} has no model description.", "Export it again.")
@@ -110,24 +108,8 @@ class GraphBackend(ABC):
         return {name: device_value(table, self._device) for name, table in tables}
 
     @abstractmethod
-    def forward(self, batch: Pass) -> PassResult:
-        """One pass; see `contract.Backend.forward`."""
-
-    def divided(self, batch: Pass) -> AbstractContextManager[None]:
-        """Treat the passes within as windows of this one, each of which runs other layers over the same rows."""
-        return nullcontext()
-
-    @abstractmethod
-    def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by term."""
-
-    @abstractmethod
-    def _attention_inputs(self) -> dict[str, NDArray[Any]]:
-        """Inputs of attention whose arrays are the same for every pass."""
-
-    @abstractmethod
-    def _bind_cache(self, step: BoundPass) -> None:
-        """Binds the cache and the inputs of attention that depend on the pass's shape."""
+    def _attention_inputs(self, step: BoundPass) -> dict[str, NDArray[Any]]:
+        """Inputs of attention whose arrays are the same for every pass of a shape."""
 
     def _prepared(self, batch: Pass, size: int, rows: int, *, apart: bool) -> BoundPass:
         """A pass of so many rows, padding included, ready to run but for what attention reads; see `BoundPass.fill`."""
@@ -179,7 +161,7 @@ class GraphBackend(ABC):
     def _bind(self, step: BoundPass) -> BoundPass:
         """Bind all inputs and outputs of passes of one shape."""
         step.binding = self._session.binding()
-        inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs()}
+        inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs(step)}
         if self.capabilities.high_planes:
             inputs[graph.PLANES] = self._planes
         if self._experts is not None:
@@ -188,7 +170,6 @@ class GraphBackend(ABC):
             bind_input(step.binding, name, array)
         for name, table in self._tables.items():
             step.binding.bind_ortvalue_input(name, table)
-        self._bind_cache(step)
         if self._module is not None:
             bind_input(step.binding, graph.TAPPED, step.tapped)
         elif self._tapped:

@@ -59,6 +59,7 @@ class BoundPass:
     """Views into the shared buffers for passes of one shape, and their binding."""
 
     binding: Binding
+    bound: object = None  # whose rows attention reads: what is bound to lives as long as this is kept
 
     def __init__(self, buffers: Buffers, size: int, rows: int, resumes: bool, experts: int, block: int = 0) -> None:
         self._tokens = buffers.tokens[:, :size]
@@ -126,17 +127,17 @@ class AttentionBias:
     """The attention bias, bound to every pass, as its shape changes with each; with `copies_padding` rows of padding
     are the last real row again, so that they choose its experts."""
 
-    def __init__(self, cache: KVBuffers, window: int, copies_padding: bool) -> None:
-        self._cache = cache
+    def __init__(self, window: int, copies_padding: bool) -> None:
         self._window = window
         self._copies_padding = copies_padding
         self._zeros = np.zeros(0, np.float32)
 
-    def bind(self, step: BoundPass, tree: Ints | None, real: int, total: int) -> None:
-        """Binds the bias of a pass of `real` rows and padding, with so many rows in the cache after it."""
+    def bind(self, step: BoundPass, room: int, tree: Ints | None, real: int, total: int) -> None:
+        """Binds the bias of a pass of `real` rows and padding, with `total` rows in the cache after it, which has
+        `room`."""
         size = len(step.positions)
         plain = tree is None and not (self._copies_padding and size > real)
-        bias = self._no_bias(size, total) if plain else self._hiding(size, total, real, tree)
+        bias = self._no_bias(size, total, room) if plain else self._hiding(size, total, real, tree)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
             windowed = self._hiding(size, total, real, tree, self._window)
@@ -151,10 +152,10 @@ class AttentionBias:
             _copy_padding(bias[0, 0], real)
         return bias
 
-    def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
+    def _no_bias(self, size: int, total: int, room: int) -> Floats:  # (1, 1, S, T)
         if self._zeros.size < size * total:
             # Never written, so the zero pages of this buffer take no memory.
-            self._zeros = np.zeros(size * self._cache.rows, np.float32)
+            self._zeros = np.zeros(size * room, np.float32)
         return self._zeros[: size * total].reshape(1, 1, size, total)
 
 

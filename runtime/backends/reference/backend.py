@@ -42,8 +42,9 @@ from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.core.errors import BundleError
 from edgeinfer.core.options.load import LoadConfig
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Pass, PassResult, check_pass
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, KVCache, Pass, PassResult
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts
+from edgeinfer.runtime.backends.forks import OneSequenceBackend
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers, visible_rows
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
@@ -252,6 +253,7 @@ def _high_blocks(part: QuantizedShape, rows: NDArray[np.uint8]) -> Floats:  # (N
 class _Pass:
     """Values that the layers of a pass share."""
 
+    cache: KVBuffers | PagedCache
     positions: Ints  # (S,)
     seen: dict[int, NDArray[np.bool_]]  # which cached rows each row sees (S, T), by window
     mask: NDArray[np.bool_]  # whether attention and MLP of each layer run (L, 2)
@@ -260,7 +262,7 @@ class _Pass:
     used: dict[int, Ints]  # the experts of each layer that has any, filled in as they are chosen
 
 
-class ReferenceBackend:
+class ReferenceBackend(OneSequenceBackend):
     """Implements `contract.Backend` for every bundle with a decoder description, with a cache of any type of
     `geometry`."""
 
@@ -268,6 +270,7 @@ class ReferenceBackend:
     kernel = "numpy"
 
     def __init__(self, bundle: Bundle, capacity: int, *, kv: str = FLOAT32) -> None:
+        super().__init__()
         if bundle.manifest.decoder is None or not bundle.manifest.tensors:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
@@ -283,16 +286,16 @@ class ReferenceBackend:
         self.rotates_long = self.rotation_border is not None
         self._tables = self._rotary_tables(capacity)
         self.geometry: Geometry = self._spec.geometry
-        self.cache = self._new_cache(capacity, kv)
+        self._kv = kv
         two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, high_planes=two_planes, expert_counts=counts)
 
-    def _new_cache(self, capacity: int, kv: str) -> KVBuffers | PagedCache:
+    def _new_cache(self, capacity: int) -> KVBuffers | PagedCache:
         geometry = self._cached_geometry()
-        if kv == FLOAT32:
+        if self._kv == FLOAT32:
             return KVBuffers(geometry, capacity)
-        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1, key_centres(self._bundle))
+        pool = PagePool(PageLayout.of(geometry, self._kv), pages_for(capacity) + 1, key_centres(self._bundle))
         return PagedCache(pool, capacity)
 
     def _cached_geometry(self) -> Geometry:
@@ -312,28 +315,24 @@ class ReferenceBackend:
     def _rotary_tables(self, context: int) -> list[tuple[Floats, Floats]]:
         return [rope_tables(rope, self._capacity, context) for rope in self._spec.ropes]
 
-    def _reserve(self, rows: int) -> None:
-        if isinstance(self.cache, PagedCache):
-            self.cache.prepare(rows)
-        else:
-            self.cache.reserve(self.cache.length + rows)
-
-    def forward(self, batch: Pass) -> PassResult:
-        check_pass(self, batch)
+    def _run(self, cache: KVCache, batch: Pass) -> PassResult:
+        assert isinstance(cache, (KVBuffers, PagedCache)), "sequences are made here"
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        start, size = self.cache.length, len(tokens)
+        start, size = cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
-        self._reserve(size)
+        cache.prepare(size)
         embedded = self._weights["embed"][tokens]
         x = self._ends.entered(embedded) if batch.hidden is None else batch.hidden  # (S, D), or of all streams
         mask = np.ones(2 * self._spec.num_layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
         if batch.hidden is None:
             mask = with_sources(self._spec.kv_sources, mask)
         seen = {window: visible_rows(start, size, batch.tree, window) for window in self._windows}
-        run = _Pass(positions, seen, mask.reshape(-1, 2), self._ends.vectors(tokens, embedded), batch.experts, {})
+        run = _Pass(
+            cache, positions, seen, mask.reshape(-1, 2), self._ends.vectors(tokens, embedded), batch.experts, {}
+        )
         for layer in range(self._spec.num_layers):
             x = self._layer(layer, x, run)
-        self.cache.length = start + size
+        cache.length = start + size
         last = self._norm("final_norm", self._ends.left(x[rows]))
         logits = softcapped(self._linear("head", last), self._spec.logit_softcap)
         return PassResult(logits, x, self._choices(run.used, size, batch.experts))
@@ -385,27 +384,23 @@ class ReferenceBackend:
 
     def _mixed(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D) -> (S, D)
         """Output of a layer's attention, of its substitute, or the sum of both."""
-        positions, seen = run.positions, run.seen
         if self._spec.latent is not None:
-            return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
+            return self._latent_attention(layer, self._spec.latent, x, run)
         given = np.zeros_like(x)
         for part in self._spec.parts_of(layer):
             attends = part == "attention"
-            given = given + (
-                self._attention(layer, x, positions, seen) if attends else self._recurrence(layer, part, x, seen[0])
-            )
+            given = given + (self._attention(layer, x, run) if attends else self._recurrence(layer, part, x, run))
         return given
 
-    def _recurrence(
-        self, layer: int, mixer: Mixer, x: Floats, seen: NDArray[np.bool_]
-    ) -> Floats:  # (S, D), (S, T) -> (S, D)
+    def _recurrence(self, layer: int, mixer: Mixer, x: Floats, run: _Pass) -> Floats:  # (S, D) -> (S, D)
         """Output of a layer's recurrence, from the kept inputs of each row's text."""
+        seen = run.seen[0]
         size, total = seen.shape
         prefix = f"layers.{layer}.mixer"
         place = layer if mixer == "conv" else self._spec.num_layers + layer
         read, apart = recurrent.enter(self._spec, layer, lambda name: self._linear(f"{prefix}.{name}", x))
-        self.cache.write(place, total - size, np.zeros((1, size, 0), np.float32), read[None])
-        _, kept = self.cache.read(place, 0, total)  # (1, T, C)
+        run.cache.write(place, total - size, np.zeros((1, size, 0), np.float32), read[None])
+        _, kept = run.cache.read(place, 0, total)  # (1, T, C)
         weights = recurrent.weights_of(self._weights, prefix)
         texts = (kept[0, np.flatnonzero(visible)] for visible in seen)  # (n, C), the row's own last
         rows = (recurrent.mix(self._spec, mixer, weights, *each) for each in zip(texts, apart[:, None], strict=True))
@@ -415,11 +410,10 @@ class ReferenceBackend:
         self,
         layer: int,
         x: Floats,  # (S, D), normed where there is a norm before
-        positions: Ints,  # (S,)
-        seen: dict[int, NDArray[np.bool_]],  # (S, T) each, by window
+        run: _Pass,
     ) -> Floats:  # (S, D)
         spec, prefix, own = self._spec, f"layers.{layer}.", self._spec.heads(layer)
-        visible = seen[spec.window(layer)]
+        positions, visible = run.positions, run.seen[spec.window(layer)]
         size, total = visible.shape
         start = total - size
         q, *made = np.split(self._linear(f"{prefix}attn.qkv", x), np.cumsum(own.products)[:-1], axis=1)
@@ -429,8 +423,8 @@ class ReferenceBackend:
             k = self._turned(layer, "k", k, positions)
             if spec.value_norm:
                 v = rms_norm(v, np.ones(own.size, np.float32), spec.norm_eps)
-            self.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
-        keys, values = self.cache.read(own.source, 0, total)  # (H, T, h)
+            run.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
+        keys, values = run.cache.read(own.source, 0, total)  # (H, T, h)
         grouped = q.swapaxes(0, 1).reshape(own.kv_heads, own.heads // own.kv_heads, size, own.size)
         mixed = self._mix(layer, grouped, keys, values, visible)  # (H, g, S, h)
         heads = self._gated(layer, x, mixed.transpose(2, 0, 1, 3).reshape(size, own.q_size))
@@ -443,11 +437,11 @@ class ReferenceBackend:
         layer: int,
         latent: LatentSpec,
         x: Floats,  # (S, D)
-        positions: Ints,  # (S,)
-        visible: NDArray[np.bool_],  # (S, T)
+        run: _Pass,
     ) -> Floats:  # (S, D)
         """Attention over keys and values of all heads, which are made of the cached latent rows."""
         spec, prefix, weights = self._spec, f"layers.{layer}.attn.", self._weights
+        positions, visible = run.positions, run.seen[spec.window(layer)]
         size, total = visible.shape
         if latent.query_rank:
             small = rms_norm(self._linear(f"{prefix}q_a", x), weights[f"{prefix}q_a_norm"], latent.norm_eps)
@@ -465,8 +459,8 @@ class ReferenceBackend:
         queries = np.concatenate([plain, turning], axis=2)
         if rope.query_beta:
             queries = queries * query_factors(rope, positions)[:, None, None]
-        self.cache.write(layer, total - size, key.swapaxes(0, 1), given[None])
-        keys, (kept,) = self.cache.read(layer, 0, total)  # (1, T, r), (T, rank)
+        run.cache.write(layer, total - size, key.swapaxes(0, 1), given[None])
+        keys, (kept,) = run.cache.read(layer, 0, total)  # (1, T, r), (T, rank)
         by_head = weights[f"{prefix}k_b"].reshape(spec.num_heads, latent.rank, latent.plain_size)
         keys = np.concatenate([kept @ by_head, np.broadcast_to(keys, (spec.num_heads, *keys.shape[1:]))], axis=2)
         values = kept @ weights[f"{prefix}v_b"].reshape(spec.num_heads, latent.value_size, latent.rank).swapaxes(1, 2)
@@ -538,13 +532,12 @@ class ReferenceBackend:
     def nbytes(self) -> dict[str, int]:
         return {
             "weights": sum(w.nbytes for w in self._whole.values()),
-            "kv": self.cache.nbytes,
+            "kv": self._kv_bytes,
             "buffers": sum(cos.nbytes + sin.nbytes for cos, sin in self._tables),
         }
 
     def close(self) -> None:
         self._whole.clear()
-        del self.cache
 
 
 class ReferenceFactory(BackendFactory):
@@ -565,4 +558,4 @@ class ReferenceFactory(BackendFactory):
     def make(self, order: BackendOrder) -> Backend:
         bundle, plan = order.bundle, order.configuration
         backend = ReferenceBackend(bundle, plan.context, kv=plan.kv)
-        return counting_experts(bundle, backend, backend.cache)
+        return counting_experts(bundle, backend)

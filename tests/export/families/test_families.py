@@ -77,7 +77,7 @@ def chunks(backend: Backend) -> Floats:
 
 def back(backend: Backend, length: int) -> None:
     """Goes back to so many of TOKENS, some of which are evaluated again where the cache cannot."""
-    start = backend.cache.resumable(length)
+    start = backend.cache.rewindable_to(length)
     backend.cache.trim(start)
     if start < length:
         run(backend, TOKENS[start:length])

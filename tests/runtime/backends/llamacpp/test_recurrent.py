@@ -77,15 +77,15 @@ def test_a_text_goes_back_to_its_mark_and_to_held_states(name: str, make_family:
     feed(backend, TEXT[:9])
     cache.mark()
     feed(backend, [7] * 12)
-    assert (cache.marked, cache.resumable(21), cache.resumable(10)) == (9, 21, 9)
-    cache.trim(cache.resumable(10))
+    assert (cache.marked, cache.rewindable_to(21), cache.rewindable_to(10)) == (9, 21, 9)
+    cache.trim(cache.rewindable_to(10))
     assert close(feed(backend, TEXT[9:20]), whole[9:20], NEAR)
     if name in FORWARD:
         cache.hold(24)
         # The pass is divided there, though it ends behind.
         assert close(feed(backend, TEXT[20:30]), whole[20:30], NEAR)
         feed(backend, [7])
-        cache.trim(cache.resumable(26))
+        cache.trim(cache.rewindable_to(26))
         assert cache.length == 24
     rest = feed(backend, TEXT[cache.length :])
     assert close(rest, whole[len(whole) - len(rest) :], NEAR)
@@ -94,7 +94,7 @@ def test_a_text_goes_back_to_its_mark_and_to_held_states(name: str, make_family:
 def test_where_no_state_is_nothing_is_cut_or_evaluated(make_family: Make) -> None:
     backend = make_family("Mamba2")
     feed(backend, TEXT[:9])
-    assert backend.cache.resumable(5) == 0
+    assert backend.cache.rewindable_to(5) == 0
     with pytest.raises(BackendError, match="cannot go back to 5 tokens"):
         backend.cache.trim(5)
     with pytest.raises(CapabilityError, match="cannot forget tokens"):
@@ -111,7 +111,7 @@ def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_f
     feed(backend, [*TEXT[9:20], *([7] * 3 if name in BACK else [])])
     backend.cache.trim(20)  # which llama.cpp is given when it must
     parts = [backend.cache.snapshot(*ends) for ends in ((0, 5), (5, 9), (9, 20))]
-    assert [part.resumable(part.length) for part in parts] == [0, 4, 11]
+    assert [part.rewindable_to(part.length) for part in parts] == [0, 4, 11]
     expected = feed(backend, TEXT[20:])
     for part in parts:
         other.cache.append(part)
@@ -142,7 +142,7 @@ def test_copies_without_their_state_are_not_gone_on_from(make_family: Make) -> N
     backend.cache.restore(rows.part(0, 5))
     with pytest.raises(BackendError, match="is not there after 5 tokens"):
         feed(backend, TEXT[5:6])
-    assert backend.cache.resumable(5) == 0
+    assert backend.cache.rewindable_to(5) == 0
     assert rows.state is not None
     for state in (rows.state[:8], np.roll(rows.state, 4)):
         with pytest.raises(BackendError, match="state of recurrent layers"):
@@ -165,7 +165,7 @@ def test_a_cancelled_pass_leaves_the_mark(make_family: Make, monkeypatch: pytest
     monkeypatch.undo()
     with pytest.raises(BackendError, match="is not there after 9 tokens"):
         feed(backend, TEXT[9:12])
-    backend.cache.trim(backend.cache.resumable(9))
+    backend.cache.trim(backend.cache.rewindable_to(9))
     assert close(feed(backend, TEXT[9:]), whole[9:], NEAR)
 
 
