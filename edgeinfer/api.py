@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
-from edgeinfer.batching import ReplyBatch, SlotThreads, Turns, batch_backend
+from edgeinfer.batching import ReplyBatch, Seat, Turns, can_share
 from edgeinfer.chat import Chat
 from edgeinfer.core.contexts import Context
 from edgeinfer.core.errors import UsageError
@@ -118,7 +118,7 @@ class Model(LoadedModel):
         super().__init__(lifecycle, template)
         self.reply_thread = ReplyThread(self._open_batch)
         self._inter_token_latency = inter_token_latency
-        self._threads = SlotThreads()
+        self._seat = Seat()
         self._context_models: dict[tuple[object, ...], ContextModel] = {}
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
@@ -311,7 +311,7 @@ class Model(LoadedModel):
     @property
     def can_batch(self) -> bool:
         """Whether replies can be made side by side in shared passes."""
-        return batch_backend(self._parts) is not None
+        return can_share(self._parts)
 
     def reply_batch(self, parallel: int, *, streamed: bool = True) -> ReplyBatch:
         """Open a batch of replies that are made side by side, each with the text it would have alone. It reserves the
@@ -326,7 +326,7 @@ class Model(LoadedModel):
             UsageError: another thread runs a reply, or works with the model.
         """
         latency = self._inter_token_latency if streamed or self._inter_token_latency is not None else math.inf
-        return ReplyBatch(self._idle(), self._threads, parallel, latency)
+        return ReplyBatch(self._idle(), self._seat, parallel, latency)
 
     def _open_batch(self) -> ReplyBatch | None:
         parallel = self.plan.parallel
@@ -383,10 +383,10 @@ class Model(LoadedModel):
             raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
         with closing(self.reply_batch(parallel, streamed=False)) as batch:
             for tokens in ids:
-                batch.main_engine.check(tokens)
+                batch.check(tokens)
 
-            def reply(place: int) -> Callable[[], Result]:
-                return lambda: self._start(GenerationRequest(prompt=ids[place], config=config)).complete()
+            def reply(place: int) -> Callable[[], TokenStream]:
+                return lambda: self._start(GenerationRequest(prompt=ids[place], config=config))
 
             # Prompts with a common start come one after the other.
             order = sorted(range(len(ids)), key=lambda place: ids[place])
@@ -417,7 +417,7 @@ class Model(LoadedModel):
         """
         from edgeinfer.context_model import ContextModel, remembered  # few programs use it
 
-        idle = functools.partial(self._threads.idle, self._idle)
+        idle = functools.partial(self._seat.idle, self._idle)
         made = ContextModel(self, self.reply_thread, self._start, idle, contexts, placement, temperature)
         return remembered(self._context_models, made)
 
@@ -457,11 +457,10 @@ class Model(LoadedModel):
 
     @allocating("The reply")
     def _begin(
-        self, make: Callable[[ModelParts, GenerationRequest, Turns], StreamT], request: GenerationRequest
+        self, make: Callable[[ModelParts, GenerationRequest, Turns | None], StreamT], request: GenerationRequest
     ) -> StreamT:
-        slot = self._threads.slot
-        turns = self._turns if slot is None else slot.turns
-        turns.require_idle()
+        self._turns.require_idle()
+        seated = self._seat.parts  # another thread than the batch's was refused
 
         def finished(result: Result) -> None:
             self._lifecycle.leave()
@@ -471,12 +470,12 @@ class Model(LoadedModel):
         parts = self._lifecycle.take()
         try:
             text = [*request.prompt, *request.reply]
-            parts.engine.check(text, request.draft)
-            if slot is not None:
+            parts.sequence.check(text, request.draft)
+            if seated is not None:
                 require_shareable(request.config)
-                slot.begin(text, request.config.adapter)
-                parts = slot.parts
-            return make(parts, replace(request, on_finish=finished), turns)
+                seated.sequence.use_adapter(request.config.adapter)
+            turns = self._turns if seated is None else None
+            return make(seated or parts, replace(request, on_finish=finished), turns)
         except BaseException:
             self._lifecycle.leave()
             raise

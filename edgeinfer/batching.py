@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
 from edgeinfer.core.errors import CapabilityError, UsageError
 from edgeinfer.core.records import dataclass
+from edgeinfer.core.results import Result
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.decoding.scheduler import Scheduler, sharing_backend
+from edgeinfer.runtime.decoding.scheduler import shares_passes
+from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS
+from edgeinfer.runtime.decoding.strategy import Evaluate, Passes
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.runtime.system.forks import renewed_in_children
+
+if TYPE_CHECKING:
+    from edgeinfer.generation import TokenStream
 
 
 class Turn(Protocol):
@@ -137,54 +142,9 @@ T = TypeVar("T")
 _WORTH_WAITING = 64
 
 
-def batch_backend(parts: ModelParts) -> Backend | None:
-    """The backend that evaluates several replies per pass; None where replies cannot share passes."""
-    if parts.engine.context_shift is not None or parts.remote is not None:
-        return None
-    return sharing_backend(parts.engine.backend)
-
-
-class Slot:
-    """One sequence of a model, for one reply at a time while other slots make theirs.
-
-    Attributes:
-        parts: the model's, with the sequence's own engine.
-        turns: turns of its replies.
-        prompt: the prompt of its reply; None where no reply has started. (n,)
-    """
-
-    def __init__(self, batch: ReplyBatch, parts: ModelParts) -> None:
-        self.parts = parts
-        self.turns = Turns()
-        self.prompt: Ints | None = None
-        self._batch = batch
-
-    def begin(self, prompt: Sequence[int], adapter: str | None = None) -> None:
-        """Prepare for a reply: take over the rows of its prompt that other slots hold, and wait for those that they are
-        about to evaluate. UsageError where the model has no such adapter."""
-        wanted = np.array(prompt)
-        self.parts.engine.use_adapter(adapter)
-        others = [slot for slot in self._batch.others(self) if slot.parts.engine.adapter == adapter]
-        least = _WORTH_WAITING
-        while any(_coming(slot, wanted) >= least for slot in others):
-            self._batch.scheduler.give_way()
-            least = 1  # once it waits, all common tokens are evaluated only once
-        self.prompt = wanted
-        engines = (self._batch.main_engine, *(slot.parts.engine for slot in others))
-        self.parts.engine.borrow(max(engines, key=lambda engine: engine.shared(prompt)), prompt)
-
-    def end(self) -> None:
-        """End the reply; its sequence keeps its rows until the pages are needed."""
-        self.prompt = None
-        self.turns.close()
-
-
-def _coming(other: Slot, wanted: Ints) -> int:  # (n,)
-    """Count the leading tokens of a prompt that another reply is about to evaluate too."""
-    if other.prompt is None:
-        return 0
-    common = min(shared_length(other.prompt, wanted), len(other.prompt) - 1)
-    return common - other.parts.engine.backend.cache.length
+def can_share(parts: ModelParts) -> bool:
+    """Whether replies of the model can share passes."""
+    return parts.sequence.context_shift is None and parts.remote is None and shares_passes(parts.backend)
 
 
 @dataclass(frozen=True)
@@ -199,20 +159,39 @@ class Outcome(Generic[T]):
         return cast(T, self.made)
 
 
-class SlotThreads(threading.local):
-    """The slot of the calling thread; None where its replies have the model to themselves."""
+class Seat:
+    """What replies that the thread of a batch starts are made with: the model's own sequence, or one of several."""
 
-    slot: Slot | None = None
+    parts: ModelParts | None = None
 
     @contextmanager
     def idle(self, model: Callable[[], AbstractContextManager[ModelParts]]) -> Iterator[ModelParts]:
-        """The parts to work with while no reply of this thread runs: its slot's, or the model's."""
-        if self.slot is None:
+        """The parts to work with while no reply uses them."""
+        if self.parts is None:
             with model() as parts:
                 yield parts
         else:
-            self.slot.turns.require_idle()
-            yield self.slot.parts
+            yield self.parts
+
+
+# Makes a reply, or several one after the other: yields each stream that it starts, and goes on when that is over.
+Making = Generator["TokenStream", None, T]
+
+
+class _Place:
+    """A sequence, and what is made in it."""
+
+    def __init__(
+        self,
+        main: ModelParts,
+        sequence: Sequence,
+        replies: Callable[[], int],
+        join: Callable[[_Place, abc.Sequence[int]], Passes[None]],
+    ) -> None:
+        self.parts = main.for_sequence(sequence, replies, lambda prompt: join(self, prompt))
+        self.work: Generator[TokenStream, None, None] | None = None
+        self.stream: TokenStream | None = None
+        self.prompt: Ints | None = None  # of the reply, once it evaluates it. (n,)
 
 
 class ReplyBatch:
@@ -220,7 +199,7 @@ class ReplyBatch:
 
     Args:
         model: yields the parts of the model, which are reserved until the batch is closed.
-        threads: tells the model which slot a thread's replies are made in.
+        seat: tells the model which sequence replies are made in.
         parallel: replies side by side at most.
         inter_token_latency: as `PromptShare` takes it.
 
@@ -230,95 +209,84 @@ class ReplyBatch:
     """
 
     def __init__(
-        self,
-        model: AbstractContextManager[ModelParts],
-        threads: SlotThreads,
-        parallel: int,
-        inter_token_latency: float | None,
+        self, model: AbstractContextManager[ModelParts], seat: Seat, parallel: int, inter_token_latency: float | None
     ) -> None:
-        self._threads = threads
+        self._seat = seat
         self._open = ExitStack()
-        parts = self._open.enter_context(model)
-        backend = batch_backend(parts)
-        if backend is None:
+        self._main = parts = self._open.enter_context(model)
+        if not can_share(parts):
             self._open.close()
             message = f"Replies of {parts.info.name} cannot share passes here."
             hint = "That takes a bundle with a paged cache, the native kernel, no context shift and no remote server."
             raise CapabilityError(message, hint)
-        self._main = parts
         self._parallel = parallel
-        self.scheduler = Scheduler(
-            backend,
-            parts.engine.chunk,
-            inter_token_latency=inter_token_latency,
+        self._scheduler = parts.scheduler
+        self._scheduler.share(
+            inter_token_latency,
             make_room=self._make_room,
             pass_ms=lambda: parts.speculator.pass_ms,
             draft_rows=parts.speculator.most or VERIFIED_ROWS,
             on_pass_ms=parts.speculator.observe_pass,
         )
-        self._free: list[Slot] = []  # least recently used first
-        self._busy: list[Slot] = []
+        self._free: list[_Place] = []  # least recently used first
+        self._busy: list[_Place] = []
 
-    @property
-    def main_engine(self) -> Engine:
-        """The engine of the model itself, which rests meanwhile."""
-        return self._main.engine
+    def check(self, prompt: abc.Sequence[int]) -> None:
+        """Refuse a prompt that cannot be continued."""
+        self._main.sequence.check(prompt)
 
     @property
     def running(self) -> int:
         """How many replies are not finished."""
-        return self.scheduler.running
+        return len(self._busy)
 
     @property
     def has_room(self) -> bool:
         """Whether another reply can start."""
-        return self.scheduler.running < self._parallel
+        return len(self._busy) < self._parallel
 
-    def others(self, slot: Slot) -> list[Slot]:
-        """The other slots: free ones first, then busy ones, oldest first."""
-        return [other for other in (*self._free, *self._busy) if other is not slot]
-
-    def add(self, work: Callable[[Slot], None]) -> None:
-        """Add work that makes one reply with the model as if alone; it must not raise."""
+    def add(self, work: Generator[TokenStream, None, None]) -> None:
+        """Add work that makes replies: it yields each stream that it starts with the model, and goes on when that is
+        over. It must not raise."""
         assert self.has_room, "the caller checks has_room"
-        slot = self._free.pop(0) if self._free else self._new_slot()
-        self._busy.append(slot)
+        place = self._free.pop(0) if self._free else self._new_place()
+        place.work = work
+        self._busy.append(place)
+        self._go_on(place)
 
-        def run() -> None:
-            self._threads.slot = slot
-            try:
-                work(slot)
-            finally:
-                self._busy.remove(slot)
-                slot.end()
-                self._free.append(slot)
+    def join(self, stream: TokenStream) -> TokenStream:
+        """Have a reply that was paused go on in the sequence of the work that calls this."""
+        assert self._seat.parts is not None, "only work that was added has one"
+        stream.move(self._seat.parts)
+        return stream
 
-        self.scheduler.start(run)
-
-    def run(self, makers: Iterable[Callable[[], T]]) -> list[T]:
+    def run(self, makers: Iterable[Callable[[], TokenStream]]) -> list[Result]:
         """Make replies as there is room, and return their results in the same order. The first error that one raises
         ends the others, and is raised."""
-        made = {outcome.place: outcome.result() for outcome in self.as_completed(makers)}
+
+        def making(make: Callable[[], TokenStream]) -> Making[Result]:
+            stream = make()
+            yield stream
+            return stream.complete()
+
+        made = {outcome.place: outcome.result() for outcome in self.as_completed(map(making, makers))}
         return [made[place] for place in range(len(made))]
 
-    def as_completed(self, makers: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
-        """Make replies as there is room, taking makers one by one, and yield each when it is finished."""
+    def as_completed(self, works: Iterable[Making[T]]) -> Iterator[Outcome[T]]:
+        """Make replies as there is room, taking works one by one, and yield what each returns when it is finished."""
         over: list[Outcome[T]] = []
 
-        def work(place: int, make: Callable[[], T]) -> Callable[[Slot], None]:
-            def run(slot: Slot) -> None:
-                try:
-                    over.append(Outcome(place, make()))
-                except Exception as error:  # raised on the caller's thread
-                    over.append(Outcome(place, error=error))
+        def noted(place: int, work: Making[T]) -> Generator[TokenStream, None, None]:
+            try:
+                over.append(Outcome(place, (yield from work)))
+            except Exception as error:  # raised by who reads the outcome
+                over.append(Outcome(place, error=error))
 
-            return run
-
-        waiting = enumerate(makers)
+        waiting = enumerate(works)
         left = True
         while left:
             while self.has_room and (entry := next(waiting, None)) is not None:
-                self.add(work(*entry))
+                self.add(noted(*entry))
             left = self.running > 0
             if left:
                 self.step()
@@ -327,31 +295,93 @@ class ReplyBatch:
 
     def step(self) -> bool:
         """Run the replies until all wait for a pass, and run that; return whether replies are left."""
-        return self.scheduler.step()
+        self._scheduler.step()
+        for place in tuple(self._busy):
+            if place.stream is not None and place.stream.over:
+                self._go_on(place)
+        return bool(self._busy)
 
     def interrupt(self) -> None:
         """Make `step` return before another pass. Safe from any thread."""
-        self.scheduler.interrupt()
+        self._scheduler.interrupt()
 
     def close(self) -> None:
         try:
-            self.scheduler.close()
-            for slot in self._free:
-                slot.parts.engine.restart()
+            self._scheduler.close()
+            for place in tuple(self._busy):
+                self._end(place)
+            for place in self._free:
+                place.parts.sequence.restart()
         finally:
             self._free.clear()
+            self._busy.clear()
+            self._scheduler.unshare()
             self._open.close()
 
-    def _new_slot(self) -> Slot:
-        main = self._main.engine
-        sequence = self.scheduler.new_sequence(main.backend.cache.capacity)
-        engine = Engine(sequence, main.chunk, prefixes=main.prefixes)
-        return Slot(self, self._main.for_sequence(engine, lambda: self.running))
+    def _go_on(self, place: _Place) -> None:
+        """Let work start its next reply."""
+        assert place.work is not None, "the place is busy"
+        place.stream = place.prompt = None
+        before, self._seat.parts = self._seat.parts, place.parts
+        try:
+            place.stream = next(place.work, None)
+        finally:
+            self._seat.parts = before
+            if place.stream is None:
+                self._free_place(place)
+        if place.stream is not None:
+            place.stream.schedule()
+
+    def _end(self, place: _Place) -> None:
+        """Let work know that its reply is over, as all are."""
+        assert place.work is not None, "the place is busy"
+        if place.stream is not None and place.stream.over:
+            self._go_on(place)
+        if place in self._busy:
+            place.work.close()
+            if place.stream is not None:
+                place.stream.close()
+            self._free_place(place)
+
+    def _free_place(self, place: _Place) -> None:
+        """Its sequence keeps its rows until the pages are needed."""
+        place.work = place.prompt = None
+        self._busy.remove(place)
+        self._free.append(place)
+
+    def _new_place(self) -> _Place:
+        main = self._main.sequence
+        cache = self._main.backend.new_sequence(main.cache.capacity)
+        sequence = Sequence(self._main.backend, cache, main.chunk, prefixes=main.prefixes)
+        return _Place(self._main, sequence, lambda: self.running, self._join)
+
+    def _join(self, place: _Place, prompt: abc.Sequence[int]) -> Passes[None]:
+        """Take over the rows of a prompt that other sequences hold, and wait for those that they are about to
+        evaluate."""
+        wanted, sequence = np.array(prompt), place.parts.sequence
+        others = [other for other in (*self._free, *self._busy) if other is not place]
+        others = [other for other in others if other.parts.sequence.adapter == sequence.adapter]
+        least = _WORTH_WAITING
+        while any(_coming(other, wanted) >= least for other in others):
+            yield Evaluate(sequence.backend, ())
+            least = 1  # once it waits, all common tokens are evaluated only once
+        place.prompt = wanted
+        sequences = (self._main.sequence, *(other.parts.sequence for other in others))
+        sequence.borrow(max(sequences, key=lambda each: each.shared(prompt)), prompt)
 
     def _make_room(self, pages: int) -> None:
         """Drop rows of finished replies, least recently used first, until so many pages are free."""
-        for engine in (self._main.engine, *(slot.parts.engine for slot in self._free)):
-            if self.scheduler.free_pages < pages and engine.backend.cache.length:
-                engine.restart()
-        while self.scheduler.free_pages < pages and self._main.engine.prefix_bytes:
-            self._main.engine.evict_prefixes(self._main.engine.prefix_bytes - 1)
+        backend, main = self._main.backend, self._main.sequence
+        for sequence in (main, *(place.parts.sequence for place in self._free)):
+            if backend.free_pages < pages and sequence.cache.length:
+                sequence.restart()
+        while backend.free_pages < pages and main.prefix_bytes:
+            main.evict_prefixes(main.prefix_bytes - 1)
+
+
+def _coming(other: _Place, wanted: Ints) -> int:  # (n,)
+    """Count the leading tokens of a prompt that another reply is about to evaluate too."""
+    if other.prompt is None:
+        return 0
+    common = min(shared_length(other.prompt, wanted), len(other.prompt) - 1)
+    return common - other.parts.sequence.cache.length

@@ -23,8 +23,9 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelParts
 from edgeinfer.loaded import LoadedModel
 from edgeinfer.reply_decoding import GenerationRequest
-from edgeinfer.runtime.backends.contract import PreemptedError, adapters_of
+from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.contexts import ContextMaker
+from edgeinfer.runtime.decoding.strategy import Passes
 from edgeinfer.runtime.kv_cache.contexts import (
     PLACEMENTS,
     ContextRows,
@@ -164,10 +165,10 @@ class ContextModel:
             known.use = replace(known.use, evaluated=0)
             return known
         with self._reading() as parts:
-            parts.engine.use_adapter(adapter)
+            parts.sequence.use_adapter(adapter)
             reader = _Reader(parts, prefix, adapter, progress)
-            rows = reader.read_all(list(zip(self.contexts, texts, strict=True)))
-            parts.engine.restart()
+            rows = parts.scheduler.run(reader.read_all(list(zip(self.contexts, texts, strict=True))))
+            parts.sequence.restart()
             edited = sum(each.edits > 0 for each in rows)
             lossless = len(rows) == 1 and not edited and self._temperature == 1
             tokens = sum(map(len, texts))
@@ -207,38 +208,43 @@ def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel
 class _Reader:
     """Finds or makes the rows of contexts after one prefix; `evaluated` counts the tokens it had to evaluate."""
 
+    prefix: ContextRows
+
     def __init__(
         self, parts: ModelParts, prefix: tuple[int, ...], adapter: str | None, progress: Callable[[int], None] | None
     ) -> None:
-        self._maker = ContextMaker(parts.engine, parts.decoder, prefix, progress)
-        kind = parts.engine.backend.cache.snapshot(0, 0)
-        origin = parts.origin.with_adapter(adapters_of(parts.engine.backend)[adapter] if adapter else "")
+        self._maker = ContextMaker(parts.sequence, parts.decoder, prefix, progress)
+        kind = parts.sequence.cache.snapshot(0, 0)
+        origin = parts.origin.with_adapter(parts.backend.adapters[adapter] if adapter else "")
         self._making = Making(origin, parts.vocabulary_digest, prefix, kind.kv, kind.scales)
-        self._engine = parts.engine
-        self.prefix = RowsInMemory.of(prefix, self._undisturbed(self._maker.prefix))
+        self._sequence, self._prefix = parts.sequence, prefix
         self.evaluated = 0
 
-    def read_all(self, contexts: Sequence[tuple[Context, tuple[int, ...]]]) -> list[ContextRows]:
-        return [self._undisturbed(partial(self.read, context, tokens)) for context, tokens in contexts]
+    def read_all(self, contexts: Sequence[tuple[Context, tuple[int, ...]]]) -> Passes[list[ContextRows]]:
+        self.prefix = RowsInMemory.of(self._prefix, (yield from self._undisturbed(self._maker.prefix)))
+        rows = []
+        for context, tokens in contexts:
+            rows.append((yield from self._undisturbed(partial(self.read, context, tokens))))
+        return rows
 
-    def _undisturbed(self, make: Callable[[], T]) -> T:
+    def _undisturbed(self, make: Callable[[], Passes[T]]) -> Passes[T]:
         """Call `make`, again each time that an older reply takes its pages."""
         while True:
             try:
-                return make()
+                return (yield from make())
             except PreemptedError:
-                self._engine.restart()
+                self._sequence.restart()
 
-    def read(self, context: Context, tokens: tuple[int, ...]) -> ContextRows:
+    def read(self, context: Context, tokens: tuple[int, ...]) -> Passes[ContextRows]:
         path, kept = self._kept(context)
         if kept is not None and kept.tokens == tokens and (context.edits == "turn" or not kept.edits):
             return kept
         edits = 0
         if kept is not None and context.edits == "turn":
-            rows, evaluated = self._maker.edited(tokens, kept)
+            rows, evaluated = yield from self._maker.edited(tokens, kept)
             edits = kept.edits + 1
         else:
-            rows, evaluated = self._maker.whole(tokens), len(tokens)
+            rows, evaluated = (yield from self._maker.whole(tokens)), len(tokens)
         self.evaluated += evaluated
         try:
             if path is not None:

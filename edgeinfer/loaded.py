@@ -96,7 +96,7 @@ class LoadedModel:
         from edgeinfer.runtime.decoding.contexts import require_contexts
 
         with self._lifecycle.acquire(verified=False) as parts:
-            require_contexts(parts.engine, parts.decoder)
+            require_contexts(parts.sequence, parts.decoder)
 
     @property
     def experts(self) -> ExpertUse | None:
@@ -142,16 +142,16 @@ class LoadedModel:
         with self._lifecycle.acquire() as parts:
             from edgeinfer.runtime.tuning.measure import token_logits
 
-            parts.engine.use_adapter(adapter)
-            return rows(token_logits(parts.engine, tokens))
+            parts.sequence.use_adapter(adapter)
+            return rows(token_logits(parts.sequence, tokens))
 
     def score(self, tokens: Sequence[int], adapter: str | None = None) -> TokenScores:
         """Log-probabilities of a text, and the likeliest token after each of its tokens; empties the cache."""
         from edgeinfer.runtime.tuning.measure import score_tokens
 
         with self._idle() as parts:
-            parts.engine.use_adapter(adapter)
-            return score_tokens(parts.engine, tokens)
+            parts.sequence.use_adapter(adapter)
+            return score_tokens(parts.sequence, tokens)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
         """Write the contents of the cache to a file, from which `load_session` continues without evaluating it again.

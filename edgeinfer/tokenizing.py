@@ -56,7 +56,7 @@ _CHARACTERS = 4
 
 
 def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> None:
-    """Refuse a text that is far too long before all of it is tokenized; `Engine.check` judges the rest."""
+    """Refuse a text that is far too long before all of it is tokenized; `Sequence.check` judges the rest."""
     most = _most_tokens(parts)
     if len(text) > most and surely_longer(parts.tokenizer, text, most, lambda: parts.longest_token):
         raise _too_long(len(text), most, what)
@@ -72,8 +72,8 @@ def require_fitting_messages(parts: ModelParts, messages: Sequence[Mapping[str, 
 
 
 def _most_tokens(parts: ModelParts) -> int:
-    engine = parts.engine
-    return engine.backend.cache.capacity * (1 if engine.context_shift is None else _FORGOTTEN)
+    sequence = parts.sequence
+    return sequence.cache.capacity * (1 if sequence.context_shift is None else _FORGOTTEN)
 
 
 def _too_long(size: int, most: int, what: str = "prompt") -> ContextLengthError:
@@ -117,7 +117,7 @@ def known_ids(parts: ModelParts, ids: Sequence[int]) -> list[int]:
     if known is None:
         raise PromptError(f"The ids are {shown(ids)}, which are no integers.", "Pass a list, as tokenize() returns it.")
     # Tokenizers may have tokens without a row in the model.
-    vocabulary = max(parts.engine.backend.geometry.vocab_size, parts.tokenizer.vocab_size)
+    vocabulary = max(parts.backend.geometry.vocab_size, parts.tokenizer.vocab_size)
     for id_ in known:
         if not 0 <= id_ < vocabulary:
             message = f"The token id {id_} is outside the model's vocabulary of {vocabulary}."

@@ -10,7 +10,6 @@ import numpy as np
 from edgeinfer.bundle.spec import DecoderSpec, uncommon_fields
 from edgeinfer.core.errors import CapabilityError, ContextLengthError, Setting
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.strategy import Passes
@@ -134,7 +133,7 @@ def _odd(sequence: Sequence, spec: DecoderSpec) -> str:
         return "recurrent layers"
     if spec.window_size:
         return "sliding windows"
-    if isinstance(backend, RotatingBackend) and backend.rotation_border is not None:
+    if backend.rotation_border is not None:
         return "other rotations for long texts"
     unknown = [name for name in _UNKNOWN if name in uncommon_fields(spec)]
     return f"{unknown[0]}={getattr(spec, unknown[0])!r}" if unknown else ""

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.cache import KVCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
+    KVCache,
     Pass,
     PassCancelledError,
     PassResult,
     PreemptedError,
-    RotatingBackend,
     check_pass,
 )
 from edgeinfer.runtime.backends.paged_cache import PagedCache
@@ -232,20 +231,14 @@ class Scheduler:
         self._make_room, self._pass_ms = make_room, pass_ms
         self._draft_rows, self._on_pass_ms = draft_rows, on_pass_ms
 
-    @property
-    def running(self) -> int:
-        return len(self._tasks)
+    def unshare(self) -> None:
+        """One sequence has the backend to itself again."""
+        self._shares, self.batch_size = False, 1
+        self._make_room, self._pass_ms, self._on_pass_ms = _nothing, _unknown, _unheard
 
-    def add(
-        self,
-        work: Generator[Any, Any, object],
-        give: Callable[[Any], object],
-        ended: Callable[[Exception | None], object],
-    ) -> Task:
-        """Add a task, which begins with the next step."""
-        task = Task(work, give, ended)
+    def add(self, task: Task) -> None:
+        """Add a task, which goes on with the next step."""
         self._tasks.append(task)
-        return task
 
     def run(self, work: Passes[T]) -> T:
         """Run a computation to its end among the tasks."""
@@ -255,7 +248,8 @@ class Scheduler:
         def keeping() -> Generator[Any, Any, None]:
             made.append((yield from work))
 
-        task = self.add(keeping(), made.append, errors.append)
+        task = Task(keeping(), made.append, errors.append)
+        self.add(task)
         while not task.over:
             self.step()
         if error := errors.pop():
@@ -516,5 +510,4 @@ def _unheard(rows: int, ms: float) -> None:
 def shares_passes(backend: Backend) -> bool:
     """Whether sequences can share passes, each as it would be alone. Where long texts are rotated otherwise, sequences
     differ."""
-    rotates = isinstance(backend, RotatingBackend) and backend.rotation_border is not None
-    return backend.max_sequences > 1 and backend.capabilities.paged and not rotates
+    return backend.max_sequences > 1 and backend.capabilities.paged and backend.rotation_border is None

@@ -8,17 +8,17 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 
-from edgeinfer.core.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting, UsageError
+from edgeinfer.core.errors import BudgetError, CapabilityError, ContextLengthError, PromptError, Setting
 from edgeinfer.core.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import CacheSnapshot, KVCache
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import (
     Backend,
+    KVCache,
     Pass,
     PassCancelledError,
     PassResult,
-    RotatingBackend,
-    adapter_place,
+    check_adapter,
 )
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.strategy import Evaluate, Passes, Strategy, run_alone, until_stop
@@ -76,9 +76,7 @@ class Sequence:
             raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend, self.cache = backend, cache
         self.context_shift = context_shift
-        border = backend.rotation_border if isinstance(backend, RotatingBackend) and context_shift is None else None
-        self._rotating = backend if isinstance(backend, RotatingBackend) and border is not None else None
-        self._border = border or 0
+        self._border = backend.rotation_border if context_shift is None else None
         self.prefill = Prefill(0, 0, 0.0)
         self.lost = Lost()
         self.chunk = chunk
@@ -97,14 +95,10 @@ class Sequence:
         """Evaluate texts with an adapter or none, and behind these contexts, from now on; rows of others are kept
         apart."""
         if name != self.adapter or contexts is not self.contexts:
-            known = self.backend.adapters
-            if name is not None and name not in known:
-                hint = "Load the model with it, by " + Setting("adapters")
-                hint = f"Choose one of {', '.join(known)}." if known else hint
-                raise UsageError(f"There is no adapter {name!r}.", hint)
+            check_adapter(self.backend, name)
             self._keep(0, ())
             self.forget()
-            self.cache.adapter = adapter_place(known, name)
+            self.cache.adapter = name
             self.adapter, self.contexts = name, contexts
 
     def start(
@@ -132,8 +126,8 @@ class Sequence:
         try:
             if self.context_shift is not None:
                 self._make_room()
-            if self._rotating is not None:
-                room = min(room, (yield from self._until_border(self._rotating)))
+            if self._border is not None:
+                room = min(room, (yield from self._until_border(self._border)))
             return self._add((yield from strategy.next(room, self.lost.tokens)))
         except BaseException as error:
             if self._cancelled_by(error):
@@ -220,18 +214,18 @@ class Sequence:
     def begin(self, length: int) -> None:
         """Prepare for a text of this many tokens: drop rows that LongRoPE rotates otherwise for it, and kept prefixes
         too."""
-        if self._rotating is None or self._rotating.rotates_long == (length > self._border):
+        if self._border is None or self.backend.rotates_long == (length > self._border):
             return
         self.evict_prefixes()
         self.forget()
-        self._rotating.rotate_long(length > self._border)
+        self.backend.rotate_long(length > self._border)
 
-    def _until_border(self, rotating: RotatingBackend) -> Passes[int]:
+    def _until_border(self, border: int) -> Passes[int]:
         """Tokens that the next passes may feed before the text is rotated otherwise, at least one. A text that has
         reached the border is evaluated again, as in transformers (models/phi3/modeling_phi3.py)."""
-        if rotating.rotates_long:
+        if self.backend.rotates_long:
             return self.cache.capacity
-        if (left := self._border - self.cache.length) > 0:
+        if (left := border - self.cache.length) > 0:
             return left
         tokens, fed = self.tokens, self.fed
         self.begin(fed + 1)
@@ -330,7 +324,7 @@ class Sequence:
     def cached_tokens(self) -> tuple[int, ...]:
         """Tokens whose rows the cache holds one for one; none after a context shift or where such a text is rotated
         otherwise."""
-        odd = self._rotating is not None and self._rotating.rotates_long != (self.fed > self._border)
+        odd = self._border is not None and self.backend.rotates_long != (self.fed > self._border)
         return () if self.lost.tokens or odd or self.contexts is not None else tuple(self.tokens[: self.fed])
 
     def adopt(self, tokens: abc.Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
@@ -421,7 +415,7 @@ class Sequence:
 
     def _resumable(self, length: int) -> int:
         """The largest length, up to this one, that the cache can be cut to."""
-        return self.cache.resumable(length - self.lost.tokens) + self.lost.tokens
+        return self.cache.rewindable_to(length - self.lost.tokens) + self.lost.tokens
 
     def truncate(self, length: int) -> None:
         """Cut the cache to the text's first tokens, or to fewer if it can only resume there."""

@@ -15,8 +15,7 @@ import numpy as np
 from edgeinfer.core.records import dataclass
 from edgeinfer.core.results import ComputeUse, DrafterUse, RemoteUse, SearchUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import KVCache
-from edgeinfer.runtime.backends.contract import Backend, Pass, PassResult
+from edgeinfer.runtime.backends.contract import Backend, KVCache, Pass, PassResult
 from edgeinfer.runtime.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
