@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from edgeinfer import tools
     from edgeinfer.api import Model, aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
-    from edgeinfer.batching import ReplyBatch, Slot
+    from edgeinfer.batching import ReplyBatch
     from edgeinfer.chat import Chat
     from edgeinfer.context_model import ContextModel
     from edgeinfer.core.contexts import Context
@@ -60,7 +60,7 @@ __all__ = [
     "EdgeInferError", "FoundModel", "GenerationConfig", "GenerationOptions", "GrammarError", "HubError",
     "InternalError", "LoadConfig", "LoadOptions", "LocalModel", "MemoryPlan", "Model", "ModelError", "ModelFacts",
     "NativeUnavailableError", "Offer", "PromptError", "ReducedCompute", "RemoteError", "ReplyBatch", "Result",
-    "Sampling", "Search", "Slot", "Speculation", "StorageError", "TemplateError", "TokenStream", "TokenizerError",
+    "Sampling", "Search", "Speculation", "StorageError", "TemplateError", "TokenStream", "TokenizerError",
     "UnshareableError", "UnsupportedArchitectureError", "UsageError", "UserError", "VerificationStream", "aload",
     "catalog", "describe", "evaluate", "list_devices", "list_models", "load", "offers", "plan", "pull", "remove_model",
     "search_hub", "tools", "verify",
@@ -75,7 +75,7 @@ _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _NAMES = {
     "api": "MemoryPlan Model TokenStream VerificationStream aload load plan",
     "async_replies": "AsyncTokenStream",
-    "batching": "ReplyBatch Slot",
+    "batching": "ReplyBatch",
     "chat": "Chat",
     "context_model": "ContextModel",
     "core.contexts": "Context",

@@ -218,7 +218,8 @@ class TokenStream:
             if before.searches:
                 self._strategy = self._new_strategy(parts)
             else:
-                self._strategy = parts.speculator.sequence_strategy(self._sampler, self._config, parts.drafting, before)
+                given = (parts.sequence, self._sampler, self._config, parts.drafting)
+                self._strategy = parts.speculator.strategy(*given, before)
                 # Its statistics are reported where the rest is decoded plainly.
                 self._first_strategy = self._first_strategy or before
             parts.sequence.use_adapter(self._config.adapter)
@@ -504,9 +505,9 @@ class TokenStream:
             model=parts.info,
             overflow=context_shift_summary(parts.sequence.context_shift, parts.sequence.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
-            compute=strategy.compute_use(),
-            search=strategy.search_use(),
-            remote=strategy.remote_use(),
+            compute=strategy.compute,
+            search=strategy.search,
+            remote=strategy.remote,
             stop_string=self._text.stop_string,
             contexts=None if self._contexts is None else self._contexts.use,
             logprobs=() if self._logprobs is None else tuple(self._logprobs.given),

@@ -80,7 +80,7 @@ class ModelParts:
         self, sequence: sequences.Sequence, replies: Callable[[], int], join: Callable[[Sequence[int]], Passes[None]]
     ) -> ModelParts:
         """These parts with another sequence, for replies side by side."""
-        drafting = SequenceDrafting(sequence, replies)
+        drafting = SequenceDrafting(sequence.cache, replies)
         return replace(self, sequence=sequence, watched=None, main=self, drafting=drafting, join=join)
 
     @property
@@ -413,7 +413,8 @@ def resume(parts: ModelParts, session: SessionFile) -> bool:
         "the model ran with other settings, or an adapter that it has not": session.origin.run not in known,
         "the KV cache has another data type": (session.kv, session.scales) != (kind.kv, kind.scales),
         "the context is smaller": len(session.tokens) > sequence.cache.capacity,
-        "its token ids are not in the vocabulary": max(session.tokens, default=0) >= sequence.backend.geometry.vocab_size,
+        "its token ids are not in the vocabulary": max(session.tokens, default=0)
+        >= sequence.backend.geometry.vocab_size,
     }
     reason = next((reason for reason, met in obstacles.items() if met), None)
     if reason is None and session.tokens:

@@ -125,10 +125,9 @@ def make_strategy(
         return make_search(given, forgets=sequence.context_shift is not None)
     if parts.drafting is not None:
         assert is_shareable(config), "who made the parts has looked"
-        return parts.speculator.sequence_strategy(sampler, config, parts.drafting)
-    if config.compute != "full":
-        return parts.reduced.strategy(config, sampler, parts.tokenizer, stop_ids)
-    return parts.speculator.strategy(sampler, config)
+    elif config.compute != "full":
+        return parts.reduced.strategy(sequence, config, sampler, parts.tokenizer, stop_ids)
+    return parts.speculator.strategy(sequence, sampler, config, parts.drafting)
 
 
 def is_shareable(config: GenerationConfig) -> bool:

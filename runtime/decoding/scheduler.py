@@ -387,7 +387,7 @@ class Scheduler:
         requests = tuple(RowRequest(wanted.backend, cache, batch) for cache, batch in wanted.passes)
         try:
             for request in requests:
-                check_pass(wanted.backend, request.batch, request.cache)
+                check_pass(wanted.backend, request.cache, request.batch)
         except Exception as error:
             for request in requests:
                 request.error = error
