@@ -32,7 +32,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
-from tests.runtime.test_engine import generate
+from tests.runtime.test_sequence import generate
 from tests.tables import each_row
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12

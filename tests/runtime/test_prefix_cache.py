@@ -27,7 +27,7 @@ from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from tests.runtime.models import make_graph_backend
-from tests.runtime.test_engine import generate
+from tests.runtime.test_sequence import generate
 from tests.speculation import random_bundle
 from tests.tables import each_row
 

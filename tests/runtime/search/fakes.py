@@ -21,7 +21,7 @@ from edgeinfer.runtime.sampling.processor import LogitsProcessor
 from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, make_search
 from tests.methods import nested
-from tests.runtime.test_engine import TableBackend, TableCache
+from tests.runtime.test_sequence import TableBackend, TableCache
 
 LETTERS = "abcdefgh.,"
 V = len(LETTERS)

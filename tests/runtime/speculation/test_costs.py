@@ -30,7 +30,7 @@ from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafte
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.speculation.prophets import Prophet, decode, text_of
-from tests.runtime.test_engine import TableBackend, TableCache
+from tests.runtime.test_sequence import TableBackend, TableCache
 from tests.tables import each_row
 
 CURVES = st.builds(

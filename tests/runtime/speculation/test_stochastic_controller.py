@@ -20,7 +20,7 @@ from edgeinfer.runtime.sampling.sampler import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from tests.runtime.speculation.prices import FLAT, Prices, eager_rounds
-from tests.runtime.test_engine import TableBackend
+from tests.runtime.test_sequence import TableBackend
 
 V = 4
 TOKENS = 4
